@@ -1,0 +1,1 @@
+"""Logical, pickle-free, atomic checkpoints that resume on any layout."""

@@ -1,0 +1,1 @@
+"""Mesh, collectives, placement vocabulary, and the recorder that ends silent hangs."""

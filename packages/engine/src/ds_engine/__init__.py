@@ -1,0 +1,1 @@
+"""The meta-package: Config -> Plan -> Engine."""

@@ -1,0 +1,1 @@
+"""The `ds` command line, and a launcher that leaves no process behind."""

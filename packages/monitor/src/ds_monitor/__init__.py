@@ -1,0 +1,1 @@
+"""Spans, counters, gauges and events that cost nothing until a sink is configured; CSV, TensorBoard, JSONL and progress sinks."""

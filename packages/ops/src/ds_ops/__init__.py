@@ -1,0 +1,1 @@
+"""Kernels, optimizers, quantizers and asynchronous file I/O, each with a plain torch reference."""
