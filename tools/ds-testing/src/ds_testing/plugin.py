@@ -1,0 +1,74 @@
+"""The pytest side: world tests go to the pool, everything else is left alone."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ds_testing.pool import Pool, Task
+from ds_testing.protocol import Outcome, Source
+from ds_testing.report import render, verdict
+from ds_testing.spec import ATTRIBUTE, World
+
+__all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+
+_POOL = pytest.StashKey[Pool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_POOL] = Pool(capture=config.getoption("capture") != "no")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_POOL].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    spec = getattr(pyfuncitem.obj, ATTRIBUTE, None)
+    if not isinstance(spec, World):
+        return None
+    run = pyfuncitem.config.stash[_POOL].run(_task(pyfuncitem), spec)
+    outcome, reason = verdict(run.results)
+    if outcome is Outcome.SKIPPED:
+        pytest.skip(reason)
+    if outcome is Outcome.XFAILED:
+        pytest.xfail(reason)
+    if outcome is Outcome.FAILED:
+        pytest.fail(render(run.results, deadline_s=run.deadline_s), pytrace=False)
+    return True
+
+
+def _task(item: pytest.Function) -> Task:
+    module: ModuleType = item.module
+    sources = (Source(module.__name__, str(item.path)), *_conftests(item.path, item.config.rootpath))
+    names = item._fixtureinfo.argnames
+    return Task(_qualname(item), sources, _pickled(item, {name: item.funcargs[name] for name in names}))
+
+
+def _qualname(item: pytest.Function) -> str:
+    return ".".join([node.name for node in item.listchain() if isinstance(node, pytest.Class)] + [item.originalname])
+
+
+def _pickled(item: pytest.Function, arguments: dict[str, object]) -> bytes:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            pytest.fail(
+                f"{item.nodeid}: the argument {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}\n"
+                "A world test takes parameters and fixtures that pickle (tmp_path does, monkeypatch does not).",
+                pytrace=False,
+            )
+    return pickle.dumps(arguments)
+
+
+def _conftests(path: Path, root: Path) -> list[Source]:
+    """The conftest.py files above a test, under the names pytest gave them."""
+    wanted = {str(folder / "conftest.py") for folder in path.parents if folder.is_relative_to(root)}
+    files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+    return [Source(name, file) for name, file in files if file in wanted]

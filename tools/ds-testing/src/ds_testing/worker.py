@@ -1,0 +1,181 @@
+"""One rank: a process that imports torch once and then runs job after job.
+
+usage: python -m ds_testing.worker CONNECTION_FD LIFE_FD STACKS_FD PARENT_PID    (started by the pool only)
+
+It never outlives pytest: the kernel kills it when its parent dies (Linux), and a thread watches a pipe whose other end
+only the parent holds (everywhere).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+from ds_testing.protocol import Finish, Finished, Job, Outcome, Ready, Report, Start
+
+__all__ = ["STACKS_SIGNAL", "WATCH", "main"]
+
+STACKS_SIGNAL = signal.SIGRTMIN + 5  # tests may use SIGUSR1 and SIGUSR2 themselves
+WATCH = "in watch_parent"  # how the thread that waits for pytest's end shows in a dump of stacks
+_PR_SET_PDEATHSIG = 1
+_EXIT_ORPHANED = 3
+
+
+def main(argv: list[str]) -> int:
+    connection_fd, life_fd, stacks_fd, parent_pid = map(int, argv)
+    _die_with(parent_pid, life_fd)
+    for fd in (connection_fd, life_fd, stacks_fd):
+        os.set_inheritable(fd, False)  # what a test starts must not keep our pipes open
+    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
+    connection = Connection(connection_fd)
+    start = connection.recv()
+    if not isinstance(start, Start):
+        raise TypeError(f"the first message is Start, not {start!r}")
+    sys.path[:] = start.sys_path
+    _Rank(connection).serve()
+    return 0
+
+
+def _die_with(parent_pid: int, life_fd: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(_EXIT_ORPHANED)
+
+    def watch_parent() -> None:
+        while os.read(life_fd, 1):
+            pass
+        os._exit(_EXIT_ORPHANED)
+
+    threading.Thread(target=watch_parent, name="ds-testing-life", daemon=True).start()
+
+
+class _Rank:
+    """Runs jobs. Holds the stores it has met: a connection to one costs more than a test of a few collectives."""
+
+    def __init__(self, connection: Connection) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from ds_testing import state
+
+        self._connection, self._dist, self._state = connection, dist, state
+        torch.set_num_threads(1)
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores = {served.port: served}
+        gc.collect()
+        gc.freeze()  # torch's own objects: later collections look only at what tests make
+        connection.send(Ready(served.port))
+
+    def serve(self) -> None:
+        while True:
+            try:
+                job = self._connection.recv()
+            except EOFError:
+                return
+            self._run(job)
+
+    def _run(self, job: Job) -> None:
+        before = self._state.ProcessState.now()
+        report = self._body(job)
+        failed = report.outcome is Outcome.FAILED
+        if failed:
+            # The others may wait for us in a collective: with our connections gone they fail now, not at a timeout.
+            self._take_down()
+        self._connection.send(report)
+        if not isinstance(self._connection.recv(), Finish):
+            raise TypeError("a report is answered by Finish")
+        self._take_down()
+        for name in _launcher_variables(job):
+            os.environ.pop(name, None)
+            if name in before.environment:
+                os.environ[name] = before.environment[name]
+        found = () if failed else self._state.leaks(before)
+        self._state.restore(before)
+        self._connection.send(Finished(found, restored=failed or not (found and self._state.leaks(before))))
+
+    def _body(self, job: Job) -> Report:
+        from ds_testing import loading
+
+        os.environ.update(_launcher_variables(job))
+        try:
+            self._state.seed(0)
+            call = loading.function(job.sources[0], job.qualname)
+            arguments = loading.ArgumentReader(job.arguments, job.sources).load()
+            self._join(job)
+            call(**arguments)
+        except BaseException as error:
+            return _report(error)
+        return Report(Outcome.PASSED, "", time.monotonic())
+
+    def _join(self, job: Job) -> None:
+        if job.backend is None:
+            return
+        if job.store_port not in self._stores:
+            self._stores[job.store_port] = self._dist.TCPStore("127.0.0.1", job.store_port, is_master=False)
+        self._dist.init_process_group(
+            job.backend,
+            store=self._dist.PrefixStore(job.key, self._stores[job.store_port]),
+            rank=job.rank,
+            world_size=job.size,
+            timeout=timedelta(seconds=job.timeout),
+        )
+
+    def _take_down(self) -> None:
+        gc.collect()
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group()
+
+
+def _launcher_variables(job: Job) -> dict[str, str]:
+    found = {
+        "RANK": str(job.rank),
+        "LOCAL_RANK": str(job.rank),
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_WORLD_SIZE": str(job.size),
+    }
+    if job.backend is None:
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.master_port)}
+    return found
+
+
+def _report(error: BaseException) -> Report:
+    """The outcome that `error` means. Skips and expected failures are exceptions in pytest."""
+    import pytest
+
+    when = time.monotonic()
+    if isinstance(error, pytest.skip.Exception):
+        return Report(Outcome.SKIPPED, str(error.msg), when)
+    if isinstance(error, pytest.xfail.Exception):
+        return Report(Outcome.XFAILED, str(error.msg), when)
+    return Report(Outcome.FAILED, _traceback(error), when)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback without the frames of this file, and without those of the import machinery above the test's file."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, _loading_file()) and shown.tb_next:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown)).rstrip()
+
+
+def _loading_file() -> str:
+    from ds_testing import loading
+
+    return loading.__file__
+
+
+if __name__ == "__main__":
+    # One module, one name: run as a script this file would be imported a second time under its real name.
+    from ds_testing.worker import main as _main
+
+    sys.exit(_main(sys.argv[1:]))
