@@ -1,1 +1,53 @@
-"""Spans, counters, gauges and events that cost nothing until a sink is configured; CSV, TensorBoard, JSONL and progress sinks."""
+"""Spans, counters, gauges and events that cost nothing until a sink is configured; CSV, TensorBoard, JSONL and progress sinks.
+
+Importing this reads no configuration library and no torch. The models of the configuration sections are in
+`ds_monitor.config`, the loss curve in `ds_monitor.plot`; both are imported by whoever needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ds_monitor.api import Sink, active, configure, counter, current_step, event, gauge, set_step, shutdown, span
+from ds_monitor.logs import configure_logging
+from ds_monitor.record import Kind, Record
+from ds_monitor.sinks import (
+    CometSink,
+    CsvSink,
+    JsonlSink,
+    MemorySink,
+    ProgressSink,
+    ScalarSink,
+    TensorBoardSink,
+    WandbSink,
+    make_sink,
+    sink_names,
+)
+
+__all__ = [
+    "CometSink",
+    "CsvSink",
+    "JsonlSink",
+    "Kind",
+    "MemorySink",
+    "ProgressSink",
+    "Record",
+    "ScalarSink",
+    "Sink",
+    "TensorBoardSink",
+    "WandbSink",
+    "active",
+    "configure",
+    "configure_logging",
+    "counter",
+    "current_step",
+    "event",
+    "gauge",
+    "make_sink",
+    "set_step",
+    "shutdown",
+    "sink_names",
+    "span",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

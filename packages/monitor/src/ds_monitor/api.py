@@ -1,0 +1,216 @@
+"""Report what happens: `span`, `counter`, `gauge`, `event`; and say who listens: `configure`, `set_step`, `shutdown`.
+
+There is one sink list in a process and it starts empty. While it is empty every report returns at once (measured in the
+README), so library code reports without asking. Who builds the job decides who listens: the usual policy, sinks on rank 0
+and none elsewhere, is `configure(sinks if rank == 0 else [])`.
+
+A sink that raises is taken off the list with one logged warning: a full disk under the metrics does not stop training.
+Sinks are called under one lock, so they need none of their own. A forked child starts with an empty list.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+from ds_monitor.record import Kind, Record
+
+__all__ = ["Sink", "active", "configure", "counter", "current_step", "event", "gauge", "set_step", "shutdown", "span"]
+
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes records. Calls come one at a time, from any thread, in the order of reporting.
+
+    A sink may raise: it is then closed, removed and named in a warning.
+    """
+
+    def write(self, record: Record) -> None:
+        """Take one record. Called for every report of every kind; ignore kinds that do not concern you."""
+
+    def end_step(self, step: int) -> None:
+        """No more records of this step will come. Called when the step moves on, and once before `close`."""
+
+    def close(self) -> None:
+        """Make everything durable and release files and threads. Called once."""
+
+
+class _State:
+    """Where training stands, and who is told. One instance a process."""
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []  # the same list object for ever: the reporting functions hold it
+        self.lock = threading.RLock()
+        self.step = 0
+        self.samples: int | None = None
+        self.open_step = False  # something was reported since the last end_step
+        self.fork_hook = False
+
+
+_state = _State()
+_sinks = _state.sinks
+
+
+class _NoSpan(AbstractContextManager[None]):
+    """The span that nobody listens to. One object serves every call."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class _Span(AbstractContextManager[None]):
+    __slots__ = ("attrs", "began_s", "name", "time_s")
+
+    def __init__(self, name: str, attrs: dict[str, Any]) -> None:
+        self.name, self.attrs = name, attrs
+
+    def __enter__(self) -> None:
+        self.time_s = time.time()
+        self.began_s = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        took_s = time.perf_counter() - self.began_s
+        if kind is not None:
+            self.attrs["error"] = kind.__name__
+        _emit(Kind.SPAN, self.name, took_s, self.attrs, self.time_s)
+
+
+_NO_SPAN = _NoSpan()
+
+
+def span(name: str, /, **attrs: Any) -> AbstractContextManager[None]:
+    """Time a `with` block. One record when it ends, with its seconds; `error=<class name>` is added when it raised."""
+    if not _sinks:
+        return _NO_SPAN
+    return _Span(name, attrs)
+
+
+def counter(name: str, value: float = 1, /) -> None:
+    """Add `value` to a running total (bytes sent, tokens trained). Totals are kept by the sinks, from their start."""
+    if _sinks:
+        _emit(Kind.COUNTER, name, value, None, time.time())
+
+
+def gauge(name: str, value: float, /) -> None:
+    """Say what something is now (loss, learning rate). The last value of a step stands for the step.
+
+    `value` may be anything `float()` takes. With a sink configured a device tensor is read here, which waits for the
+    device: report such values once per step, not per layer.
+    """
+    if _sinks:
+        _emit(Kind.GAUGE, name, value, None, time.time())
+
+
+def event(name: str, /, **attrs: Any) -> None:
+    """Say that something happened once (configuration resolved, checkpoint saved, step skipped)."""
+    if _sinks:
+        _emit(Kind.EVENT, name, 0.0, attrs, time.time())
+
+
+def active() -> bool:
+    """Whether anyone listens: ask before computing something only a sink would read."""
+    return bool(_sinks)
+
+
+def current_step() -> int:
+    """The step last given to `set_step`; 0 before."""
+    return _state.step
+
+
+def set_step(step: int, samples: int | None = None) -> None:
+    """Place everything reported from now on at `step` (optimizer steps done) and `samples` (training samples seen).
+
+    The step before it is complete: sinks write what they collected for it.
+    """
+    with _state.lock:
+        if step != _state.step:
+            _end_step()
+        _state.step, _state.samples = step, samples
+
+
+def configure(sinks: Iterable[Sink]) -> None:
+    """Replace the sink list; the sinks it held are completed and closed. Closed at exit too, also after an exception."""
+    new = list(sinks)
+    with _state.lock:
+        shutdown()
+        _sinks.extend(new)
+        if not new:
+            return
+        atexit.register(shutdown)
+        if not _state.fork_hook and hasattr(os, "register_at_fork"):
+            # A forked data-loader worker shares our open files; two writers would tear each other's lines.
+            os.register_at_fork(after_in_child=_forget)
+            _state.fork_hook = True
+
+
+def shutdown() -> None:
+    """Complete the open step, close every sink and empty the list. Without sinks it does nothing."""
+    with _state.lock:
+        if not _sinks:
+            return
+        _end_step()
+        closing = list(_sinks)
+        _sinks.clear()
+        atexit.unregister(shutdown)
+        for sink in closing:
+            _close(sink)
+
+
+def _emit(kind: Kind, name: str, value: Any, attrs: dict[str, Any] | None, time_s: float) -> None:
+    with _state.lock:
+        number = float(value)
+        record = (
+            Record(kind, name, number, _state.step, _state.samples, time_s, attrs)
+            if attrs
+            else Record(kind, name, number, _state.step, _state.samples, time_s)
+        )
+        _state.open_step = True
+        for sink in tuple(_sinks):
+            try:
+                sink.write(record)
+            except Exception:
+                _drop(sink)
+
+
+def _end_step() -> None:
+    if not _state.open_step:
+        return
+    _state.open_step = False
+    for sink in tuple(_sinks):
+        try:
+            sink.end_step(_state.step)
+        except Exception:
+            _drop(sink)
+
+
+def _drop(sink: Sink) -> None:
+    _log.warning("monitor sink %s failed and is removed; training goes on", type(sink).__name__, exc_info=True)
+    if sink in _sinks:
+        _sinks.remove(sink)
+    _close(sink)
+
+
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except Exception:
+        _log.warning("monitor sink %s could not be closed cleanly", type(sink).__name__, exc_info=True)
+
+
+def _forget() -> None:
+    _sinks.clear()
+    _state.lock = threading.RLock()  # the parent's copy may be held by a thread that does not exist here
+    _state.open_step = False

@@ -1,0 +1,44 @@
+"""The one value that passes from the code that measures to the sinks that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Kind", "Record"]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Kind(Enum):
+    """What `Record.value` means."""
+
+    SPAN = "span"  # seconds between enter and exit
+    COUNTER = "counter"  # how much was added now; a sink that wants the total sums
+    GAUGE = "gauge"  # the value itself; the last one of a step is the one that counts
+    EVENT = "event"  # nothing (0.0); an event is its name, its time and its attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measurement, placed on the axis of training.
+
+    Attributes:
+        name: `/`-separated path, such as `Train/Samples/train_loss` or `comm/all_reduce`.
+        value: see `Kind`.
+        step: optimizer steps done when this was measured, as last told by `set_step`; 0 before.
+        samples: training samples seen by then; None when nobody said.
+        time_s: seconds since the epoch; for a span, of its start.
+        attrs: what the caller added by keyword. Never changed after the record is made.
+    """
+
+    kind: Kind
+    name: str
+    value: float
+    step: int
+    samples: int | None
+    time_s: float
+    attrs: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)

@@ -1,0 +1,72 @@
+"""What the sinks of single numbers share: one value per name and step, on the axis of steps or of samples."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Literal
+
+from ds_config.errors import UnsupportedError
+from ds_monitor.record import Kind, Record
+
+__all__ = ["Axis", "ScalarSink", "position", "require"]
+
+Axis = Literal["step", "samples"]
+
+
+def position(record: Record, axis: Axis) -> int:
+    """Where the record lies on `axis`; a job that never told its samples is placed by steps."""
+    return record.samples if axis == "samples" and record.samples is not None else record.step
+
+
+class ScalarSink:
+    """Collects gauges (the last of a step) and counters (running totals), and hands them on once a step.
+
+    A subclass gives `put(name, value, x, time_s)`, called at most once per name and step, with x never repeated for a
+    name unless the job itself goes back.
+    """
+
+    def __init__(self, axis: Axis = "step") -> None:
+        self.axis: Axis = axis
+        self._totals: dict[str, float] = {}
+        self._pending: dict[str, tuple[float, int, float]] = {}
+
+    def write(self, record: Record) -> None:
+        """Collect a gauge or a counter; spans and events are not single numbers of a step and are left out."""
+        if record.kind is Kind.COUNTER:
+            value = self._totals.get(record.name, 0.0) + record.value
+            self._totals[record.name] = value
+        elif record.kind is Kind.GAUGE:
+            value = record.value
+        else:
+            return
+        self._pending[record.name] = (value, position(record, self.axis), record.time_s)
+
+    def end_step(self, step: int) -> None:
+        """Hand on what the step collected."""
+        pending, self._pending = self._pending, {}
+        for name, (value, x, time_s) in pending.items():
+            self.put(name, value, x, time_s)
+
+    def put(self, name: str, value: float, x: int, time_s: float) -> None:
+        """Store one value of one name."""
+        raise TypeError(f"{type(self).__name__} must define put(name, value, x, time_s)")
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say which extra brings it.
+
+    Raises:
+        UnsupportedError: not installed ("monitor-extra").
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the sink asked for needs the package `{module.split('.')[0]}`, which is not installed ({error})",
+            code="monitor-extra",
+            fix=f"Install it with: pip install 'ds-monitor[{extra}]'",
+        ) from error

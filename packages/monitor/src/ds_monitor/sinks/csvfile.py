@@ -1,0 +1,48 @@
+"""One CSV file per name, as dashboards of DeepSpeed jobs expect: `<dir>/Train_Samples_lr.csv` with header `step,lr`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import IO, Any
+
+from ds_monitor.sinks.base import Axis, ScalarSink
+
+__all__ = ["CsvSink"]
+
+
+class CsvSink(ScalarSink):
+    """Append `x,value` rows, one file per name; a file that exists is continued, never given a second header.
+
+    Args:
+        directory: made when the first value comes.
+        axis: what the first column holds. The column is called `step` for both, as dashboards expect.
+    Cost: one write and one flush per name and step.
+    """
+
+    def __init__(self, directory: str | Path, *, axis: Axis = "step") -> None:
+        super().__init__(axis)
+        self.directory = Path(directory)
+        self._files: dict[str, IO[str]] = {}
+        self._writers: dict[str, Any] = {}
+
+    def put(self, name: str, value: float, x: int, time_s: float) -> None:
+        """Append one row to the file of `name`."""
+        if name not in self._writers:
+            self._open(name)
+        self._writers[name].writerow([x, value])
+        self._files[name].flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._writers.clear()
+
+    def _open(self, name: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = open(self.directory / f"{name.replace('/', '_')}.csv", "a", newline="", encoding="utf-8")  # noqa: SIM115
+        self._files[name], self._writers[name] = file, csv.writer(file)
+        if file.tell() == 0:
+            self._writers[name].writerow(["step", name.rsplit("/", 1)[-1]])

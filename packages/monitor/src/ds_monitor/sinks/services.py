@@ -1,0 +1,106 @@
+"""Weights & Biases and Comet: the step's numbers in one call, on an axis of their own.
+
+Both services refuse or misplace a value whose step is not above the last one, and users log to the same run too. So the
+position is sent as data (a metric that the service draws against), not as the service's own step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_monitor.record import Kind, Record
+from ds_monitor.sinks.base import Axis, ScalarSink, require
+
+__all__ = ["CometSink", "WandbSink"]
+
+
+class WandbSink(ScalarSink):
+    """One `run.log` per step, every metric drawn against `Train/step` (or `Train/samples`); events go to the run's config.
+
+    Args:
+        axis: the horizontal axis.
+        options: keyword arguments of `wandb.init` (project, entity, group, name, mode, ...).
+    Raises:
+        UnsupportedError: wandb is not installed ("monitor-extra").
+    """
+
+    def __init__(self, *, axis: Axis = "step", **options: Any) -> None:
+        super().__init__(axis)
+        self._run = require("wandb", "wandb").init(**options)
+        self._axis_name = f"Train/{axis}"
+        self._row: dict[str, float] = {}
+        self._run.define_metric(self._axis_name)
+        self._run.define_metric("*", step_metric=self._axis_name)
+
+    def write(self, record: Record) -> None:
+        """Collect numbers; add an event's attributes to the run's configuration."""
+        super().write(record)
+        if record.kind is Kind.EVENT:
+            self._run.config.update({record.name: {k: str(v) for k, v in record.attrs.items()}}, allow_val_change=True)
+
+    def end_step(self, step: int) -> None:
+        """Send the step as one row."""
+        super().end_step(step)
+        if self._row:
+            row, self._row = self._row, {}
+            self._run.log(row)
+
+    def put(self, name: str, value: float, x: int, time_s: float) -> None:
+        """Add one number to the row."""
+        self._row[name] = value
+        self._row[self._axis_name] = x
+
+    def close(self) -> None:
+        """Finish the run; waits for the upload."""
+        self._run.finish()
+
+
+class CometSink(ScalarSink):
+    """One `log_metrics` per step, thinned by samples.
+
+    Args:
+        axis: the horizontal axis.
+        samples_log_interval: least number of samples between two rows that are sent; 0 sends all.
+        options: keyword arguments of `comet_ml.start` (project, workspace, api_key, experiment_key, online, mode).
+            `experiment_name` is set on the experiment.
+    Raises:
+        UnsupportedError: comet_ml is not installed ("monitor-extra").
+    """
+
+    def __init__(self, *, axis: Axis = "step", samples_log_interval: int = 0, **options: Any) -> None:
+        super().__init__(axis)
+        name = options.pop("experiment_name", None)
+        known = {key: value for key, value in options.items() if value is not None}
+        self._experiment = require("comet_ml", "comet").start(**known)
+        if name is not None:
+            self._experiment.set_name(name)
+        self._interval = samples_log_interval
+        self._samples: int | None = None
+        self._sent: int | None = None
+        self._row: dict[str, float] = {}
+        self._x = 0
+
+    def write(self, record: Record) -> None:
+        """Collect numbers; add an event's attributes to the experiment's parameters."""
+        super().write(record)
+        self._samples = record.samples
+        if record.kind is Kind.EVENT:
+            self._experiment.log_parameters({k: str(v) for k, v in record.attrs.items()}, prefix=record.name)
+
+    def end_step(self, step: int) -> None:
+        """Send the step as one row, unless the last one is too near."""
+        super().end_step(step)
+        row, self._row = self._row, {}
+        near = self._samples is not None and self._sent is not None and self._samples - self._sent < self._interval
+        if row and not near:
+            self._sent = self._samples
+            self._experiment.log_metrics(row, step=self._x)
+
+    def put(self, name: str, value: float, x: int, time_s: float) -> None:
+        """Add one number to the row."""
+        self._row[name] = value
+        self._x = x
+
+    def close(self) -> None:
+        """End the experiment; waits for the upload."""
+        self._experiment.end()
