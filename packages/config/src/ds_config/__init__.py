@@ -1,1 +1,79 @@
-"""Strict configuration models, JSON/HJSON reading with origins, and the error classes of every ds package."""
+"""Strict configuration models, JSON/HJSON reading with origins, and the error classes of every ds package.
+
+Names are loaded when they are first used: `import ds_config` and `ds_config.errors` cost under a millisecond, while the
+models import pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_config.checking import USE_DEFAULT, load, validate
+    from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
+    from ds_config.explaining import explain
+    from ds_config.fields import Alias, Dead, Deprecated, Unbuilt
+    from ds_config.issues import Issue
+    from ds_config.model import StrictModel
+    from ds_config.names import nearest
+    from ds_config.origin import Origin, Provenance
+    from ds_config.parse import KeyPath, dotted
+    from ds_config.reading import Document, read
+    from ds_config.schema import json_schema
+    from ds_config.shape import Key, keys
+
+__all__ = [
+    "USE_DEFAULT",
+    "Alias",
+    "ConfigError",
+    "Dead",
+    "Deprecated",
+    "Document",
+    "DsError",
+    "Issue",
+    "Key",
+    "KeyPath",
+    "Origin",
+    "Provenance",
+    "StrictModel",
+    "Unbuilt",
+    "UnsupportedConfigError",
+    "UnsupportedError",
+    "dotted",
+    "explain",
+    "json_schema",
+    "keys",
+    "load",
+    "nearest",
+    "read",
+    "validate",
+]
+
+_HOMES = {
+    "checking": ("USE_DEFAULT", "load", "validate"),
+    "errors": ("ConfigError", "DsError", "UnsupportedConfigError", "UnsupportedError"),
+    "explaining": ("explain",),
+    "fields": ("Alias", "Dead", "Deprecated", "Unbuilt"),
+    "issues": ("Issue",),
+    "model": ("StrictModel",),
+    "names": ("nearest",),
+    "origin": ("Origin", "Provenance"),
+    "parse": ("KeyPath", "dotted"),
+    "reading": ("Document", "read"),
+    "schema": ("json_schema",),
+    "shape": ("Key", "keys"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ __all__ = [
     "LaunchError",
     "PlanError",
     "ShardedAccessError",
+    "UnsupportedConfigError",
     "UnsupportedError",
     "set_place",
 ]
@@ -53,18 +54,28 @@ class DsError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process borders (worker pools, launchers); keyword arguments do not survive the default protocol.
-        return _rebuild, (type(self), self.message, self.code, self.fix, self.place)
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
 
 
-def _rebuild(cls: type[DsError], message: str, code: str, fix: str, place: str) -> DsError:
-    error = cls.__new__(cls)
-    DsError.__init__(error, message, code=code, fix=fix)
-    error.place = place
+def _rebuild(cls: type[DsError], message: str, state: dict[str, object]) -> DsError:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    error.__dict__.update(state)
     return error
 
 
 class ConfigError(DsError, ValueError):
-    """The configuration, or a file it names, must change."""
+    """The configuration, or a file it names, must change.
+
+    Attributes:
+        issues: One `ds_config.Issue` per problem, where a document was checked; else empty.
+    """
+
+    issues: tuple[object, ...]
+
+    def __init__(self, message: str, *, code: str, fix: str = "", issues: tuple[object, ...] = ()) -> None:
+        super().__init__(message, code=code, fix=fix)
+        self.issues = issues
 
 
 class PlanError(DsError, ValueError):
@@ -93,3 +104,7 @@ class ShardedAccessError(DsError, RuntimeError):
 
 class UnsupportedError(DsError, RuntimeError):
     """What was asked for does not exist here (yet); the message names it and what to use."""
+
+
+class UnsupportedConfigError(ConfigError, UnsupportedError):
+    """The configuration is well formed, but asks for nothing else than what does not exist here."""
