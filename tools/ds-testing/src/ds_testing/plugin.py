@@ -47,7 +47,12 @@ def _task(item: pytest.Function) -> Task:
     module: ModuleType = item.module
     sources = (Source(module.__name__, str(item.path)), *_conftests(item.path, item.config.rootpath))
     names = item._fixtureinfo.argnames
-    return Task(_qualname(item), sources, _pickled(item, {name: item.funcargs[name] for name in names}))
+    return Task(_qualname(item), sources, _pickled(item, {name: _sent(item.funcargs[name]) for name in names}))
+
+
+def _sent(value: object) -> object:
+    """A rank patches its own process: it gets an empty MonkeyPatch, and undoes it when the body ends."""
+    return pytest.MonkeyPatch() if isinstance(value, pytest.MonkeyPatch) else value
 
 
 def _qualname(item: pytest.Function) -> str:
@@ -61,7 +66,7 @@ def _pickled(item: pytest.Function, arguments: dict[str, object]) -> bytes:
         except Exception as error:
             pytest.fail(
                 f"{item.nodeid}: the argument {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}\n"
-                "A world test takes parameters and fixtures that pickle (tmp_path does, monkeypatch does not).",
+                "A world test takes parameters and fixtures that pickle (tmp_path and monkeypatch do).",
                 pytrace=False,
             )
     return pickle.dumps(arguments)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ds_testing.protocol import Finish, Finished, Job, Ready, Report, Source, Start
 from ds_testing.report import RankResult
@@ -139,7 +139,7 @@ def _await_reports(ranks: Sequence[_Worker], results: dict[int, RankResult], dea
     waiting = {worker.connection: rank for rank, worker in enumerate(ranks)}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            rank = waiting.pop(connection)  # type: ignore[index]
+            rank = waiting.pop(cast("Connection", connection))
             results[rank] = ranks[rank].receive_report()
             if results[rank].failed and time.monotonic() + GRACE_S < deadline:
                 deadline, expired = time.monotonic() + GRACE_S, False
@@ -174,8 +174,8 @@ class _Worker:
     def __init__(self, capture: bool) -> None:
         ours, theirs = socket.socketpair()
         life_read, self._life = os.pipe()
-        self._stacks: IO[bytes] = tempfile.TemporaryFile()
-        self._output: IO[bytes] | None = tempfile.TemporaryFile(mode="a+b") if capture else None
+        self._stacks: IO[bytes] = _temporary_file()
+        self._output = _temporary_file() if capture else None
         fds = (theirs.fileno(), life_read, self._stacks.fileno())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ds_testing.worker", *map(str, fds), str(os.getpid())],
@@ -263,6 +263,11 @@ class _Worker:
         self._stacks.close()
         if self._output is not None:
             self._output.close()
+
+
+def _temporary_file() -> IO[bytes]:
+    """Without a name, open until closed; every write goes to its end, whoever truncated it before."""
+    return tempfile.TemporaryFile(mode="a+b")
 
 
 def _shown(stacks: str) -> str:

@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,10 +78,10 @@ def _settings_changed(before: ProcessState, after: ProcessState) -> list[str]:
         old, new = before.environment.get(name), after.environment.get(name)
         if old != new:
             found.append(f"environment variable {name} was {old!r}, is {new!r}")
-    for field in ("directory", "dtype", "device", "grad_enabled", "deterministic", "num_threads"):
-        old, new = getattr(before, field), getattr(after, field)
+    for name in _SETTERS:
+        old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            found.append(f"{field.replace('_', ' ')} was {old}, is {new}")
+            found.append(f"{name.replace('_', ' ')} was {old}, is {new}")
     return found
 
 
@@ -98,22 +99,39 @@ def _still_alive(before: ProcessState, after: ProcessState) -> list[str]:
 
 
 def restore(before: ProcessState) -> None:
-    """Put the settings back; threads, groups and children cannot be."""
-    for name in [name for name in os.environ if name not in before.environment]:
+    """Put the settings back; threads, groups and children cannot be.
+
+    Only what changed is set: `use_deterministic_algorithms` alone imports a compiler.
+    """
+    after = ProcessState.now()
+    for name in after.environment.keys() - before.environment.keys():
         del os.environ[name]
     os.environ.update(before.environment)
-    os.chdir(before.directory)
-    torch.set_default_dtype(before.dtype)
-    torch.set_default_device(None if before.device == "cpu" else before.device)
-    torch.set_grad_enabled(before.grad_enabled)
-    torch.use_deterministic_algorithms(before.deterministic)
-    torch.set_num_threads(before.num_threads)
+    for name, put in _SETTERS.items():
+        if getattr(before, name) != getattr(after, name):
+            put(getattr(before, name))
+
+
+def _set_device(name: str) -> None:
+    torch.set_default_device(None if name == "cpu" else name)
+
+
+_SETTERS: dict[str, Callable[[Any], object]] = {
+    "directory": os.chdir,
+    "dtype": torch.set_default_dtype,
+    "device": _set_device,
+    "grad_enabled": torch.set_grad_enabled,
+    "deterministic": torch.use_deterministic_algorithms,
+    "num_threads": torch.set_num_threads,
+}
 
 
 def seed(value: int) -> None:
     """The same start for every generator of this process that a test may draw from without naming it."""
     random.seed(value)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
+    if torch.accelerator.is_available():  # not torch.manual_seed: without a device it queues a call, each time
+        torch.manual_seed(value)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(value)
 

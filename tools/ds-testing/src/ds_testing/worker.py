@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -66,12 +68,14 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
-        from ds_testing import state
+        from ds_testing import loading, state
 
-        self._connection, self._dist, self._state = connection, dist, state
+        self._connection, self._dist, self._loading, self._state = connection, dist, loading, state
         torch.set_num_threads(1)
         served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stores = {served.port: served}
+        state.seed(0)
+        state.restore(state.ProcessState.now())
         gc.collect()
         gc.freeze()  # torch's own objects: later collections look only at what tests make
         connection.send(Ready(served.port))
@@ -104,17 +108,16 @@ class _Rank:
         self._connection.send(Finished(found, restored=failed or not (found and self._state.leaks(before))))
 
     def _body(self, job: Job) -> Report:
-        from ds_testing import loading
-
         os.environ.update(_launcher_variables(job))
         try:
             self._state.seed(0)
-            call = loading.function(job.sources[0], job.qualname)
-            arguments = loading.ArgumentReader(job.arguments, job.sources).load()
+            call = self._loading.function(job.sources[0], job.qualname)
+            arguments = self._loading.ArgumentReader(job.arguments, job.sources).load()
             self._join(job)
-            call(**arguments)
+            with _undone(arguments):
+                call(**arguments)
         except BaseException as error:
-            return _report(error)
+            return _report(error, (__file__, self._loading.__file__))
         return Report(Outcome.PASSED, "", time.monotonic())
 
     def _join(self, job: Job) -> None:
@@ -148,7 +151,20 @@ def _launcher_variables(job: Job) -> dict[str, str]:
     return found
 
 
-def _report(error: BaseException) -> Report:
+@contextmanager
+def _undone(arguments: dict[str, object]) -> Iterator[None]:
+    """Undo what the body did with the `monkeypatch` it was given."""
+    import pytest
+
+    try:
+        yield
+    finally:
+        for value in arguments.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
+
+
+def _report(error: BaseException, ours: tuple[str, ...]) -> Report:
     """The outcome that `error` means. Skips and expected failures are exceptions in pytest."""
     import pytest
 
@@ -157,21 +173,10 @@ def _report(error: BaseException) -> Report:
         return Report(Outcome.SKIPPED, str(error.msg), when)
     if isinstance(error, pytest.xfail.Exception):
         return Report(Outcome.XFAILED, str(error.msg), when)
-    return Report(Outcome.FAILED, _traceback(error), when)
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file, and without those of the import machinery above the test's file."""
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, _loading_file()) and shown.tb_next:
+    while shown is not None and shown.tb_frame.f_code.co_filename in ours and shown.tb_next:
         shown = shown.tb_next
-    return "".join(traceback.format_exception(type(error), error, shown)).rstrip()
-
-
-def _loading_file() -> str:
-    from ds_testing import loading
-
-    return loading.__file__
+    return Report(Outcome.FAILED, "".join(traceback.format_exception(type(error), error, shown)).rstrip(), when)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""Runs a pytest of its own over a written file, because the plugin under test serves the pytest we are in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+CONFTEST = """
+import pytest
+
+
+class Kept:
+    name = "kept"
+
+
+@pytest.fixture
+def from_conftest():
+    return Kept()
+"""
+
+
+@pytest.fixture(scope="session")
+def run_pytest() -> Callable[[Path, str], dict[str, tuple[str, str]]]:
+    """`run_pytest(folder, text)`: the outcome and the failure text of each test of a file with that text."""
+
+    def run(folder: Path, text: str) -> dict[str, tuple[str, str]]:
+        (folder / "test_written.py").write_text(text)
+        (folder / "conftest.py").write_text(CONFTEST)
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\n")
+        command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_written.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        if not (folder / "report.xml").is_file():
+            raise RuntimeError(done.stdout + done.stderr)
+        return dict(map(_outcome, ElementTree.parse(folder / "report.xml").iter("testcase")))
+
+    return run
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            return case.attrib["name"], (child.tag, f"{child.get('message')}\n{child.text}")
+    return case.attrib["name"], ("passed", "")
