@@ -1,1 +1,34 @@
-"""Logical, pickle-free, atomic checkpoints that resume on any layout."""
+"""Logical, pickle-free, atomic checkpoints that resume on any layout.
+
+`save(path, shards, meta)` and `load(path, shards) -> meta` are the whole of it; a shard is a `ds_comm.LocalShard`, and
+`whole(tensors)` makes them for a process that holds everything.
+"""
+
+from ds_ckpt.api import Saved, load, save
+from ds_ckpt.catalog import find_latest, inspect, list_tags, remove
+from ds_ckpt.check import Diff, Verified, diff, verify
+from ds_ckpt.format import Manifest
+from ds_ckpt.plan import LoadOptions
+from ds_ckpt.storage import At, LocalStorage, MemoryStorage, ObjectStorage
+from ds_ckpt.tensors import whole
+
+__all__ = [
+    "At",
+    "Diff",
+    "LoadOptions",
+    "LocalStorage",
+    "Manifest",
+    "MemoryStorage",
+    "ObjectStorage",
+    "Saved",
+    "Verified",
+    "diff",
+    "find_latest",
+    "inspect",
+    "list_tags",
+    "load",
+    "remove",
+    "save",
+    "verify",
+    "whole",
+]

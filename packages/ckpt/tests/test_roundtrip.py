@@ -1,0 +1,189 @@
+"""One process: every dtype and shape comes back, names and types are checked, errors say what to do."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_ckpt
+from ds_ckpt.dtypes import CODE
+from ds_ckpt.tensors import byte_view, torch_dtype
+from ds_config.errors import CheckpointError
+
+SHAPES = [(), (0,), (1,), (17, 31), (3, 0, 5), (2, 3, 5, 7), (97,)]
+
+
+def _random(shape, dtype):
+    nbytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (nbytes,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
+
+
+def _same(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and bytes(byte_view(a)) == bytes(byte_view(b))
+
+
+@pytest.mark.parametrize("dtype", sorted(CODE))
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
+    state = {f"t{i}": _random(shape, torch_dtype(dtype)) for i, shape in enumerate(SHAPES)}
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    back = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back))
+    assert all(_same(state[name], back[name]) for name in state)
+    assert ds_ckpt.verify(tmp_path / "a").nbytes == sum(t.nbytes for t in state.values())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text().filter(lambda k: k != "$float"), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text().filter(lambda k: k != "$float"), json_values, max_size=4))
+def test_meta_comes_back_equal(meta):
+    at = ds_ckpt.At(ds_ckpt.MemoryStorage(), "a")
+    ds_ckpt.save(at, [], meta)
+    assert ds_ckpt.load(at, []) == meta
+
+
+def test_meta_keeps_what_json_has_no_word_for():
+    at = ds_ckpt.At(ds_ckpt.MemoryStorage(), "a")
+    ds_ckpt.save(at, [], {"best": math.inf, "worst": -math.inf, "loss": math.nan, "betas": (0.9, 0.999)})
+    meta = ds_ckpt.load(at, [])
+    assert (meta["best"], meta["worst"], meta["betas"]) == (math.inf, -math.inf, [0.9, 0.999])
+    assert math.isnan(meta["loss"])
+
+
+@pytest.mark.parametrize(
+    "value", [{1: 2}, object(), {"a": [torch.ones(1)]}, 2**64, {"$float": "inf"}, b"bytes", {"x": {1, 2}}]
+)
+def test_meta_that_json_cannot_hold_is_refused_with_its_place(value):
+    with pytest.raises(CheckpointError, match=r"meta\.key") as caught:
+        ds_ckpt.save(ds_ckpt.At(ds_ckpt.MemoryStorage(), "a"), [], {"key": value})
+    assert caught.value.code == "ckpt-meta-type"
+
+
+def _saved(tmp_path, **tensors):
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(tensors), {"step": 3})
+    return tmp_path / "a"
+
+
+def test_mismatches_are_listed_together_with_the_nearest_names(tmp_path):
+    path = _saved(tmp_path, weight=torch.ones(2, 3), bias=torch.ones(3), extra=torch.ones(1))
+    asked = {"wieght": torch.ones(2, 3), "bias": torch.ones(4), "extra": torch.ones(1, dtype=torch.int64)}
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.load(path, ds_ckpt.whole(asked))
+    text = str(caught.value)
+    assert caught.value.code == "ckpt-mismatch"
+    assert "missing 'wieght' (nearest: 'weight')" in text
+    assert "unexpected 'weight'" in text
+    assert "'bias' is stored as float32[3], asked for as float32[4]" in text
+    assert "'extra' is stored as float32[1], asked for as int64[1]" in text
+
+
+def test_options_say_what_may_be_partial(tmp_path):
+    path = _saved(tmp_path, **{"param/w": torch.full((3,), 1.5), "optim/w/exp_avg": torch.ones(3)})
+    target = {"param/w": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match="unexpected 'optim/w/exp_avg'"):
+        ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(cast=True))
+    with pytest.raises(CheckpointError, match="asked for as bfloat16"):
+        ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(prefixes=("param/",)))
+    meta = ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(prefixes=("param/",), cast=True))
+    assert meta == {"step": 3}
+    assert target["param/w"].tolist() == [1.5, 1.5, 1.5]
+    other = {"optim/w/exp_avg": torch.zeros(3)}
+    ds_ckpt.load(path, ds_ckpt.whole(other), options=ds_ckpt.LoadOptions(strict=False))
+    assert other["optim/w/exp_avg"].tolist() == [1, 1, 1]
+
+
+def test_a_tied_tensor_is_stored_once_and_loads_under_both_names(tmp_path):
+    embedding = torch.randn(5, 4)
+    saved = ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"embed": embedding}), {}, aliases={"lm_head": "embed"})
+    assert saved.nbytes == embedding.nbytes
+    back = {"lm_head": torch.zeros(5, 4)}
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back))  # strict: the alias counts as having asked for the tensor
+    assert torch.equal(back["lm_head"], embedding)
+    both = {"lm_head": torch.zeros(5, 4), "embed": torch.zeros(5, 4)}
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(both))
+    assert torch.equal(both["lm_head"], both["embed"])
+
+
+@pytest.mark.parametrize("aliases", [{"a": "b"}, {"w": "w"}, {"x#1": "w"}])
+def test_an_alias_must_be_a_new_name_of_a_stored_tensor(tmp_path, aliases):
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": torch.ones(1)}), {}, aliases=aliases)
+    assert caught.value.code == "ckpt-alias"
+    assert ds_ckpt.list_tags(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["", "a#b", "__metadata__", "a\nb", "x" * 5000])
+def test_names_the_format_cannot_hold_are_refused(tmp_path, name):
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({name: torch.ones(1)}), {})
+    assert caught.value.code == "ckpt-name"
+
+
+@pytest.mark.parametrize("tag", [".hidden", "x" * 300, "a\tb"])
+def test_tags_that_cannot_be_directories_are_refused(tmp_path, tag):
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.save(tmp_path / tag, [], {})
+    assert caught.value.code == "ckpt-tag"
+
+
+def test_loading_nothing_is_an_error_that_names_the_neighbours(tmp_path):
+    _saved(tmp_path, w=torch.ones(1))
+    with pytest.raises(CheckpointError, match="checkpoints beside it: a") as caught:
+        ds_ckpt.load(tmp_path / "b", [])
+    assert caught.value.code == "ckpt-not-found"
+    assert ds_ckpt.find_latest(tmp_path / "empty") is None
+
+
+def test_the_newest_is_the_last_saved_and_overwriting_counts(tmp_path):
+    for tag in ("one", "two", "three"):
+        ds_ckpt.save(tmp_path / tag, ds_ckpt.whole({"w": torch.ones(1)}), {"tag": tag})
+    assert ds_ckpt.list_tags(tmp_path) == ["one", "two", "three"]
+    ds_ckpt.save(tmp_path / "one", ds_ckpt.whole({"w": torch.zeros(1)}), {"tag": "one again"})
+    assert ds_ckpt.list_tags(tmp_path) == ["two", "three", "one"]
+    latest = ds_ckpt.find_latest(tmp_path)
+    assert ds_ckpt.load(latest, [], options=ds_ckpt.LoadOptions(strict=False)) == {"tag": "one again"}
+    ds_ckpt.remove(latest)
+    assert ds_ckpt.list_tags(tmp_path) == ["two", "three"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["three", "two"]
+
+
+def test_a_directory_with_other_things_in_it_is_not_replaced(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.save(tmp_path / "a", [], {})
+    assert caught.value.code == "ckpt-target-exists"
+    assert (tmp_path / "a" / "thesis.tex").read_text() == "x"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_views_and_columns_are_saved_as_what_they_show(tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    with pytest.raises(CheckpointError, match="not contiguous"):
+        ds_ckpt.whole({"w": base.t()})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": base[1:3]}), {})
+    assert ds_ckpt.inspect(tmp_path / "a").nbytes == 2 * 6 * 4
+    back = torch.zeros(2, 6)
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": back}))
+    assert torch.equal(back, base[1:3])
+
+
+def test_diff_sees_names_shapes_values_and_meta(tmp_path):
+    state = {"same": torch.randn(5), "value": torch.ones(300), "shape": torch.ones(2), "gone": torch.ones(1)}
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {"step": 1, "seed": 0})
+    state.pop("gone")
+    state |= {"value": torch.cat([torch.ones(299), torch.zeros(1)]), "shape": torch.ones(3), "new": torch.ones(1)}
+    ds_ckpt.save(tmp_path / "b", ds_ckpt.whole(state), {"step": 2, "seed": 0})
+    found = ds_ckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert found == ds_ckpt.Diff(("gone",), ("new",), ("shape",), ("value",), ("step",))
+    assert not ds_ckpt.diff(tmp_path / "a", tmp_path / "a")
