@@ -1,0 +1,259 @@
+"""Learning-rate schedules: pure functions of the step, and the small object that writes them into an optimizer.
+
+Words: *t* counts scheduler steps from 0 and is -1 before the first, so update number n (from 0) runs with the values of
+t = n - 1; the *base lr* is the lr that a parameter group had when the schedule was attached. A skipped update does not
+advance t. Nothing here depends on the number of processes.
+
+Formulas and keys are those of the DeepSpeed schema; deviations: progress within a cycle is computed in integers, so a
+staircase never misses a stair by rounding, and an unknown `warmup_type` is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ds_config import StrictModel
+from ds_config.errors import ConfigError
+
+__all__ = [
+    "SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "Scheduler",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
+
+PerGroup = float | tuple[float, ...]
+Steps = Annotated[int, Field(gt=0)]
+WarmupType = Literal["log", "linear"]
+
+
+class Schedule(StrictModel):
+    """A schedule is its parameters; `lr` and `momentum` are pure."""
+
+    def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        """The learning rate of parameter group number `group` at scheduler step t."""
+        raise ConfigError(f"{type(self).__name__} defines no learning rate", code="schedule-type", fix="Override lr().")
+
+    def momentum(self, t: int) -> tuple[float, float] | None:
+        """The betas at scheduler step t, or None when the schedule leaves them alone."""
+        del t
+        return None
+
+    def groups(self) -> dict[str, int]:
+        """Keys given as one value per parameter group, and how many values each has."""
+        return {key: len(value) for key, value in self if isinstance(value, tuple)}
+
+
+class LRRangeTest(Schedule):
+    """Grow the rate until training diverges: Smith, arXiv:1506.01186 section 3.3. lr = min (1 + rate I)."""
+
+    lr_range_test_min_lr: PerGroup = Field(default=1e-3, description="Rate at the start; one value, or one per group.")
+    lr_range_test_step_size: Steps = Field(default=2000, description="Steps in one interval.")
+    lr_range_test_step_rate: float = Field(default=1.0, description="Growth per interval, as a multiple of the start.")
+    lr_range_test_staircase: bool = Field(default=False, description="Grow once per interval instead of every step.")
+
+    def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        size = self.lr_range_test_step_size
+        interval = float((t + 1) // size) if self.lr_range_test_staircase else (t + 1) / size
+        return _of(self.lr_range_test_min_lr, group) * (1 + self.lr_range_test_step_rate * interval)
+
+
+class OneCycle(Schedule):
+    """One cycle up and down, then decay: Smith, arXiv:1803.09820. Momentum (beta1) moves the other way; beta2 is 0.99."""
+
+    cycle_min_lr: float = Field(description="Lowest rate of the cycle.")
+    cycle_max_lr: float = Field(description="Highest rate of the cycle.")
+    decay_lr_rate: float = Field(default=0.0, description="Decay after the cycle: lr = min / (1 + rate k).")
+    cycle_first_step_size: Steps = Field(default=2000, description="Steps of the rising half.")
+    cycle_second_step_size: Steps | None = Field(
+        None, description="Steps of the falling half; the first half's if null."
+    )
+    cycle_first_stair_count: int = Field(default=0, ge=0, description="Stairs in the rising half; 0 is continuous.")
+    cycle_second_stair_count: int | None = Field(
+        None, ge=0, description="Stairs in the falling half; the first's if null."
+    )
+    decay_step_size: int = Field(default=0, ge=0, description="Steps of one decay interval; 0 does not decay.")
+    cycle_momentum: bool = Field(default=True, description="Whether the betas follow the cycle.")
+    cycle_min_mom: float = Field(default=0.8, description="beta1 at the highest rate.")
+    cycle_max_mom: float = Field(default=0.9, description="beta1 at the lowest rate.")
+    decay_mom_rate: float = Field(default=0.0, description="Growth of beta1 after the cycle: max (1 + rate k).")
+
+    def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        if t < self._total:
+            return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._rise(t)
+        return self.cycle_min_lr / (1 + self.decay_lr_rate * self._decays(t))
+
+    def momentum(self, t: int) -> tuple[float, float] | None:
+        if not self.cycle_momentum:
+            return None
+        if t < self._total:
+            beta1 = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._rise(t)
+        else:
+            beta1 = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decays(t))
+        return beta1, 0.99
+
+    @property
+    def _second(self) -> int:
+        return self.cycle_second_step_size or self.cycle_first_step_size
+
+    @property
+    def _total(self) -> int:
+        return self.cycle_first_step_size + self._second
+
+    def _rise(self, t: int) -> float:
+        """0 at the low end of the cycle, 1 at its top."""
+        first, second, at = self.cycle_first_step_size, self._second, (t + 1) % self._total
+        stairs = self.cycle_first_stair_count
+        if at <= first:
+            return _stairs(at, first, stairs)
+        down = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
+        return _stairs(self._total - at, second, down)
+
+    def _decays(self, t: int) -> float:
+        return (t - self._total + 1) / self.decay_step_size if self.decay_step_size else 0.0
+
+
+class WarmupLR(Schedule):
+    """Rise from min to max over the first steps, then stay."""
+
+    warmup_min_lr: PerGroup = Field(default=0.0, description="Rate at the start; one value, or one per group.")
+    warmup_max_lr: PerGroup | None = Field(
+        default=None, description="Rate after the warmup; the optimizer's own if null."
+    )
+    warmup_num_steps: Steps = Field(default=1000, description="Steps of the warmup; 1 counts as 2.")
+    warmup_type: WarmupType = Field(default="log", description="Shape of the rise: log(t+1)/log(N), or t/N.")
+
+    def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        low = _of(self.warmup_min_lr, group)
+        high = base_lr if self.warmup_max_lr is None else _of(self.warmup_max_lr, group)
+        return low + (high - low) * self._share(t)
+
+    def _share(self, t: int) -> float:
+        return _warmup(t, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """Rise as `WarmupLR`, then fall in a straight line to min at `total_num_steps`."""
+
+    total_num_steps: Steps = Field(description="Steps until the rate is back at its minimum.")
+    warmup_max_lr: PerGroup | None = Field(
+        default=0.001, description="Rate after the warmup; the optimizer's own if null."
+    )
+
+    def _share(self, t: int) -> float:
+        n, total = max(2, self.warmup_num_steps), self.total_num_steps
+        return super()._share(t) if t < n else max(0.0, (total - t) / max(1, total - n))
+
+
+class WarmupCosineLR(Schedule):
+    """Rise, then follow half a cosine down (Loshchilov and Hutter, arXiv:1608.03983). A ratio of the optimizer's lr."""
+
+    total_num_steps: Steps = Field(description="Steps until the rate is at its minimum.")
+    warmup_min_ratio: float = Field(default=0.0, description="Share of the optimizer's lr at the start.")
+    warmup_num_steps: Steps = Field(default=1000, description="Steps of the warmup; 1 counts as 2.")
+    cos_min_ratio: float = Field(default=1e-4, description="Share of the optimizer's lr at the end.")
+    warmup_type: WarmupType = Field(default="log", description="Shape of the rise: log(t+1)/log(N), or t/N.")
+
+    def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        return base_lr * self._ratio(t)
+
+    def _ratio(self, t: int) -> float:
+        n, total = max(2, self.warmup_num_steps), self.total_num_steps
+        if t < 0:
+            return 0.0
+        if t < n:
+            low = self.warmup_min_ratio
+            return low + (1 - low) * _warmup(t, n, self.warmup_type)
+        low, done = self.cos_min_ratio, min(1.0, (t - n + 1) / max(1, total - n))
+        return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def _warmup(t: int, steps: int, shape: WarmupType) -> float:
+    steps = max(2, steps)
+    if t < 0:
+        return 0.0
+    if t >= steps:
+        return 1.0
+    return math.log(t + 1) / math.log(steps) if shape == "log" else t / steps
+
+
+def _stairs(at: int, size: int, count: int) -> float:
+    return at / size if count == 0 else (count * at // size) / count
+
+
+def _of(value: PerGroup, group: int) -> float:
+    return value[group] if isinstance(value, tuple) else value
+
+
+class Scheduler:
+    """Writes a schedule's values into the parameter groups of an optimizer, in place.
+
+    Args:
+        schedule: What to follow.
+        groups: The optimizer's own `param_groups`. Each keeps its base lr under `initial_lr`, as torch's schedulers do,
+            so that a resumed optimizer still knows it.
+    Raises:
+        ConfigError: a per-group value has another length than there are groups ("schedule-groups").
+    """
+
+    def __init__(self, schedule: Schedule, groups: Sequence[MutableMapping[str, Any]]) -> None:
+        for key, count in schedule.groups().items():
+            if count != len(groups):
+                raise ConfigError(
+                    f"scheduler.params.{key} has {count} values, the optimizer has {len(groups)} parameter groups",
+                    code="schedule-groups",
+                    fix="Give one value, or one per parameter group.",
+                )
+        self.schedule, self._groups, self.last_batch_iteration = schedule, groups, -1
+        for group in groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        self._write()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next t, or to the one given."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group at the current t."""
+        return [self._lr(i) for i in range(len(self._groups))]
+
+    def get_last_lr(self) -> list[float]:
+        """What was last written; the same as `get_lr()`."""
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, int]:
+        """All there is to resume from: t."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to the t of `state`, and write its values."""
+        self.step(int(state["last_batch_iteration"]))
+
+    def _lr(self, i: int) -> float:
+        return self.schedule.lr(self.last_batch_iteration, self._groups[i]["initial_lr"], i)
+
+    def _write(self) -> None:
+        betas = self.schedule.momentum(self.last_batch_iteration)
+        for i, group in enumerate(self._groups):
+            if hasattr(group["lr"], "fill_"):  # a tensor lr is read by a compiled optimizer: keep the object
+                group["lr"].fill_(self._lr(i))
+            else:
+                group["lr"] = self._lr(i)
+            if betas is not None and "betas" in group:
+                group["betas"] = betas

@@ -1,0 +1,176 @@
+"""The sections of the configuration that the engine owns: which optimizer, which schedule. Models only; no torch.
+
+A section is a union over its `type`: each known type has its own parameters, so a mistyped one is found with its line.
+Every other type is looked up in torch and gets its parameters as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from ds_config import Dead, StrictModel, Unbuilt
+from ds_engine.schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "AdagradParams",
+    "AdagradSection",
+    "AdamParams",
+    "AdamSection",
+    "AdamWSection",
+    "LRRangeTestSection",
+    "OneCycleSection",
+    "OptimizerSection",
+    "SchedulerSection",
+    "TorchOptimizerSection",
+    "TorchSchedulerSection",
+    "WarmupCosineLRSection",
+    "WarmupDecayLRSection",
+    "WarmupLRSection",
+]
+
+Rate = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _tag(section: Any, known: Collection[str]) -> str:
+    """Which member of a union of sections is meant: its type in lower case, or "torch" for all that is not ours."""
+    name = section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
+    return name.lower() if isinstance(name, str) and name.lower() in known else "torch"
+
+
+def _optimizer_tag(section: Any) -> str:
+    return _tag(section, ("adam", "adamw", "adagrad"))
+
+
+def _scheduler_tag(section: Any) -> str:
+    return _tag(section, [name.lower() for name in SCHEDULES])
+
+
+class _OptimizerParams(StrictModel):
+    max_grad_norm: Annotated[float | None, Unbuilt("gradient_clipping, next to the optimizer section")] = None
+
+
+class AdamParams(_OptimizerParams):
+    """Kingma and Ba, arXiv:1412.6980; with decoupled decay Loshchilov and Hutter, arXiv:1711.05101."""
+
+    lr: Rate = Field(default=1e-3, description="Learning rate.")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="Decay of the running means of gradient and its square."
+    )
+    eps: Rate = Field(default=1e-8, description="Added to the root of the second mean.")
+    weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+    amsgrad: bool = Field(default=False, description="Divide by the largest second mean seen so far.")
+    bias_correction: Annotated[
+        bool, Unbuilt("true: without it the first steps are up to 1000 times too small or large")
+    ] = True
+    fp32_optimizer_states: Annotated[bool, Unbuilt("true: moments are kept in the master format")] = True
+    torch_adam: Annotated[bool, Dead("every Adam here equals torch's; the fastest one that does is used")] = False
+    adam_w_mode: bool = Field(
+        default=True,
+        description="Decoupled weight decay (AdamW). True also for the type Adam; false adds the decay to the gradient.",
+    )
+
+
+class AdagradParams(_OptimizerParams):
+    """Duchi et al., JMLR 12 (2011)."""
+
+    lr: Rate = Field(default=1e-2, description="Learning rate.")
+    eps: Rate = Field(default=1e-10, description="Added to the root of the sum of squares.")
+    weight_decay: Rate = Field(default=0.0, description="Added to the gradient, times the parameter.")
+
+
+class _Optimizer(StrictModel):
+    legacy_fusion: Annotated[bool, Dead("there is one implementation of each optimizer")] = False
+
+
+class AdamSection(_Optimizer):
+    """Adam; with decoupled weight decay unless `adam_w_mode` is false."""
+
+    type: Literal["Adam", "adam", "ADAM"]
+    params: AdamParams = AdamParams()
+
+
+class AdamWSection(_Optimizer):
+    """Adam with decoupled weight decay."""
+
+    type: Literal["AdamW", "adamw", "Adamw", "adamW", "ADAMW"]
+    params: AdamParams = AdamParams()
+
+
+class AdagradSection(_Optimizer):
+    """Adagrad."""
+
+    type: Literal["Adagrad", "adagrad", "AdaGrad", "ADAGRAD"]
+    params: AdagradParams = AdagradParams()
+
+
+class TorchOptimizerSection(_Optimizer):
+    """Any class of torch.optim, by its exact name, with its own parameters."""
+
+    type: str = Field(description="A class name of torch.optim, such as SGD or RMSprop.")
+    params: Mapping[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
+
+
+OptimizerSection = Annotated[
+    Annotated[AdamSection, Tag("adam")]
+    | Annotated[AdamWSection, Tag("adamw")]
+    | Annotated[AdagradSection, Tag("adagrad")]
+    | Annotated[TorchOptimizerSection, Tag("torch")],
+    Discriminator(_optimizer_tag),
+]
+
+
+class LRRangeTestSection(StrictModel):
+    """A growing learning rate, to find the largest that trains."""
+
+    type: Literal["LRRangeTest"]
+    params: LRRangeTest = LRRangeTest()
+
+
+class OneCycleSection(StrictModel):
+    """One cycle up and down, then decay."""
+
+    type: Literal["OneCycle"]
+    params: OneCycle
+
+
+class WarmupLRSection(StrictModel):
+    """Warmup, then constant."""
+
+    type: Literal["WarmupLR"]
+    params: WarmupLR = WarmupLR()
+
+
+class WarmupDecayLRSection(StrictModel):
+    """Warmup, then a straight line down."""
+
+    type: Literal["WarmupDecayLR"]
+    params: WarmupDecayLR
+
+
+class WarmupCosineLRSection(StrictModel):
+    """Warmup, then half a cosine down."""
+
+    type: Literal["WarmupCosineLR"]
+    params: WarmupCosineLR
+
+
+class TorchSchedulerSection(StrictModel):
+    """Any class of torch.optim.lr_scheduler, by its exact name, with its own parameters."""
+
+    type: str = Field(description="A class name of torch.optim.lr_scheduler, such as StepLR.")
+    params: Mapping[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
+
+
+SchedulerSection = Annotated[
+    Annotated[LRRangeTestSection, Tag("lrrangetest")]
+    | Annotated[OneCycleSection, Tag("onecycle")]
+    | Annotated[WarmupLRSection, Tag("warmuplr")]
+    | Annotated[WarmupDecayLRSection, Tag("warmupdecaylr")]
+    | Annotated[WarmupCosineLRSection, Tag("warmupcosinelr")]
+    | Annotated[TorchSchedulerSection, Tag("torch")],
+    Discriminator(_scheduler_tag),
+]
