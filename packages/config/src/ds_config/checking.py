@@ -185,9 +185,7 @@ def _value(work: _Pass, found: Sequence[Option], value: Any, path: KeyPath) -> A
 def _resolved(work: _Pass, found: Sequence[Option], path: KeyPath) -> Any:
     name = dotted(path)
     if name not in work.auto:
-        work.problem(
-            "config-auto", path, 'is "auto", and nobody here knows what that is.', f"Expected {describe(found)}."
-        )
+        work.problem("config-auto", path, 'is "auto", and nobody here knows what that is.', _asked(found))
         return _DROPPED
     value = work.auto[name]
     place = work.provenance.of(path)
@@ -235,7 +233,9 @@ def _collect(work: _Pass, model: Model, data: Mapping[str, Any], error: Validati
     """Turn pydantic's errors into one issue per path."""
     by_path: dict[KeyPath, list[tuple[_Detail, list[Option], Any]]] = {}
     for detail in error.errors(include_url=False):
-        path, found, value = _locate(model, data, detail["loc"])
+        if (located := _locate(model, data, detail["loc"])) is None:
+            continue
+        path, found, value = located
         by_path.setdefault(path, []).append((detail, found, value))
     for path, entries in by_path.items():
         if path in work.dropped:
@@ -258,10 +258,13 @@ def _spoken(detail: _Detail) -> bool:
     return detail["type"] in ("value_error", "assertion_error") or "." in detail["type"]
 
 
-def _locate(model: Model, data: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[KeyPath, list[Option], Any]:
+def _locate(
+    model: Model, data: Mapping[str, Any], loc: tuple[int | str, ...]
+) -> tuple[KeyPath, list[Option], Any] | None:
     """Follow a pydantic location through the data: (path, what is expected there, what stands there).
 
-    Parts that are no key or index of the data are union tags, and are passed over.
+    Parts that are no key or index of the data are union tags, and are passed over; None when the tag is that of a model of
+    the union that the value was not meant for.
     """
     path: KeyPath = ()
     value: Any = data
@@ -273,10 +276,18 @@ def _locate(model: Model, data: Mapping[str, Any], loc: tuple[int | str, ...]) -
             value = value.get(part)
         elif _has(value, part):
             found, value = inner(found, part), value[part]
+        elif owner is not None and part in _other_models(found, owner):
+            return None
         else:
             continue
         path = (*path, part)
     return path, found, value
+
+
+def _other_models(found: Sequence[Option], meant: Model) -> set[str]:
+    return {
+        option.type.__name__ for option in found if option.type is not meant and hasattr(option.type, "model_fields")
+    }
 
 
 def _has(value: Any, part: str | int) -> bool:
@@ -300,7 +311,7 @@ _PLAIN = (
 
 def _message(detail: _Detail, found: list[Option], value: Any) -> str:
     expected = describe(found)
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and value is None:
         return f"is missing; expected {expected}."
     if _spoken(detail):
         text = str(detail.get("ctx", {}).get("error", detail["msg"])).strip()

@@ -126,18 +126,23 @@ def inner(found: Sequence[Option], part: str | int) -> list[Option]:
 
 
 def coerce(found: Sequence[Option], value: Any) -> Any:
-    """Turn what JSON can write into what the annotation wants, one level deep, when nothing is lost or guessed.
+    """Turn what JSON can write into what the annotation wants, when nothing is lost or guessed.
 
-    An integral float becomes an int where an int is wanted and a float is not; a list becomes the tuple or set, a string
-    the path or the enum member that is wanted. Everything else is returned as it is.
+    An integral float (below 2**63) becomes an int where an int is wanted and a float is not; a list becomes the tuple or set,
+    a string the path or the enum member that is wanted; elements likewise. Everything else is returned as it is, and so are
+    objects that a model is wanted for: the model coerces them.
     """
     kinds = [get_origin(option.type) or option.type for option in found]
     numbers = [type(literal) for literal in literals(found)]
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         wants_int = int in kinds or int in numbers
         return int(value) if wants_int and float not in kinds and float not in numbers else value
-    if isinstance(value, list) and list not in kinds:
-        return next((kind(value) for kind in kinds if kind in (tuple, set, frozenset)), value)
+    if type(value) is dict and model_for(found, value) is None:
+        return {key: coerce(inner(found, str(key)), item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        value = type(value)(coerce(inner(found, index), item) for index, item in enumerate(value))
+        wanted = next((kind for kind in kinds if kind in (tuple, set, frozenset)), None)
+        return wanted(value) if wanted and type(value) is list and list not in kinds else value
     if isinstance(value, str) and str not in kinds:
         for kind in kinds:
             if _is(kind, enum.Enum) and value in [member.value for member in kind]:
@@ -169,6 +174,10 @@ def describe(found: Sequence[Option]) -> str:
         elif _is(kind, BaseModel) or _is(kind, Mapping):
             parts.append("an object")
         elif _is(kind, Sequence) or _is(kind, AbstractSet):
+            args = get_args(option.type)
+            if kind is tuple and args and args[-1] is not Ellipsis:
+                parts.append(f"a list of {len(args)} ({', '.join(describe(options(arg)) for arg in args)})")
+                continue
             elements = inner([option], 0)
             parts.append("a list" + (f" of ({describe(elements)})" if elements else "") + _limits(option.metadata))
         elif _is(kind, pathlib.PurePath):
