@@ -1,0 +1,81 @@
+"""`ds io bench` and `ds io tune`: how fast a folder's disk is, and which settings to write into the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+from ds_config.errors import DsError
+from ds_ops.io import Backend, backends
+from ds_ops.io_bench import Grid, best_section, measure, table
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "measure file I/O over block size, queue depth, workers and backends; find the best settings"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "what", choices=["bench", "tune"], help="bench: a table of all cases; tune: the best `aio` section"
+    )
+    parser.add_argument("folder", type=Path, nargs="+", help="folders on the disks to measure")
+    parser.add_argument("--size", type=_bytes, default=256 << 20, help="bytes moved per case, for example 400M (256M)")
+    parser.add_argument("--block-size", type=_bytes, nargs="+", default=[1 << 20, 8 << 20])
+    parser.add_argument("--queue-depth", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--backend", nargs="+", choices=["io_uring", "libaio", "threads", "python"])
+    parser.add_argument("--no-read", action="store_true")
+    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--buffered", action="store_true", help="through the page cache instead of O_DIRECT")
+    parser.add_argument("--loops", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    found = backends()
+    wanted = args.backend or [name for name, why in found.items() if not why and name != "python"] or ["python"]
+    for name in [name for name in wanted if found[name]]:
+        print(f"{name} left out: {found[name]}", file=sys.stderr)
+    usable = tuple(cast("Backend", name) for name in wanted if not found[name])
+    if not usable or (args.no_read and args.no_write):
+        print("nothing to measure: no backend works, or both directions are switched off", file=sys.stderr)
+        return 2
+    grid = Grid(
+        backends=usable,
+        block_bytes=tuple(args.block_size),
+        queue_depths=tuple(args.queue_depth),
+        workers=tuple(args.workers),
+        write=not args.no_write,
+        read=not args.no_read,
+        total_bytes=args.size,
+        loops=args.loops,
+        direct=not args.buffered,
+    )
+    everything = {}
+    for folder in args.folder:
+        try:
+            rows = measure(grid, folder)
+        except DsError as error:
+            print(error, file=sys.stderr)
+            return 1
+        everything[str(folder)] = [row.as_dict() for row in rows]
+        if args.what == "bench":
+            print(f"{folder}\n{table(rows)}")
+        else:
+            print(json.dumps({"aio": best_section(rows)}, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(everything, indent=2))
+    return 0
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 10, "M": 20, "G": 30}
+    digits, shift = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 0)
+    if not digits.isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 400M, found {text!r}")
+    return int(digits) << shift

@@ -1,0 +1,219 @@
+"""Transfers move exactly the bytes they were asked to, on every backend, and say what went wrong when they cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ds_config.errors import ConfigError, KernelError
+from ds_ops.io import AsyncIO, FileTransferError, IOSettings, backends
+
+WORKING = [name for name, why in backends().items() if not why]
+BLOCK = 8192
+
+
+@pytest.fixture(params=WORKING)
+def io(request: pytest.FixtureRequest) -> Iterator[AsyncIO]:
+    with AsyncIO(IOSettings(block_bytes=BLOCK, queue_depth=4, workers=2, backend=request.param)) as engine:
+        yield engine
+
+
+def aligned(nbytes: int, skew: int = 0) -> torch.Tensor:
+    """[nbytes] uint8 whose address is `skew` past a multiple of 4096."""
+    raw = torch.empty(nbytes + 8192, dtype=torch.uint8)
+    start = -raw.data_ptr() % 4096 + skew
+    return raw[start : start + nbytes]
+
+
+def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nbytes=st.one_of(st.integers(0, 9), st.integers(0, 5 * BLOCK), st.sampled_from([4096, BLOCK, BLOCK * 4])),
+    offset=st.one_of(st.just(0), st.integers(0, 3 * 4096), st.just(4096)),
+    skew=st.sampled_from([0, 1, 64, 512]),
+)
+def test_what_is_written_is_read_and_nothing_else_changes(
+    io: AsyncIO, tmp_path: Path, nbytes: int, offset: int, skew: int
+) -> None:
+    path = tmp_path / "file"
+    before = pattern(offset + nbytes + 5000, seed=1)
+    path.write_bytes(before.numpy().tobytes())
+    data = aligned(nbytes, skew).copy_(pattern(nbytes, seed=2))
+    io.write(path, data, offset).wait()
+    expected = before.clone()
+    expected[offset : offset + nbytes] = data
+    assert path.read_bytes() == expected.numpy().tobytes()
+    into = aligned(nbytes, skew).zero_()
+    io.read(path, into, offset).wait()
+    assert torch.equal(into, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_any_dtype_and_shape(io: AsyncIO, tmp_path: Path, dtype: torch.dtype) -> None:
+    for shape in [(), (3, 5), (0, 4)]:
+        data = torch.ones(shape, dtype=dtype)
+        io.write_file(tmp_path / "t", data).wait()
+        into = torch.zeros(shape, dtype=dtype)
+        io.read(tmp_path / "t", into).wait()
+        assert torch.equal(into, data)
+
+
+def test_write_file_cuts_a_longer_file_and_write_does_not(io: AsyncIO, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 20000)
+    io.write(path, b"abc").wait()
+    assert path.stat().st_size == 20000
+    io.write_file(path, b"y" * 9001, sync=True).wait()
+    assert path.read_bytes() == b"y" * 9001
+    io.write_file(path, b"").wait()
+    assert path.stat().st_size == 0
+
+
+def test_many_files_at_once(io: AsyncIO, tmp_path: Path) -> None:
+    parts = [pattern(1000 * i + i, seed=i) for i in range(40)]
+    for i, part in enumerate(parts):
+        io.write_file(tmp_path / str(i), part)
+    io.wait_all()
+    into = [torch.empty_like(part) for part in parts]
+    for i, part in enumerate(into):
+        io.read(tmp_path / str(i), part)
+    io.wait_all()
+    assert all(map(torch.equal, into, parts))
+
+
+def test_a_file_that_ends_early_names_file_and_byte(io: AsyncIO, tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"x" * 10001)
+    with pytest.raises(FileTransferError, match=r"ends at byte 10001, 29999 bytes early") as caught:
+        io.read(path, torch.zeros(40000, dtype=torch.uint8)).wait()
+    assert (caught.value.offset, caught.value.filename, caught.value.errno) == (10001, str(path), errno.EIO)
+
+
+def test_a_missing_directory_names_the_path(io: AsyncIO, tmp_path: Path) -> None:
+    with pytest.raises(FileTransferError, match="No such file or directory") as caught:
+        io.write_file(tmp_path / "no" / "such" / "file", b"x")
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(OSError, match="cannot open"):
+        io.read(tmp_path / "absent", bytearray(1))
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("small")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_is_an_error_that_says_so_and_the_engine_goes_on(io: AsyncIO, small_disk: Path) -> None:
+    with pytest.raises(FileTransferError, match="No space left") as caught:
+        io.write_file(small_disk / "big", pattern(1 << 20)).wait()
+    assert caught.value.errno == errno.ENOSPC
+    assert 0 <= caught.value.offset < 1 << 20
+    (small_disk / "big").unlink()
+    io.write_file(small_disk / "fits", b"ok").wait()
+    assert (small_disk / "fits").read_bytes() == b"ok"
+
+
+def test_an_error_of_the_device_is_passed_on(io: AsyncIO) -> None:
+    with pytest.raises(FileTransferError) as caught:
+        io.write("/dev/full", pattern(9000)).wait()
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_unwaited_failures_surface_once_at_close(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"x")
+    io = AsyncIO(IOSettings(block_bytes=BLOCK))
+    io.read(path, bytearray(10))
+    io.read(path, bytearray(20))
+    with pytest.raises(FileTransferError) as caught:
+        io.close()
+    assert len(caught.value.__notes__) == 1
+    io.close()
+
+
+def test_a_failure_raised_by_wait_is_not_raised_again(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"x")
+    with AsyncIO() as io:
+        transfer = io.read(path, bytearray(10))
+        with pytest.raises(FileTransferError):
+            transfer.wait()
+
+
+def test_memory_outlives_the_caller(io: AsyncIO, tmp_path: Path) -> None:
+    for i in range(20):
+        io.write_file(tmp_path / str(i), torch.full((50000,), i, dtype=torch.uint8))  # a temporary
+    io.wait_all()
+    assert all((tmp_path / str(i)).read_bytes() == bytes([i]) * 50000 for i in range(20))
+
+
+_WRITER = """
+import sys
+import torch
+from ds_ops.io import AsyncIO, IOSettings
+path, rank = sys.argv[1], int(sys.argv[2])
+with AsyncIO(IOSettings(block_bytes=8192)) as io:
+    for i in range(rank, 60, 2):
+        io.write(path, torch.full((5003,), i, dtype=torch.uint8), 5003 * i)
+"""
+
+
+def test_two_processes_write_neighbouring_ranges_of_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    jobs = [subprocess.Popen([sys.executable, "-c", _WRITER, str(path), str(rank)]) for rank in range(2)]
+    assert [job.wait(60) for job in jobs] == [0, 0]
+    data = path.read_bytes()
+    assert data == b"".join(bytes([i]) * 5003 for i in range(60))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [torch.zeros(4, 4).t(), torch.zeros(2, device="meta"), memoryview(b"abcdef")[::2]],
+    ids=["strided", "meta", "view"],
+)
+def test_memory_that_cannot_be_transferred_is_refused(io: AsyncIO, tmp_path: Path, memory: object) -> None:
+    with pytest.raises(KernelError, match="contiguous"):
+        io.write_file(tmp_path / "x", memory)
+    with pytest.raises(KernelError, match="writable"):
+        io.read(tmp_path / "x", b"read only") if (tmp_path / "x").write_bytes(b"123456789") else None
+
+
+def test_bad_settings_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        IOSettings(block_bytes=1000, queue_depth=0, workers=99, backend="tape")  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in ("block_bytes", "queue_depth", "workers", "'tape'"))
+
+
+def test_descriptors_and_threads_are_given_back(tmp_path: Path) -> None:
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def cycle() -> tuple[int, int]:
+        for backend in WORKING:
+            io = AsyncIO(IOSettings(block_bytes=BLOCK, workers=3, backend=backend))  # type: ignore[arg-type]
+            io.write_file(tmp_path / "x", pattern(100000)).wait()
+            with pytest.raises(FileTransferError):
+                io.read(tmp_path / "x", bytearray(200000)).wait()
+            io.close()
+            with pytest.raises(KernelError, match="closed"):
+                io.read(tmp_path / "x", bytearray(1))
+        return counts()
+
+    first = cycle()  # torch starts its own threads on first use
+    assert cycle() == first

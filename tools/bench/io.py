@@ -1,0 +1,101 @@
+"""`nox -s bench -- io [FOLDER]`: our transfers as a share of fio, same block size, depth and bytes, in one run.
+
+fio (Debian package `fio`) uses the same kernel interface (io_uring, libaio, psync) with O_DIRECT. Runs alternate; medians of
+the ratio's two sides are compared. Without fio the script says so and measures only ours.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ds_ops.io import AsyncIO, IOSettings, backends
+from ds_ops.io_bench import aligned_bytes, uncached
+
+ROOT = Path(__file__).resolve().parents[2]
+TOTAL = 512 << 20
+LOOPS = 7
+ENGINE = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync"}
+
+
+def fio_once(path: Path, backend: str, write: bool, block: int, depth: int) -> float:
+    """Bytes a second that fio reports for one pass over the file."""
+    jobs = depth if backend == "threads" else 1
+    command = [
+        "fio", "--name=x", f"--filename={path}", f"--ioengine={ENGINE[backend]}", "--direct=1", "--output-format=json",
+        f"--rw={'write' if write else 'read'}", f"--bs={block}", f"--iodepth={1 if jobs > 1 else depth}",
+        f"--size={TOTAL // jobs}", f"--numjobs={jobs}", "--group_reporting", "--invalidate=1", "--overwrite=1", "--thread",
+    ]  # fmt: skip
+    if jobs > 1:
+        command.append(f"--offset_increment={TOTAL // jobs}")
+    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    side = report["jobs"][0]["write" if write else "read"]
+    return float(side["io_bytes"]) / (side["runtime"] / 1e3)
+
+
+def ours_once(path: Path, io: AsyncIO, write: bool, data: object) -> float:
+    with uncached(path):
+        start = time.perf_counter()
+        (io.write(path, data) if write else io.read(path, data)).wait()
+        return TOTAL / (time.perf_counter() - start)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.gettempdir())
+    path, data = folder / "ds-bench-io", aligned_bytes(TOTAL)
+    data.random_(0, 256)
+    have_fio = shutil.which("fio") is not None
+    if not have_fio:
+        print("fio is not installed (Debian package fio): ours only")
+    rows = []
+    try:
+        with AsyncIO() as io:
+            io.write_file(path, data, sync=True).wait()
+        for backend in [b for b, why in backends().items() if not why and b in ENGINE]:
+            for write in (True, False):
+                for block, depth in ((1 << 20, 8), (1 << 20, 32), (128 << 10, 32)):
+                    mine, theirs = [], []
+                    with AsyncIO(IOSettings(block, depth, 1, backend)) as io:
+                        for _ in range(LOOPS):
+                            mine.append(ours_once(path, io, write, data))
+                            if have_fio:
+                                theirs.append(fio_once(path, backend, write, block, depth))
+                    row = {
+                        "backend": backend, "direction": "write" if write else "read", "block_bytes": block, "depth": depth,
+                        "ours_gb_s": statistics.median(mine) / 1e9,
+                        "fio_gb_s": statistics.median(theirs) / 1e9 if theirs else None,
+                        "share_of_fio": statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) if theirs else None,
+                        "share_of_best_fio": max(mine) / max(theirs) if theirs else None,
+                    }  # fmt: skip
+                    rows.append(row)
+                    share = (
+                        f"{row['share_of_fio']:6.2f}x median, {row['share_of_best_fio']:.2f}x best" if theirs else ""
+                    )
+                    print(
+                        f"{backend:9} {row['direction']:5} {block >> 10:5} KiB depth {depth:3}: {row['ours_gb_s']:6.2f} GB/s {share}",
+                        flush=True,
+                    )
+    finally:
+        path.unlink(missing_ok=True)
+    out = ROOT / "docs" / "benchmarks" / "data" / "io.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "machine": platform.processor() or platform.machine(),
+        "kernel": platform.release(),
+        "bytes": TOTAL,
+        "loops": LOOPS,
+        "rows": rows,
+    }
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {out.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
