@@ -69,7 +69,7 @@ class Job:
         if not self.items:
             return None
         with ds_monitor.span("ckpt.write", checkpoint=self.at.tag, nbytes=self.plan.nbytes[self.rank]):
-            return _written_json(write_file(self.draft, self.rank, self.items, source))
+            return _written_json(write_file(self.draft, self.rank, self.items, source, BLOCK_BYTES))
 
     def commit(self, written: Sequence[Json]) -> None:
         """Publish, from every rank's account. Rank 0 only."""
@@ -108,9 +108,9 @@ def save(
         try:
             written = ranks.agree(lambda: job.write(lambda item: entry_bytes(local, item)))
             ranks.agree(lambda: job.commit(written) if ranks.rank == 0 else None)
-        except BaseException:
+        except BaseException as error:
             if ranks.rank == 0:
-                job.draft.abort()
+                undo(job.draft, error)
             raise
     return job.saved()
 
@@ -150,9 +150,9 @@ def prepare(
     drafts: list[Draft] = []
     try:
         token, sequence = ranks.agree(start)[0]
-    except BaseException:
+    except BaseException as error:
         for draft in drafts:
-            draft.abort()
+            undo(draft, error)
         raise
     draft = drafts[0] if drafts else at.storage.draft(at.tag, token)
     return Job(at, draft, plan, ranks.rank, sequence, to_json(record[0]), aliases)
@@ -183,7 +183,7 @@ def load(
         def look() -> Json:
             at = locate(path)
             found.append((at, read_manifest(at)))
-            return [crc32(encode(found[0][1])), sorted({item.shard.name for item in local})]
+            return [found[0][1].crc32, sorted({item.shard.name for item in local})]
 
         answers = ranks.agree(look)
         at, manifest = found[0]
@@ -236,6 +236,17 @@ def _prove(ranks: Ranks, files: Files, manifest: Manifest, partials: Sequence[Pa
     for index, key in enumerate(unproven(partials, expected)):
         if index % ranks.size == ranks.rank:
             check_block(files, blocks[key])
+
+
+def undo(draft: Draft, error: BaseException) -> None:
+    """Remove a draft after `error`; what cannot be removed is noted on the error, and left to the next save."""
+    try:
+        draft.abort()
+    except (OSError, CheckpointError) as left:
+        error.add_note(
+            f"The unfinished checkpoint could not be removed ({left}); the next save into this directory will."
+        )
+        ds_monitor.event("ckpt.leftover", why=str(left))
 
 
 def _agreed_list(ranks: Ranks, shards: Iterable[Local]) -> list[Local]:

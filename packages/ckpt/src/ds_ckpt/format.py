@@ -98,7 +98,10 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader needs to find every element. `meta` is the caller's JSON, as `jsontext.to_json` left it."""
+    """Everything a reader needs to find every element. `meta` is the caller's JSON, as `jsontext.to_json` left it.
+
+    `crc32` is the checksum of the text that `decode` read (empty before): the identity of what is on disk.
+    """
 
     sequence: int
     created: str
@@ -108,6 +111,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     aliases: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Json] = field(default_factory=dict)
+    crc32: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -315,6 +319,7 @@ def _manifest(r: _Reader, value: Json) -> Manifest:
         tensors=tensors,
         aliases=aliases,
         meta=r.mapping(f["meta"], "meta"),
+        crc32=f["crc32"],
     )
 
 

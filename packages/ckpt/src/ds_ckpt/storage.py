@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import ds_monitor
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -285,9 +286,12 @@ class _LocalDraft:
             disk.rename(target, aside)
         disk.rename(self._path, target)
         disk.sync_directory(root)
-        if replaced:
-            disk.remove_tree(aside)
         self._unlock()
+        if replaced:
+            try:
+                disk.remove_tree(aside)
+            except OSError as error:  # the save is done; the next one into this root tries again
+                ds_monitor.event("ckpt.leftover", path=aside, why=str(error))
 
     def abort(self) -> None:
         # Also undoes a commit that failed half way: the older checkpoint of this tag returns.

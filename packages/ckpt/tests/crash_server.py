@@ -1,0 +1,107 @@
+"""Run by test_faults.py: imports torch once, then forks a child per trial that saves and is killed at a given system call.
+
+stdin: one JSON trial a line; stdout: one JSON line with how the child ended. No pytest here.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+
+import torch
+
+import ds_ckpt
+from ds_ckpt.storage import Disk
+
+
+class Deadly(Disk):
+    """Counts system calls and dies in front of number `last` (a write first puts half of its bytes down)."""
+
+    def __init__(self, last, log):
+        self.last, self.count, self.log, self.lock_, self.paths = last, 0, log, threading.Lock(), {}
+
+    def _point(self, before=None):
+        with self.lock_:
+            self.count += 1
+            if self.count == self.last:
+                if before:
+                    before()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def make_directory(self, path):
+        self._point()
+        super().make_directory(path)
+
+    def lock(self, path):
+        self._point()
+        return super().lock(path)
+
+    def open_new(self, path):
+        self._point()
+        fd = super().open_new(path)
+        self.paths[fd] = path
+        return fd
+
+    def write(self, fd, buffers, offset):
+        half = sum(b.nbytes for b in buffers) // 2
+        self._point(lambda: os.pwrite(fd, b"".join(buffers)[:half], offset))
+        return super().write(fd, buffers, offset)
+
+    def sync(self, fd):
+        self._point()
+        super().sync(fd)
+        os.write(self.log, (self.paths[fd] + "\n").encode())
+
+    def close(self, fd):
+        self._point()
+        super().close(fd)
+
+    def sync_directory(self, path):
+        self._point()
+        super().sync_directory(path)
+
+    def rename(self, old, new):
+        self._point()
+        super().rename(old, new)
+
+    def remove_tree(self, path):
+        for folder, _, files in os.walk(path, topdown=False):
+            for name in files:
+                self._point()
+                os.unlink(os.path.join(folder, name))
+            self._point()
+            os.rmdir(folder)
+
+
+def state(step):
+    return {f"t{i}": torch.full((50 + i,), float(step * 100 + i)) for i in range(30)}
+
+
+def trial(order):
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    disk = Deadly(order["last"], log)
+    storage = ds_ckpt.LocalStorage(order["root"], disk)
+    ds_ckpt.save(ds_ckpt.At(storage, order["tag"]), ds_ckpt.whole(state(order["step"])), {"step": order["step"]})
+    return disk.count
+
+
+def main():
+    ds_ckpt.api.BLOCK_BYTES = 256  # many small writes: many points
+    for line in sys.stdin:
+        order = json.loads(line)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, str(trial(order)).encode())
+            os._exit(0)
+        os.close(write)
+        _, status = os.waitpid(pid, 0)
+        answer = os.read(read, 100).decode()
+        os.close(read)
+        sys.stdout.write(json.dumps({"killed": os.WIFSIGNALED(status), "status": status, "points": answer}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
