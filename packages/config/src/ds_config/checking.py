@@ -297,6 +297,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 _PLAIN = (
+    "missing",
     "_type",
     "_parsing",
     "_from_float",
