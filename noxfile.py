@@ -1,0 +1,162 @@
+"""The developer's entry: `nox -l` lists the sessions, `nox -s lint` runs one.
+
+Most sessions work in `.venv`, the environment that tools/bootstrap.py makes: one installation serves them all.
+`isolated` and `wheels` make environments of their own, because what is missing there is what they look for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))
+from repo import install, projects, wheelhouse  # noqa: E402
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "tests", "isolated", "docs"]
+
+PACKAGES = projects.load()
+CONSTRAINTS = str(install.CONSTRAINTS)
+
+
+def developing(session: nox.Session, *groups: str) -> str:
+    """Bring .venv up to date and put its programs first; the path of its interpreter."""
+    try:
+        python = install.ensure_environment()
+        install.dev_install(python, groups)
+    except install.InstallError as error:
+        session.error(str(error))
+    session.env["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return python
+
+
+def put_into(session: nox.Session, *arguments: str) -> None:
+    """Install into the session's own environment, looking where pip looks."""
+    session.install(*arguments, env=install.installer(sys.executable).environ)
+
+
+# ---- the two commands of the README ----------------------------------------------------------------------------------
+
+
+@nox.session(venv_backend="none")
+def quickstart(session: nox.Session) -> None:
+    """Train the example on two ranks, save, resume on one, and print generated text."""
+    python = developing(session)
+    session.run(python, "docs/examples/train_gpt/quickstart.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """The whole test suite; arguments go to pytest."""
+    python = developing(session, "lint")
+    session.run(python, "-m", "pytest", *session.posargs, external=True)
+
+
+# ---- parts of it, and what needs more --------------------------------------------------------------------------------
+
+
+@nox.session
+@nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
+def isolated(session: nox.Session, package: str) -> None:
+    """One package from its wheel, with only its declared dependencies: its own tests."""
+    builder = developing(session, "wheels")
+    needed = projects.closure([package], PACKAGES)
+    outside = projects.third_party(needed, PACKAGES)
+    ranks = any(projects.requirement_name(requirement) == "torch" for requirement in outside)
+    wheels = wheelhouse.ensure_wheels([package], builder, [install.TESTING] if ranks else [])
+    own = PACKAGES[package].test_requires
+    put_into(session, "-c", CONSTRAINTS, *projects.group("isolated"), *own, *outside)
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    put_into(session, "--no-deps", "--no-index", again, *map(str, wheels))
+    found = session.run("python", "-c", _OURS, silent=True)
+    if sorted(str(found).split()) != sorted(needed):
+        session.error(f"the environment has {found}, expected {sorted(needed)}")
+    # -P: the checkout's folders are not importable, only what was installed is.
+    session.run("python", "-P", "-m", "pytest", str(PACKAGES[package].folder / "tests"), *session.posargs)
+
+
+_OURS = (
+    "import importlib.metadata as m;"
+    "print(*{d.name for d in m.distributions() if d.name.startswith('ds-')} - {'ds-testing'})"
+)
+
+
+@nox.session(venv_backend="none")
+def integration(session: nox.Session) -> None:
+    """What needs several packages, several processes or a real server."""
+    python = developing(session)
+    session.run(python, "-m", "pytest", "tests-integration", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def native(session: nox.Session) -> None:
+    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers."""
+    developing(session)
+    for preset in session.posargs or ("dev", "asan"):
+        with session.chdir("native"):
+            session.run("cmake", "--preset", preset, external=True)
+            session.run("cmake", "--build", "--preset", preset, external=True)
+            session.run("ctest", "--preset", preset, external=True)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need one accelerator."""
+    python = developing(session)
+    session.run(python, "-m", "pytest", "-m", "gpu", "-rs", *session.posargs, external=True)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style, types, layers, ratchets, dependency ranges, changelogs."""
+    python = developing(session, "lint")
+    session.run("ruff", "check", external=True)
+    session.run("ruff", "format", "--check", external=True)
+    sources = [str(project.source) for project in PACKAGES.values()]
+    session.run("mypy", *sources, str(install.TESTING / "src" / "ds_testing"), external=True)
+    session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/errors_page.py", external=True)
+    session.run(python, "-m", "pytest", "tools/tests", "-m", "not slow", external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Build the site; any dead link, dead anchor or page outside the navigation is an error."""
+    python = developing(session, "docs")
+    session.run(python, "tools/errors_page.py", external=True)
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run(python, "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet, external=True)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Every sdist, every wheel from its sdist, into dist/; installed in a clean environment, imported and run."""
+    builder = developing(session, "wheels")
+    dist = ROOT / "dist"
+    for project in PACKAGES.values():
+        flags = ("-q", "--no-isolation", "-o", str(dist))
+        session.run(builder, "-m", "build", *flags, str(project.folder), external=True)
+    put_into(session, "-c", CONSTRAINTS, *projects.third_party(PACKAGES, PACKAGES))
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    ours = [f"{project.name}=={project.version}" for project in PACKAGES.values()]
+    put_into(session, "--no-deps", "--no-index", again, "--find-links", str(dist), *ours)
+    session.run("python", "-P", "tools/smoke.py", *[project.module for project in PACKAGES.values()])
+    session.run("ds", "--help", silent=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Run tools/bench/NAME.py, for example `nox -s bench -- zero`; without a name, list them."""
+    scripts = {file.stem: file for file in sorted((ROOT / "tools" / "bench").glob("*.py"))}
+    if not session.posargs or session.posargs[0] not in scripts:
+        session.error(f"usage: nox -s bench -- NAME [ARGUMENTS]; NAME is one of {', '.join(scripts)}")
+    python = developing(session)
+    session.run(python, str(scripts[session.posargs[0]]), *session.posargs[1:], external=True)

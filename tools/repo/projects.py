@@ -1,0 +1,128 @@
+"""The packages of this repository, read from their pyproject.toml files.
+
+Words: a *project* is one folder under packages/; *ours* are requirements whose name is one of these; *third party* are
+all others.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from repo import ROOT
+
+__all__ = ["Project", "closure", "dev_requirements", "group", "load", "read_project", "requirement_name", "third_party"]
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """One pyproject.toml.
+
+    Attributes:
+        name: Distribution name, `ds-zero`.
+        module: Import name, `ds_zero`.
+        dependencies: Requirement strings.
+        extras: Requirement strings by extra.
+        build_requires: What its build backend needs.
+        test_requires: Its `tests` dependency group: what only its tests import.
+        native: Whether it is built from native/ as well.
+    """
+
+    name: str
+    folder: Path
+    version: str
+    dependencies: tuple[str, ...]
+    extras: Mapping[str, tuple[str, ...]]
+    build_requires: tuple[str, ...]
+    test_requires: tuple[str, ...]
+    native: bool
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "src" / self.module
+
+
+def requirement_name(requirement: str) -> str:
+    """The normalised distribution name of a requirement string: `Foo_bar[x]>=1` -> `foo-bar`."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~;\[@(]", requirement.strip(), maxsplit=1)[0]).lower()
+
+
+def read_project(folder: Path) -> Project:
+    """Read one package's pyproject.toml."""
+    data = tomllib.loads((folder / "pyproject.toml").read_text())
+    project, build = data["project"], data["build-system"]
+    return Project(
+        name=requirement_name(project["name"]),
+        folder=folder,
+        version=project["version"],
+        dependencies=tuple(project.get("dependencies", ())),
+        extras={extra: tuple(reqs) for extra, reqs in project.get("optional-dependencies", {}).items()},
+        build_requires=tuple(build["requires"]),
+        test_requires=tuple(data.get("dependency-groups", {}).get("tests", ())),
+        native="scikit" in build["build-backend"],
+    )
+
+
+def load(root: Path = ROOT) -> dict[str, Project]:
+    """Every package, by distribution name, in alphabetical order."""
+    found = (read_project(file.parent) for file in sorted((root / "packages").glob("*/pyproject.toml")))
+    return {project.name: project for project in found}
+
+
+def closure(names: Iterable[str], projects: Mapping[str, Project]) -> list[str]:
+    """`names` and what they need inside the repository, dependencies first.
+
+    Raises:
+        ValueError: packages need each other in a circle.
+    """
+    order: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            raise ValueError(f"packages need each other in a circle: {' -> '.join((*path, name))}")
+        if name in order:
+            return
+        for requirement in projects[name].dependencies:
+            if (needed := requirement_name(requirement)) in projects:
+                visit(needed, (*path, name))
+        order.append(name)
+
+    for name in names:
+        visit(name, ())
+    return order
+
+
+def third_party(names: Iterable[str], projects: Mapping[str, Project]) -> list[str]:
+    """The requirements of `names` that are not ours."""
+    found = {requirement for name in names for requirement in projects[name].dependencies}
+    return sorted(requirement for requirement in found if requirement_name(requirement) not in projects)
+
+
+def group(name: str, root: Path = ROOT) -> list[str]:
+    """One dependency group of the root pyproject.toml."""
+    groups = tomllib.loads((root / "pyproject.toml").read_text())["dependency-groups"]
+    return list(groups[name])
+
+
+def dev_requirements(groups: Iterable[str], root: Path = ROOT) -> list[str]:
+    """All third-party requirements of the development environment: every package with its extras, and `groups`.
+
+    Extras that are only clients of a network service are left out (`tool.ds.service-extras`): no test can reach one.
+    """
+    projects = load(root)
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ds"]
+    left_out = set(settings["service-extras"])
+    found = set(third_party(projects, projects))
+    for project in projects.values():
+        found |= {req for extra, reqs in project.extras.items() if extra not in left_out for req in reqs}
+        found |= {*project.build_requires, *project.test_requires}
+    for name in groups:
+        found |= set(group(name, root))
+    return sorted(requirement for requirement in found if requirement_name(requirement) not in projects)

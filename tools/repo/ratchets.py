@@ -1,0 +1,158 @@
+"""The ratchets: numbers and lists that may grow, but never unseen.
+
+tools/ratchets/*.json hold the state that was last agreed to. Names (configuration keys, public symbols) must be equal to
+the tree's. Sizes may shrink silently, and need an update of the file when one grows or a new one enters the ten largest.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repo import ROOT
+from repo.imports import Module, modules
+from repo.projects import load
+
+__all__ = ["RATCHETS", "Ratchet", "compare", "config_keys", "public_symbols", "sizes"]
+
+FOLDER = ROOT / "tools" / "ratchets"
+_KEPT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Ratchet:
+    """One file of tools/ratchets: how to measure it, how to compare it."""
+
+    file: Path
+    measure: Callable[[], Any]
+    differences: Callable[[Any, Any], list[str]]
+
+
+def compare(ratchet: Ratchet) -> list[str]:
+    """What the tree has and the file does not say; empty when they agree."""
+    return ratchet.differences(json.loads(ratchet.file.read_text()), ratchet.measure())
+
+
+def config_keys() -> list[str]:
+    """Every configuration key as a dotted path, from the engine's composed model."""
+    from ds_engine import Config
+
+    return sorted(_model_keys(Config, ""))
+
+
+def _model_keys(model: type[Any], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key
+        for inner in _models_in(field.annotation):
+            yield from _model_keys(inner, f"{key}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[Any]]:
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)
+
+
+def public_symbols() -> dict[str, list[str]]:
+    """`__all__` of every public module."""
+    found = {}
+    for project in load().values():
+        for module in modules(project):
+            if not any(part.startswith("_") for part in module.name.split(".")) and (names := _all_of(module)):
+                found[module.name] = sorted(names)
+    return found
+
+
+def _all_of(module: Module) -> list[str]:
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return [str(element.value) for element in ast.walk(node.value) if isinstance(element, ast.Constant)]
+    return []
+
+
+def sizes() -> dict[str, dict[str, int]]:
+    """The ten largest of each kind: code lines of modules and functions, parameters, attributes of classes."""
+    found: dict[str, dict[str, int]] = {"modules": {}, "functions": {}, "parameters": {}, "attributes": {}}
+    for project in load().values():
+        for module in modules(project):
+            found["modules"][module.name] = _code_lines(module.tree)
+            for name, node in _definitions(module.tree, module.name):
+                if isinstance(node, ast.ClassDef):
+                    found["attributes"][name] = _num_attributes(node)
+                else:
+                    found["functions"][name] = _code_lines(node)
+                    found["parameters"][name] = _num_parameters(node)
+    return {kind: _largest(values) for kind, values in found.items()}
+
+
+def _definitions(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from _definitions(child, name)
+        else:
+            yield from _definitions(child, prefix)
+
+
+def _code_lines(node: ast.AST) -> int:
+    """Lines as `ast.unparse` writes them: formatting, comments and blank lines do not count."""
+    return len(ast.unparse(node).splitlines())
+
+
+def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    return sum(argument.arg not in ("self", "cls") for argument in arguments)
+
+
+def _num_attributes(node: ast.ClassDef) -> int:
+    """Attributes set on self anywhere in the class, and annotated fields of its body."""
+    assigned = {
+        target.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Assign | ast.AnnAssign)
+        for target in (inner.targets if isinstance(inner, ast.Assign) else [inner.target])
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
+    return len(assigned | {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)})
+
+
+def _largest(values: Mapping[str, int]) -> dict[str, int]:
+    ordered = sorted(values.items(), key=lambda item: (-item[1], item[0]))
+    return dict(ordered[:_KEPT])
+
+
+def _different_names(agreed: list[str], found: list[str]) -> list[str]:
+    gone, new = sorted(set(agreed) - set(found)), sorted(set(found) - set(agreed))
+    return [f"gone: {name}" for name in gone] + [f"new: {name}" for name in new]
+
+
+def _different_symbols(agreed: dict[str, list[str]], found: dict[str, list[str]]) -> list[str]:
+    flat = [[f"{module}.{name}" for module, names in side.items() for name in names] for side in (agreed, found)]
+    return _different_names(flat[0], flat[1])
+
+
+def _grown(agreed: dict[str, dict[str, int]], found: dict[str, dict[str, int]]) -> list[str]:
+    lines = []
+    for kind, values in found.items():
+        smallest = min(agreed[kind].values(), default=0)
+        for name, value in values.items():
+            before = agreed[kind].get(name, smallest)
+            if value > before:
+                lines.append(f"{kind}: {name} has {value}, agreed {before}")
+    return lines
+
+
+RATCHETS: Mapping[str, Ratchet] = {
+    "config_keys": Ratchet(FOLDER / "config_keys.json", config_keys, _different_names),
+    "public_symbols": Ratchet(FOLDER / "public_symbols.json", public_symbols, _different_symbols),
+    "sizes": Ratchet(FOLDER / "sizes.json", sizes, _grown),
+}

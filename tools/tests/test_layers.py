@@ -1,0 +1,97 @@
+"""The layer tables hold: between packages, and between the files inside each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repo.layers import Layers, contracts, listed_files, read, suggest
+from repo.projects import read_project
+
+LAYERS = read()
+
+
+def _lint(folder: Path, text: str, sources: list[Path]) -> subprocess.CompletedProcess[str]:
+    (folder / "contracts.ini").write_text(text)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
+    program = Path(sys.executable).with_name("lint-imports")
+    command = [str(program), "--no-cache", "--config", "contracts.ini"]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_contracts_hold(tmp_path, projects):
+    text = contracts(LAYERS, projects)
+    done = _lint(tmp_path, text, [project.source.parent for project in projects.values()])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_package_has_a_row(projects):
+    listed = {name for row in LAYERS.packages for name in row}
+    assert {project.folder.name for project in projects.values()} <= listed
+
+
+def test_every_file_has_a_row(project):
+    """A file that no row names would not be checked at all."""
+    rows = LAYERS.files.get(project.folder.name, ())
+    assert sorted(name for row in rows for name in row) == listed_files(project), (
+        f"tools/layers.toml, table [files], key {project.folder.name}: see `python tools/layers.py {project.folder.name}`"
+    )
+
+
+# ---- the machinery, on packages written for it -----------------------------------------------------------------------
+
+
+def _write(root: Path, name: str, files: dict[str, str]) -> None:
+    source = root / "packages" / name / "src" / f"ds_{name}"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text("")
+    for file, text in files.items():
+        (source / file).write_text(text)
+    (root / "packages" / name / "pyproject.toml").write_text(
+        f'[build-system]\nrequires = []\nbuild-backend = "hatchling.build"\n[project]\nname = "ds-{name}"\nversion = "0.1.0"\n'
+    )
+
+
+@pytest.fixture
+def two_packages(tmp_path):
+    _write(tmp_path, "low", {"a.py": "", "b.py": "from ds_low import a\n"})
+    _write(tmp_path, "high", {"c.py": "import ds_low.b\n"})
+    return {f"ds-{name}": read_project(tmp_path / "packages" / name) for name in ("low", "high")}
+
+
+LAYERS_OF_TWO = Layers((("low",), ("high",)), (), {"low": (("a",), ("b",)), "high": (("c",),)})
+
+
+def _lint_two(folder, projects):
+    return _lint(folder, contracts(LAYERS_OF_TWO, projects), [p.source.parent for p in projects.values()])
+
+
+def test_downward_imports_are_allowed(tmp_path, two_packages):
+    done = _lint_two(tmp_path, two_packages)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "text"),
+    [
+        ("low", "a.py", "import ds_high.c\n"),
+        ("low", "a.py", "def f():\n    import ds_high\n"),
+        ("low", "a.py", "from ds_low import b\n"),
+    ],
+    ids=["upward", "upward inside a function", "upward inside a package"],
+)
+def test_upward_imports_are_found(tmp_path, two_packages, package, file, text):
+    (two_packages[f"ds-{package}"].source / file).write_text(text)
+    assert _lint_two(tmp_path, two_packages).returncode == 1
+
+
+def test_suggest_orders_files_and_names_a_circle(two_packages):
+    low = two_packages["ds-low"]
+    assert suggest(low) == [["a"], ["b"]]
+    (low.source / "a.py").write_text("from ds_low import b\n")
+    with pytest.raises(ValueError, match="in a circle: a, b"):
+        suggest(low)
