@@ -1,0 +1,27 @@
+"""The private torch names this package uses, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+__all__ = ["foreach_add", "foreach_copy", "graph_task_id", "queue_callback", "without_torch_function"]
+
+foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running ends. Call only inside one."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside, tensor subclasses are treated as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()

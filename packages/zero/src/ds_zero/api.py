@@ -1,0 +1,56 @@
+"""The verb to start with."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack, overload
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ds_zero._comm import Group
+from ds_zero.layout import Kind
+from ds_zero.optimizer import ShardedOptimizer
+from ds_zero.precision import Precision
+from ds_zero.residency import Residency
+from ds_zero.sharding import Sharding, ShardOptions
+from ds_zero.units import UnitPolicy
+
+__all__ = ["shard"]
+
+
+class _Options(TypedDict, total=False):
+    stage: int | Residency
+    group: Group | dist.ProcessGroup | None
+    precision: Precision | str | None
+    clip: float | None
+    overlap: bool
+    policy: UnitPolicy
+    strict: bool
+    layout: Kind
+
+
+@overload
+def shard(model: nn.Module, optimizer: Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer: ...
+@overload
+def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> Sharding: ...
+def shard(
+    model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
+) -> ShardedOptimizer | Sharding:
+    """Cut a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
+
+    Args:
+        model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
+        optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
+        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout.
+    Returns:
+        A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
+    Raises:
+        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
+            ("zero-foreign-parameters"), or an option is not known.
+    Collective over the group. Cost: one pass over the parameters.
+    """
+    chosen = ShardOptions(**options)
+    if optimizer is None:
+        return Sharding(model, {}, chosen)
+    return ShardedOptimizer(model, optimizer, chosen)

@@ -1,0 +1,451 @@
+"""When units gather and reduce: hooks on modules and parameters, driven by autograd. Knows no stage and no dtype.
+
+Forward: a module that a unit belongs to gathers it before its forward and releases it after. Backward: the gradient of the
+module's output gathers it again; the unit is released when every gradient that its graph can produce (its parameters' and
+the module's inputs') has arrived. A unit is reduced when the last of its parameters' gradients has arrived. The end of the
+outermost backward closes whatever is open, so unused, reused, tied and checkpointed modules need no case of their own.
+
+Order between ranks is that of `order.py`; nothing here depends on which rank is faster or on which path it takes.
+
+Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
+weight, a functional head) may be saved by autograd in places that no hook sees. Its unit then stays gathered until the next
+optimizer step, which makes older graphs unusable in any case.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from ds_zero._torch import graph_task_id, queue_callback
+from ds_zero.order import GatherOrder, ReduceOrder
+from ds_zero.released import keep, unkeep
+from ds_zero.unit import Full, Unit
+
+__all__ = ["Runtime", "Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How far communication runs ahead of what needs it.
+
+    Attributes:
+        overlap: Start collectives without waiting for them; off, each is finished where it starts.
+        ahead_numel: Elements gathered before they are needed.
+        inflight_bytes: Gradient bytes that may be in unfinished reductions.
+    """
+
+    overlap: bool = True
+    ahead_numel: int = 0
+    inflight_bytes: int = 0
+
+
+class Runtime:
+    """The hooks of one model.
+
+    Args:
+        model: Its root module.
+        units: In canonical order, the same on every rank.
+        schedule: How far to run ahead.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule) -> None:
+        self.units, self.schedule = list(units), schedule
+        self.now = True
+        self.deferred = False
+        self.trained = [i for i, u in enumerate(units) if u.spec.trained]
+        self.released = [i for i, u in enumerate(units) if u.releases]
+        self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
+        self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        # backward
+        self._task: int | None = None
+        self._end: Callable[[], weakref.ref[_End] | None] | weakref.ref[_End] = lambda: None
+        self._inner: dict[int, set[int]] = {}
+        self._missing = [set(range(len(u.params))) for u in units]
+        self._again: set[int] = set()
+        self._late: set[int] = set()
+        self._known = False
+        self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
+        self._reduces = ReduceOrder(list(reversed(self.trained)))
+        self._inflight: deque[int] = deque()
+        # gathers
+        self._depth = 0
+        numels = [u.layout.numel for u in units]
+        self._ahead, self._numels = schedule.ahead_numel if schedule.overlap else 0, numels
+        self._forwards: dict[int, GatherOrder] = {}
+        self._forward: GatherOrder | None = None
+        self._backward = GatherOrder(self._backward_sequence(), self._ahead, numels)
+        self._calls: list[set[_Call]] = [set() for _ in units]
+        self._sticky: set[int] = set()
+        self._strays: set[int] = set()
+        self._attach(model)
+
+    # ---- hooks come and go
+
+    def _attach(self, model: nn.Module) -> None:
+        for number in self.trained:
+            for member, param in enumerate(self.units[number].params):
+                self._handles.append(param.register_post_accumulate_grad_hook(self._fired_hook(number, member)))
+        if not self.released:
+            return
+        modules = dict(model.named_modules())
+        of_module: dict[str, list[int]] = {"": []}
+        for number in self.released:
+            of_module.setdefault(self.units[number].spec.module, []).append(number)
+            for param in self.units[number].params:
+                keep(param, self)
+        for name, numbers in of_module.items():
+            module = modules[name]
+            below = [n for n in self.released if self._is_below(self.units[n].spec.module, name)]
+            self._forwards[id(module)] = GatherOrder(below, self._ahead, self._numels)
+            pre, post = self._forward_hooks(tuple(numbers))
+            self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(post, always_call=True))
+
+    def detach(self) -> None:
+        """Remove every hook. Units must not be released."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for number in self.released:
+            for param in self.units[number].params:
+                unkeep(param)
+
+    @staticmethod
+    def _is_below(module: str, root: str) -> bool:
+        return not root or module == root or module.startswith(root + ".")
+
+    def _backward_sequence(self) -> list[int]:
+        # Gradients flow through a frozen unit only if something before it is trained.
+        first = min(self.trained, default=len(self.units))
+        return [n for n in reversed(self.released) if n >= first]
+
+    # ---- released parameters
+
+    def name_of(self, param: Parameter) -> str:
+        """Keeper: the qualified name of a parameter."""
+        return self._names[id(param)]
+
+    def touched(self, param: Parameter, what: str) -> bool:
+        """Keeper: gather a parameter that is used outside its module, if a forward or backward is running."""
+        del what
+        number = self._number[id(param)]
+        if graph_task_id() != -1:
+            self._in_task()
+            self._gather(number, self._backward)
+        elif self._forward is not None:
+            self._gather(number, self._forward)
+        else:
+            return False
+        (self._sticky if torch.is_grad_enabled() else self._strays).add(number)
+        return True
+
+    # ---- forward
+
+    def _forward_hooks(self, numbers: tuple[int, ...]) -> tuple[Callable[..., None], Callable[..., None]]:
+        calls: list[_Call | None] = []
+
+        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if graph_task_id() != -1:  # recomputation
+                self._in_task()
+                for number in numbers:
+                    self._gather(number, self._backward)
+            else:
+                if self._depth == 0:
+                    self._abandon()
+                    self._forward = self._forwards[id(module)]
+                    self._forward.begin()
+                self._depth += 1
+                for number in numbers:
+                    self._gather(number, self._forward)  # type: ignore[arg-type]
+            call = None
+            if numbers and torch.is_grad_enabled():
+                call = _Call(self, numbers)
+                for tensor in _tensors((args, kwargs)):
+                    if tensor.requires_grad:
+                        call.pending += 1
+                        tensor.register_hook(call.left)
+            calls.append(call)
+
+        def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            del module, args
+            call = calls.pop()
+            if call is not None:
+                seen = False
+                for tensor in _tensors(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(call.entered)
+                    seen = True
+                if not seen:
+                    self._sticky.update(numbers)  # results we cannot see may still hold the graph
+            if graph_task_id() != -1:
+                return
+            for number in numbers:
+                self._put_back(number)
+            self._depth -= 1
+            if self._depth == 0:
+                self._finish_forward()
+
+        return pre, post
+
+    def _gather(self, number: int, order: GatherOrder) -> None:
+        unit = self.units[number]
+        if unit.state is Full.CURRENT:
+            return
+        for other in order.need(number):
+            self.units[other].start_unshard()
+        unit.finish_unshard()
+
+    def _put_back(self, number: int) -> None:
+        if number not in self._sticky:
+            self.units[number].reshard()
+
+    def _finish_forward(self) -> None:
+        order, self._forward = self._forward, None
+        if order is not None:
+            self._finish_gathers(order)
+        for number in self._strays:
+            self._put_back(number)
+        self._strays.clear()
+
+    def _finish_gathers(self, order: GatherOrder) -> None:
+        for number in order.waiting:
+            self._put_back(number)
+        for number in order.finish():
+            if self.units[number].state is Full.RELEASED:
+                self.units[number].start_unshard()
+                self._put_back(number)
+
+    # ---- backward
+
+    def _fired_hook(self, number: int, member: int) -> Callable[[Tensor], None]:
+        missing = self._missing[number]
+
+        def fired(param: Tensor) -> None:
+            del param
+            if graph_task_id() != self._task:
+                self._in_task()
+            if member in missing:
+                missing.discard(member)
+                if not missing:
+                    self._complete(number)
+            else:
+                self._again.add(number)
+
+        return fired
+
+    def _in_task(self) -> None:
+        """Called by every event in a backward, so that the outermost one has an end."""
+        task = graph_task_id()
+        if self._task is not None and self._end() is None:
+            self._abandon()
+        if self._task is None:
+            self._task = task
+            self._reduces.begin()
+            self._backward.begin()
+            end = _End(self)
+            self._end = weakref.ref(end)
+            queue_callback(end)
+        elif task != self._task and task not in self._inner:
+            self._inner[task] = set()
+            queue_callback(lambda: self._end_inner(task))
+
+    def _complete(self, number: int) -> None:
+        """All gradients of a unit have arrived, as far as this graph goes."""
+        if graph_task_id() != self._task and not self._known:
+            self._late.add(number)  # a checkpointed segment; another one may use the same parameters
+        if number not in self._late:
+            self._close(number)
+        if self.units[number].releases and not self._calls[number]:
+            self._put_back(number)
+
+    def _close(self, number: int) -> None:
+        if not self.now:
+            self.units[number].accumulate(now=False)
+            return
+        for other in self._reduces.ready(number):
+            self._reduce(other)
+
+    def _reduce(self, number: int) -> None:
+        unit = self.units[number]
+        unit.accumulate()
+        unit.reduce()
+        self._inflight.append(number)
+        held = sum(self.units[n].bytes["grad_full"] for n in self._inflight)
+        while self._inflight and (not self.schedule.overlap or held > self.schedule.inflight_bytes):
+            oldest = self._inflight.popleft()
+            held -= self.units[oldest].bytes["grad_full"]
+            self.units[oldest].finish_reduce()
+
+    def end_backward(self) -> None:
+        """The outermost backward is over: every trained unit has its turn, every released unit goes back."""
+        self._task = None
+        for number in self.trained:
+            self.unused[number] &= self._missing[number]
+        if self.now:
+            missed = sorted((n for n in self._again if self._reduces.had_turn(n)), reverse=True)
+            for number in self._reduces.finish() + missed:
+                self._reduce(number)
+            self._late.update(missed)
+            self.deferred = False
+        else:
+            for number in self.trained:
+                if self._late or self._again or self._missing[number]:
+                    self._gather_leftovers(number)
+        if not self._known:
+            self._late &= self._again
+            self._known = True
+        self._reset_backward()
+
+    def _gather_leftovers(self, number: int) -> None:
+        unit = self.units[number]
+        if any(p.grad is not None for p in unit.params):
+            unit.accumulate(now=False)
+
+    def _reset_backward(self) -> None:
+        self._task = None
+        for number in self.trained:
+            self._missing[number].update(range(len(self.units[number].params)))
+        self._again.clear()
+        self._inner.clear()
+        for calls in self._calls:
+            calls.clear()
+        if self.released:
+            self._finish_gathers(self._backward)
+            for number in self.released:
+                self._put_back(number)
+
+    def _end_inner(self, task: int) -> None:
+        # A checkpointed segment is done: what it gathered and does not train is not needed for the next one.
+        for number in self._inner.pop(task, ()):
+            if not self.units[number].spec.trained and not self._calls[number]:
+                self._put_back(number)
+
+    def _abandon(self) -> None:
+        """A backward that raised has no end: forget its progress. Gradients it left behind stay, as in torch."""
+        if self._task is None:
+            return
+        self._task = None
+        for number in self.trained:
+            self._missing[number].update(range(len(self.units[number].params)))
+        self._again.clear()
+        self._inner.clear()
+        for calls in self._calls:
+            calls.clear()
+
+    def entered(self, call: _Call) -> None:
+        """The gradient of a module's output has arrived: its backward begins."""
+        if graph_task_id() != self._task:
+            self._in_task()
+        inner = self._inner.get(graph_task_id())
+        for number in call.numbers:
+            if call.pending:
+                self._calls[number].add(call)
+            if inner is not None:
+                inner.add(number)
+            self._gather(number, self._backward)
+
+    def left(self, call: _Call) -> None:
+        """The gradients of all inputs of a module's call have arrived."""
+        for number in call.numbers:
+            self._calls[number].discard(call)
+            trained = self.units[number].spec.trained
+            if not self._calls[number] and (not trained or not self._missing[number]):
+                self._put_back(number)
+
+    # ---- between backwards
+
+    @contextmanager
+    def reduction(self, now: bool) -> Iterator[None]:
+        """Whether a backward inside reduces its gradients. Nested contexts combine with *and*."""
+        before, self.now = self.now, self.now and now
+        if not self.now:
+            self.deferred = True
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def close(self) -> None:
+        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did."""
+        if any(p.grad is not None for n in self.trained for p in self.units[n].params):
+            self.deferred = True
+            for number in self.trained:
+                found = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+                self.unused[number] -= found
+        if self.deferred:
+            for number in reversed(self.trained):
+                self._gather_leftovers(number)
+                self._reduce(number)
+        self.deferred = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for every reduction that was started."""
+        while self._inflight:
+            self.units[self._inflight.popleft()].finish_reduce()
+
+    def stepped(self) -> None:
+        """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
+        sticky, self._sticky = self._sticky, set()
+        for number in sticky:
+            self.units[number].reshard()
+        for number in self.trained:
+            self.unused[number].update(range(len(self.units[number].params)))
+
+
+class _Call:
+    """One call of a module in forward: which units it used, and how many of its inputs still await a gradient."""
+
+    __slots__ = ("__weakref__", "numbers", "pending", "runtime")
+
+    def __init__(self, runtime: Runtime, numbers: tuple[int, ...]) -> None:
+        self.runtime, self.numbers, self.pending = runtime, numbers, 0
+
+    def entered(self, grad: Tensor) -> None:
+        del grad
+        self.runtime.entered(self)
+
+    def left(self, grad: Tensor) -> None:
+        del grad
+        self.pending -= 1
+        if self.pending <= 0:
+            self.runtime.left(self)
+
+
+class _End:
+    """The callback of the outermost backward. Only that backward holds it: once it is dead without having run, it raised."""
+
+    __slots__ = ("__weakref__", "runtime")
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self) -> None:
+        self.runtime.end_backward()
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in tuples, lists, mappings and the attributes of records (dataclasses, model outputs)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth > 6 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _tensors(item, depth + 1)

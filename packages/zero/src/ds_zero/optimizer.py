@@ -1,0 +1,398 @@
+"""`shard(model, optimizer)`: the wrapped optimizer keeps its groups, and updates shards instead of parameters.
+
+Words: the *inner* optimizer is the one the user made; its groups (dicts, rates, order) are also ours, so schedulers and
+edits between steps work. Each of its parameter lists now holds *parts* of shards. A part is a whole unit as long as the
+parameters of the unit have the same history; the first step in which only some of them were used cuts it up, so that each
+has its own state and step count, exactly as if it had never been joined.
+
+Gradients are consumed by `step`. The averaged gradient is sum / (ranks x loss scale x divisor); that factor and clipping are
+one multiplication of the shard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_comm.placement import TensorShard
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_zero import _comm as comm
+from ds_zero._comm import LocalShard
+from ds_zero.precision import ScaleState, next_scale
+from ds_zero.sharding import Sharding, ShardOptions, dtype_name
+from ds_zero.unit import Part, Unit
+
+__all__ = ["ShardedOptimizer", "StepReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did. The same on every rank.
+
+    Attributes:
+        norm: Global norm of the averaged gradient before clipping; None where nothing asked for it.
+        skipped: Whether the update was left out because a gradient was not finite.
+        scale: The loss scale the step's gradients were made with.
+    """
+
+    norm: float | None
+    skipped: bool
+    scale: float
+
+
+class ShardedOptimizer(Optimizer):
+    """A torch optimizer over the shards of a model. Made by `shard`.
+
+    Attributes:
+        divisor: Gradients of the next step are divided by it; 1.0 unless the caller averages over something of its own.
+        last: What the last step did; None before the first.
+        sharding: The model's units.
+    """
+
+    def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
+        groups = _group_of_params(inner)
+        _check_known(model, inner)
+        self.inner, self.divisor = inner, 1.0
+        self.last: StepReport | None = None
+        self._scaled = 0
+        self.sharding = Sharding(model, groups, options)
+        self._scale: ScaleState | None = (
+            self.sharding.precision.scale.start() if self.sharding.precision.scale else None
+        )
+        for number, group in enumerate(inner.param_groups):
+            group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
+        inner.state.clear()
+        if any(g["params"] for g in inner.param_groups):
+            super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def _units_of(self, group: int) -> list[Unit]:
+        return [u for u in self.sharding.units if u.spec.params[0].group == group]
+
+    # ---- one step
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale; the loss itself without one."""
+        self._scaled += 1
+        return loss if self._scale is None else loss * self._scale.scale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
+
+        Gradients are consumed. Returns the closure's result. Costs one small all-reduce besides the gathers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runtime = self.sharding.runtime
+        runtime.close()
+        units = [u for u in self.sharding.units if u.spec.trained]
+        scale = 1.0 if self._scale is None else self._scale.scale
+        average = 1.0 / (self.sharding.group.size * scale * self.divisor)
+        facts = self._agree(units)
+        norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
+        skipped = self._skips(norm)
+        if not skipped:
+            self._update(units, average * self._clip(norm), facts.unused)
+        for unit in units:
+            unit.clear_grad()
+        runtime.stepped()
+        if not skipped:
+            self.sharding.gather_kept()
+        if self._scale is not None and self.sharding.precision.scale is not None:
+            self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
+        self.last = StepReport(norm, skipped, scale)
+        self.divisor, self._scaled = 1.0, 0
+        return loss
+
+    def _agree(self, units: Sequence[Unit]) -> _Facts:
+        """The sum of squares, and which parameters no rank used: one all-reduce of 8 bytes a parameter."""
+        group, runtime = self.sharding.group, self.sharding.runtime
+        wanted = (
+            self.sharding.options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
+        )
+        square = _square(units) / self.sharding.seat.replicas.size if wanted else 0.0
+        unused = [sorted(runtime.unused[n]) for n in runtime.trained]
+        if group.size == 1:
+            return _Facts(square if wanted else None, [set(u) for u in unused])
+        counts = torch.ones(1 + sum(len(u.params) for u in units), dtype=torch.float64)
+        counts[0] = square
+        base = 1
+        for unit, absent in zip(units, unused, strict=True):
+            for i in absent:
+                counts[base + i] = 0.0
+            base += len(unit.params)
+        comm.all_reduce(counts, group, unit="step")
+        return self._facts(units, counts.tolist(), wanted)
+
+    def _facts(self, units: Sequence[Unit], counts: list[float], wanted: bool) -> _Facts:
+        size, base, unused, partly = self.sharding.group.size, 1, [], []
+        for unit in units:
+            users = counts[base : base + len(unit.params)]
+            unused.append({i for i, n in enumerate(users) if n == 0})
+            partly += [unit.spec.params[i].name for i, n in enumerate(users) if 0 < n < size]
+            base += len(unit.params)
+        if partly and self.sharding.options.strict:
+            raise comm_error(partly, size)
+        return _Facts(counts[0] if wanted else None, unused)
+
+    def _skips(self, norm: float | None) -> bool:
+        checks = self.sharding.precision.skip_nonfinite or self._scale is not None
+        return checks and norm is not None and not math.isfinite(norm)
+
+    def _clip(self, norm: float | None) -> float:
+        clip = self.sharding.options.clip
+        if clip is None or norm is None or clip == math.inf:
+            return 1.0
+        return min(1.0, clip / (norm + 1e-6))
+
+    def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
+        for unit, absent in zip(units, unused, strict=True):
+            if unit.grad is None:
+                continue
+            if factor != 1.0:
+                unit.grad.mul_(factor)
+            if absent and len(absent) < len(unit.params):
+                self._split(unit)
+            for part in unit.parts:
+                if not absent.issuperset(part.members) or not absent:
+                    part.tensor.grad = _as(unit.grad[part.start : part.stop], part.tensor)
+        self.inner.step()
+        for unit in units:
+            for part in unit.parts:
+                part.tensor.grad = None
+            unit.mark_updated()
+
+    def _split(self, unit: Unit) -> None:
+        """Give every parameter of a unit its own part, with its share of the state so far."""
+        if len(unit.parts) != 1 or unit.layout.kind != "flat":
+            return
+        old, new = unit.parts[0], unit.split()
+        state = self.inner.state.pop(old.tensor, None)
+        for part in new if state is not None else ():
+            self.inner.state[part.tensor] = {k: _share(v, old, part) for k, v in state.items()}
+        for group in self.inner.param_groups:
+            where = [i for i, p in enumerate(group["params"]) if p is old.tensor]
+            for i in where:
+                group["params"][i : i + 1] = [p.tensor for p in new]
+        unit.parts = new
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that were not stepped. Needless after `step`."""
+        del set_to_none
+        runtime = self.sharding.runtime
+        runtime.drain()
+        runtime.deferred = False
+        for number in runtime.trained:
+            unit = self.sharding.units[number]
+            unit.clear_grad()
+            runtime.unused[number].update(range(len(unit.params)))
+
+    def reduction(self, now: bool) -> AbstractContextManager[None]:
+        """Whether backwards inside reduce their gradients at once. Contexts combine with *and*.
+
+        Without reduction a rank holds the gradients of all its parameters, in the accumulate format, until `step`.
+        """
+        return self.sharding.runtime.reduction(now)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """`reduction(False)`."""
+        return self.reduction(False)
+
+    # ---- what is kept
+
+    def shards(self) -> list[LocalShard]:
+        """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
+        found = self.sharding.param_shards()
+        for unit in self.sharding.units:
+            pieces = self.sharding.pieces(unit) if unit.parts else []
+            for part in unit.parts:
+                for key, value in self.inner.state.get(part.tensor, {}).items():
+                    if not isinstance(value, Tensor) or value.dim() == 0:
+                        continue
+                    if value.numel() != part.stop - part.start:
+                        name = unit.spec.params[part.members[0]].name
+                        whole = TensorShard.whole(f"optim/{name}/{key}", tuple(value.shape), dtype_name(value.dtype))
+                        found.append(LocalShard(whole, value.view(-1)))
+                        continue
+                    flat = value.view(-1)
+                    for piece in pieces:
+                        if part.start <= piece.start and piece.stop <= part.stop:
+                            shard = TensorShard.flat(
+                                f"optim/{piece.name}/{key}", piece.shape, dtype_name(value.dtype), piece.interval
+                            )
+                            found.append(LocalShard(shard, flat[piece.start - part.start : piece.stop - part.start]))
+        return found
+
+    def materialize(self, state_names: Iterable[str]) -> None:
+        """Create the optimizer's per-element state, zero, so that a load has something to fill.
+
+        Args:
+            state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
+        """
+        for unit in self.sharding.units:
+            for part in unit.parts:
+                state = self.inner.state[part.tensor]
+                for name in state_names:
+                    if name not in state:
+                        state[name] = torch.zeros_like(part.tensor, requires_grad=False)
+
+    def refresh(self) -> None:
+        """The shards were written (a load): bring every copy of them up to date. Collective."""
+        self.sharding.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
+        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
+        scalars: dict[str, dict[str, float]] = {}
+        for unit in self.sharding.units:
+            for part in unit.parts:
+                for key, value in self.inner.state.get(part.tensor, {}).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        continue
+                    number = value.item() if isinstance(value, Tensor) else value
+                    for member in part.members or range(len(unit.params)):
+                        scalars.setdefault(key, {})[unit.spec.params[member].name] = number
+        return {
+            "format": 1,
+            "groups": groups,
+            "scalars": self._merge(scalars),
+            "loss_scale": None if self._scale is None else asdict(self._scale),
+        }
+
+    def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
+        group = self.sharding.group
+        if group.pg is None:
+            return mine
+        parts: list[Any] = [None] * group.size
+        torch.distributed.all_gather_object(parts, json.dumps(mine), group=group.pg)
+        merged: dict[str, dict[str, float]] = {}
+        for part in parts:
+            for key, values in json.loads(part).items():
+                merged.setdefault(key, {}).update(values)
+        return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.
+
+        Raises:
+            CheckpointError: it has another number of groups ("optimizer-groups").
+        """
+        groups = state_dict["groups"]
+        if len(groups) != len(self.param_groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {len(self.param_groups)}",
+                code="optimizer-groups",
+                fix="Build the optimizer with the groups it was saved with.",
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                group[key] = _like(value, group.get(key))
+        for key, values in state_dict["scalars"].items():
+            for unit in self.sharding.units:
+                self._load_scalars(unit, key, values)
+        if state_dict.get("loss_scale") is not None and self._scale is not None:
+            self._scale = ScaleState(**state_dict["loss_scale"])
+
+    def _load_scalars(self, unit: Unit, key: str, values: Mapping[str, float]) -> None:
+        if not unit.parts:
+            return
+        known = {values.get(p.name) for p in unit.spec.params}
+        if len(known) > 1:
+            self._split(unit)
+        for part in unit.parts:
+            members = part.members or tuple(range(len(unit.params)))
+            value = values.get(unit.spec.params[members[0]].name)
+            if value is not None:
+                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if isinstance(value, float) else value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed once the model is sharded."""
+        if "sharding" in self.__dict__ and self.state is self.inner.state:
+            raise UnsupportedError(
+                "a parameter group was added to an optimizer whose model is already sharded",
+                code="zero-add-group",
+                fix="Add the group to the optimizer before `shard`.",
+            )
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
+        self.sharding.close()
+        self.inner.state.clear()
+        for group in self.param_groups:
+            group["params"] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    square: float | None
+    unused: list[set[int]]
+
+
+def comm_error(names: Sequence[str], size: int) -> PlanError:
+    """What strict mode raises, on every rank."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return PlanError(
+        f"some of {size} ranks used these parameters in the last step and some did not: {shown}",
+        code="ranks-diverged",
+        fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
+    )
+
+
+def _group_of_params(inner: Optimizer) -> dict[int, int]:
+    return {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
+
+
+def _check_known(model: nn.Module, inner: Optimizer) -> None:
+    known = {id(p) for p in model.parameters()}
+    strange = [tuple(p.shape) for g in inner.param_groups for p in g["params"] if id(p) not in known]
+    if strange:
+        raise PlanError(
+            f"the optimizer has {len(strange)} parameters that are not the model's, of shapes {strange[:5]}",
+            code="zero-foreign-parameters",
+            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
+        )
+
+
+def _square(units: Sequence[Unit]) -> float:
+    total = 0.0
+    for unit in units:
+        if unit.grad is not None:
+            wide = torch.float64 if unit.grad.dtype == torch.float64 else torch.float32
+            total += float(torch.linalg.vector_norm(unit.grad, dtype=wide)) ** 2
+    return total
+
+
+def _as(grad: Tensor, like: Tensor) -> Tensor:
+    return grad.view(like.shape) if grad.dtype == like.dtype else grad.to(like.dtype).view(like.shape)
+
+
+def _share(value: Any, old: Part, new: Part) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() == old.stop - old.start:
+            return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
+        return value.clone()
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(value: Any, old: Any) -> Any:
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(value)
+    return torch.tensor(value, dtype=old.dtype) if isinstance(old, Tensor) else value

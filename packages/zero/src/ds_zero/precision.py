@@ -1,0 +1,153 @@
+"""Which number formats a parameter lives, travels, adds up and is updated in; and the scale that keeps fp16 gradients alive.
+
+Words: *param* is the dtype of the full copy that forward and backward use (None: as the model has it); *reduce* the dtype
+gradients travel in between ranks (None: as *param*); *accumulate* the dtype micro-batches add up in; *master* the dtype of
+the shard that the optimizer updates. Loss scaling: Micikevicius et al. 2018, section 3.2, with the reference's hysteresis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ds_config.errors import PlanError
+
+__all__ = ["Dtypes", "LossScale", "Precision", "ScaleState", "next_scale"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """How the loss is scaled. Keys and defaults are those of the `fp16` section.
+
+    Attributes:
+        static: A constant scale; None for dynamic.
+        initial: The first dynamic scale.
+        window: Clean steps before the scale doubles.
+        minimum: The scale never falls below it.
+        hysteresis: Overflows to tolerate before the scale halves.
+        consecutive: Refill the hysteresis on every clean step, not only when the scale doubles.
+    """
+
+    static: float | None = None
+    initial: float = 2.0**16
+    window: int = 1000
+    minimum: float = 1.0
+    hysteresis: int = 2
+    consecutive: bool = False
+
+    def start(self) -> ScaleState:
+        """The state before the first step."""
+        return ScaleState(self.initial if self.static is None else self.static, self.hysteresis, 0, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """Where loss scaling stands. The same on every rank.
+
+    Attributes:
+        scale: The loss of the next backward is multiplied by it.
+        tolerance: Overflows left before the scale halves.
+        step: Steps decided so far, skipped ones included.
+        last_overflow: The step that overflowed last; -1 for none.
+    """
+
+    scale: float
+    tolerance: int
+    step: int
+    last_overflow: int
+
+
+def next_scale(rule: LossScale, state: ScaleState, overflow: bool) -> ScaleState:
+    """The state after one step. Pure; every rank must be told the same `overflow`."""
+    step = state.step + 1
+    if rule.static is not None:
+        return replace(state, step=step, last_overflow=state.step if overflow else state.last_overflow)
+    if overflow:
+        if state.tolerance > 1:
+            return replace(state, tolerance=state.tolerance - 1, step=step, last_overflow=state.step)
+        return replace(state, scale=max(state.scale / 2, rule.minimum), step=step, last_overflow=state.step)
+    tolerance = rule.hysteresis if rule.consecutive else state.tolerance
+    scale = state.scale
+    clean = state.step - state.last_overflow - 1
+    if clean > 0 and clean % rule.window == 0:
+        tolerance, scale = rule.hysteresis, scale * 2
+    return ScaleState(scale, tolerance, step, state.last_overflow)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The four formats of one unit, resolved."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+    accumulate: torch.dtype
+    master: torch.dtype
+
+    @property
+    def same(self) -> bool:
+        """Whether the master shard has the full copy's format, so that it can be a part of it."""
+        return self.param == self.master
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The formats of a model's parameters; None means: as the model has them (`param`), or as the rule above says.
+
+    Attributes:
+        param: Format of the full copy.
+        reduce: Format of gradients between ranks; default: that of the parameter.
+        accumulate: Format micro-batches add up in; default: fp32, or the parameter's where that is wider.
+        master: Format of the shard the optimizer updates; default: as `accumulate`.
+        scale: Loss scaling; None for none.
+        skip_nonfinite: Skip a step whose gradients are not finite. Always so with loss scaling.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    master: torch.dtype | None = None
+    scale: LossScale | None = None
+    skip_nonfinite: bool = False
+
+    @classmethod
+    def of(cls, name: str | Precision | None) -> Precision:
+        """`"fp32"`, `"bf16"` or `"fp16"`: the usual recipe of that name. None: whatever the model is."""
+        if isinstance(name, Precision):
+            return name
+        if name is None:
+            return cls()
+        if name not in _RECIPES:
+            raise PlanError(
+                f"precision {name!r} is not known; the recipes are {', '.join(sorted(_RECIPES))}",
+                code="precision-unknown",
+                fix="Pass one of them, or a ds_zero.Precision(...) with the formats you want.",
+            )
+        return _RECIPES[name]
+
+    def resolve(self, dtype: torch.dtype) -> Dtypes:
+        """The formats of a parameter whose own format is `dtype`. Parameters that are not floating point stay as they are."""
+        if not dtype.is_floating_point:
+            return Dtypes(dtype, dtype, dtype, dtype)
+        param = self.param or dtype
+        accumulate = self.accumulate or (param if param.itemsize >= 4 else torch.float32)
+        return Dtypes(param, self.reduce or param, accumulate, self.master or accumulate)
+
+
+_RECIPES: Mapping[str, Precision] = {
+    "fp32": Precision(param=torch.float32),
+    "bf16": Precision(param=torch.bfloat16, skip_nonfinite=True),
+    "fp16": Precision(param=torch.float16, scale=LossScale(), skip_nonfinite=True),
+}
+
+
+def scale_to_json(state: ScaleState) -> dict[str, Any]:
+    """A JSON-able copy of `state`."""
+    return {
+        "scale": state.scale,
+        "tolerance": state.tolerance,
+        "step": state.step,
+        "last_overflow": state.last_overflow,
+    }

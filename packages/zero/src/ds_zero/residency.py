@@ -1,0 +1,40 @@
+"""What a rank keeps between uses. A ZeRO stage is a value of `Residency`, and nothing else.
+
+Words: *model states* are parameters, gradients and optimizer state; each is either kept whole on every rank or cut into
+one shard a rank. Reference: Rajbhandari et al. 2020, "ZeRO", section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["STAGES", "Residency"]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Which model states are cut into shards.
+
+    Attributes:
+        shard_optim: The optimizer updates (and keeps state for) this rank's shard only.
+        shard_grads: After reduction a rank keeps the gradient of its shard only.
+        shard_params: Between uses a rank keeps its shard of the parameters only.
+    """
+
+    shard_optim: bool
+    shard_grads: bool
+    shard_params: bool
+
+    def __post_init__(self) -> None:
+        if (self.shard_params and not self.shard_grads) or (self.shard_grads and not self.shard_optim):
+            raise ValueError(f"parameters shard only with gradients, gradients only with optimizer state; got {self}")
+
+
+STAGES: Mapping[int, Residency] = {
+    0: Residency(shard_optim=False, shard_grads=False, shard_params=False),
+    1: Residency(shard_optim=True, shard_grads=False, shard_params=False),
+    2: Residency(shard_optim=True, shard_grads=True, shard_params=False),
+    3: Residency(shard_optim=True, shard_grads=True, shard_params=True),
+}
+"""The four ZeRO stages."""

@@ -1,0 +1,240 @@
+"""A model cut into units: made once, owns everything it made, gives all of it back.
+
+`Sharding` is what `shard` builds and what the optimizer, checkpoint and access functions work with. A model without an
+optimizer (a frozen reference, inference) needs nothing more than this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from ds_comm.placement import Interval, TensorShard
+from ds_config.errors import PlanError
+from ds_zero import _comm as comm
+from ds_zero._comm import Group, LocalShard
+from ds_zero.hooks import Runtime, Schedule
+from ds_zero.layout import Kind, Piece
+from ds_zero.precision import Precision
+from ds_zero.residency import STAGES, Residency
+from ds_zero.store import Pool
+from ds_zero.unit import Seat, Unit
+from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
+
+__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How a model is sharded.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3, or a Residency.
+        group: Ranks to shard and average over; None: all.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
+        clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
+        overlap: Communicate while computing.
+        policy: Sizes of units and of what stays gathered.
+        strict: Raise on all ranks if the ranks of a step used different parameters.
+        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`.
+    """
+
+    stage: int | Residency = 1
+    group: Group | dist.ProcessGroup | None = None
+    precision: Precision | str | None = None
+    clip: float | None = None
+    overlap: bool = True
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    strict: bool = False
+    layout: Kind = "flat"
+
+    @property
+    def residency(self) -> Residency:
+        """The stage as a value."""
+        if isinstance(self.stage, Residency):
+            return self.stage
+        if self.stage not in STAGES:
+            raise PlanError(
+                f"ZeRO stage {self.stage!r} does not exist",
+                code="zero-stage",
+                fix="Use a stage from 0 to 3, or a Residency.",
+            )
+        return STAGES[self.stage]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(model: nn.Module, groups: Mapping[int, int], layout: Kind) -> tuple[list[ParamInfo], list[ModuleInfo]]:
+    """The planner's records of a model.
+
+    Args:
+        groups: id of a parameter -> number of its optimizer group.
+    """
+    modules = [
+        ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
+    ]
+    params = []
+    for name, param in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        group = groups.get(id(param)) if param.requires_grad else None
+        kind = layout if group is not None else "flat"
+        params.append(ParamInfo(name, tuple(param.shape), dtype_name(param.dtype), owner, group, layout=kind))
+    return params, modules
+
+
+class Sharding:
+    """The units of one model and the hooks that drive them.
+
+    Args:
+        model: Equal on every rank in shape; values are made equal to rank 0's.
+        groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
+        options: How.
+    """
+
+    def __init__(self, model: nn.Module, groups: Mapping[int, int], options: ShardOptions) -> None:
+        self.model, self.options = model, options
+        self.group = comm.as_group(options.group)
+        self.precision = Precision.of(options.precision)
+        residency = options.residency
+        params, modules = describe(model, groups, options.layout)
+        self.specs = plan_units(params, modules, residency, options.policy)
+        by_name = dict(model.named_parameters())
+        _check_same(self.specs, self.group)
+        _broadcast_differences([*by_name.values(), *model.buffers()], self.group)
+        self.pool = Pool()
+        seat = _seat(self.group, residency, self.pool)
+        self._own_groups = [] if seat.gathers.pg is None or seat.gathers is seat.shards else [seat.gathers.pg]
+        self.units = [self._unit(spec, by_name, seat) for spec in self.specs]
+        self.seat = seat
+        largest = max((u.layout.numel for u in self.units), default=0)
+        arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
+        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, 2 * arena))
+        for unit in self.units:
+            unit.reshard()
+        self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+
+    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat) -> Unit:
+        members = [params[p.name] for p in spec.params]
+        return Unit(spec, members, self.precision.resolve(members[0].dtype), seat)
+
+    def find(self, param: Tensor) -> tuple[Unit, int] | None:
+        """The unit of a parameter and its number in it; None for a parameter of another model."""
+        return self._where.get(id(param))
+
+    def refresh(self) -> None:
+        """The shards were written from outside: make every copy of them new. Collective."""
+        for unit in self.units:
+            unit.mark_updated()
+        self.gather_kept()
+
+    def gather_kept(self) -> None:
+        """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
+        kept = [u for u in self.units if not u.releases]
+        for unit in kept:
+            unit.start_unshard()
+            if not self.options.overlap:
+                unit.finish_unshard()
+        for unit in kept:
+            unit.finish_unshard()
+
+    def param_shards(self) -> list[LocalShard]:
+        """This rank's elements of every parameter, in master format, as views: `param/<name>`."""
+        found = []
+        for unit in self.units:
+            dtype = dtype_name(unit.shard.dtype)
+            for piece in self.pieces(unit):
+                shard = TensorShard.flat(f"param/{piece.name}", piece.shape, dtype, piece.interval)
+                found.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
+        return found
+
+    @staticmethod
+    def pieces(unit: Unit) -> list[Piece]:
+        """What this rank owns of a unit; an empty parameter is the first rank's."""
+        owned = list(unit.layout.owned(unit.rank))
+        if unit.rank == 0:
+            owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
+        return owned
+
+    def close(self) -> None:
+        """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
+        for unit in self.units:
+            unit.finish_reduce()
+            unit.unshard()
+        self.runtime.detach()
+        for unit in self.units:
+            with torch.no_grad():
+                for param in unit.params:
+                    param.data = param.data.clone()
+        self.units.clear()
+        self._where.clear()
+        self.pool.drop()
+        for pg in self._own_groups:
+            dist.destroy_process_group(pg)
+        self._own_groups.clear()
+
+
+def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
+    alone = Group("alone", (group.ranks[group.rank],), 0)
+    if not residency.shard_optim:
+        return Seat(alone, alone, group, pool)
+    gathers = group
+    if residency.shard_params and group.pg is not None:
+        gathers = Group(f"{group.name}-gather", group.ranks, group.rank, dist.new_group(list(group.ranks)))
+    return Seat(group, gathers, alone, pool)
+
+
+def _check_same(specs: Sequence[UnitSpec], group: Group) -> None:
+    if group.pg is None:
+        return
+    mine = torch.tensor([hash_of(repr(specs))], dtype=torch.int64)
+    all_of = torch.empty(group.size, dtype=torch.int64)
+    comm.all_gather_single(all_of, mine, group, unit="shard")
+    if len(set(all_of.tolist())) > 1:
+        raise PlanError(
+            f"the ranks hold different models: {sum(len(s.params) for s in specs)} parameters in {len(specs)} units here, "
+            f"digests by rank {all_of.tolist()}",
+            code="zero-models-differ",
+            fix="Build the same model and the same optimizer groups on every rank.",
+        )
+
+
+def hash_of(text: str) -> int:
+    """A 63-bit digest, the same in every process (Python's own hash is not)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
+    """Make `tensors` equal to rank 0's. Compares digests first, so equal ranks send 16 bytes a tensor."""
+    if group.pg is None:
+        return
+    with torch.no_grad():
+        mine = torch.stack([_digest(t.detach()) for t in tensors]) if tensors else torch.empty(0, 2, dtype=torch.int64)
+        all_of = torch.empty(group.size * mine.numel(), dtype=torch.int64)
+        comm.all_gather_single(all_of, mine.flatten(), group, unit="shard")
+        table = all_of.view(group.size, -1, 2)
+        differs = (table != table[0]).flatten(2).any(2).any(0)
+        for i in differs.nonzero().flatten().tolist():
+            value = tensors[i].detach().contiguous()
+            comm.broadcast(value, group, unit="shard")
+            tensors[i].data.copy_(value)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    # Two sums over the bit patterns, one of them weighted by position, so that permuted values differ.
+    bits = tensor.contiguous().flatten().view(torch.uint8)
+    pad = -bits.numel() % 8
+    words = torch.nn.functional.pad(bits, (0, pad)).view(torch.int64) if pad else bits.view(torch.int64)
+    width = max(1, math.isqrt(words.numel()))
+    rows = words[: words.numel() // width * width].view(-1, width).sum(1)
+    weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=words.device)
+    return torch.stack([words.sum(), (rows * weights).sum()]).cpu()

@@ -1,0 +1,45 @@
+"""Memory that outlives one use: buffers that go round between units, so that a steady step allocates nothing.
+
+Words: a *pool* hands out flat tensors by (elements, dtype, device) and takes them back; `fresh` counts how often it had to
+ask the allocator. A buffer that an unfinished collective writes or reads must not be given back before its wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Reusable flat buffers.
+
+    Attributes:
+        fresh: Buffers allocated so far; stays constant in a steady state.
+        bytes: Bytes of all buffers ever allocated and not dropped.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self.fresh = 0
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer [numel] of unspecified content, exclusively the caller's until `give`."""
+        idle = self._idle.get((numel, dtype, device))
+        if idle:
+            return idle.pop()
+        self.fresh += 1
+        self.bytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that `take` handed out."""
+        self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+    def drop(self) -> None:
+        """Free every idle buffer."""
+        for buffers in self._idle.values():
+            self.bytes -= sum(b.nbytes for b in buffers)
+        self._idle.clear()

@@ -1,0 +1,359 @@
+"""One unit of communication: parameters that are gathered, reduced and updated together.
+
+The only place that holds sharded state. It knows no stage, no hook and no optimizer: it has a `Residency`, and five verbs:
+
+    unshard        make the parameters usable: all-gather the shards into the full buffer
+    reshard        give the full buffer's memory back, if the residency says so
+    accumulate     move the parameters' gradients into the unit's flat gradient buffer
+    reduce         sum that buffer over the ranks, leave this rank's shard of it
+    mark_updated   the optimizer wrote the shard: the full buffer is old
+
+Words: *full* is the flat buffer all parameters are views of, in the format forward uses. *shard* is this rank's part of it
+in master format, the only thing an optimizer sees; where the formats agree and full keeps its storage, shard is a range of
+full itself, so an update needs no copy and the gather is in place. *arena* is the flat gradient buffer, as long as full;
+it is *open* while it holds gradients that were not reduced. *grad* is the reduced sum (not yet averaged), as long as shard.
+
+A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn.parameter import Parameter
+
+from ds_zero import _comm as comm
+from ds_zero._torch import foreach_add, foreach_copy
+from ds_zero.layout import UnitLayout, plan_layout
+from ds_zero.precision import Dtypes
+from ds_zero.released import release, restore
+from ds_zero.store import Pool
+from ds_zero.units import UnitSpec
+
+__all__ = ["Full", "Part", "Seat", "Unit"]
+
+
+class Full(Enum):
+    """What the full buffer holds."""
+
+    RELEASED = auto()  # no storage; parameters refuse to be used
+    GATHERING = auto()  # storage that a collective is writing
+    STALE = auto()  # storage, older than the shards
+    CURRENT = auto()  # equal to the gathered shards
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What the units of one model share.
+
+    Attributes:
+        shards: The ranks that hold the shards of a unit; a group of one holds it whole.
+        gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
+        replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
+        pool: Where gradient buffers come from.
+    """
+
+    shards: comm.Group
+    gathers: comm.Group
+    replicas: comm.Group
+    pool: Pool
+
+    @property
+    def size(self) -> int:
+        """Ranks a gradient is averaged over."""
+        return self.shards.size * self.replicas.size
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A range of the shard that the optimizer sees as one parameter.
+
+    Attributes:
+        tensor: View of shard[start:stop], flat or in the parameter's shape.
+        start, stop: In the shard.
+        members: Numbers of the parameters with elements in it.
+    """
+
+    tensor: Parameter
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+class Unit:
+    """See the module's docstring. Made on all ranks of the seat alike; every verb that communicates is called on all of them."""
+
+    def __init__(self, spec: UnitSpec, params: Sequence[Parameter], dtypes: Dtypes, seat: Seat) -> None:
+        self.spec, self.params, self.dtypes, self.seat = spec, list(params), dtypes, seat
+        self.layout: UnitLayout = plan_layout(spec.shapes, seat.shards.size, kind=spec.params[0].layout)
+        self.rank = seat.shards.rank
+        self.releases = spec.residency.shard_params and seat.shards.size > 1
+        self.pins = 0
+        self.state = Full.CURRENT
+        self.arena: Tensor | None = None
+        self.open = False
+        self.grad: Tensor | None = None
+        self._arena_views: list[Tensor] = []
+        self._gaps = self.layout.gaps
+        self._grad_in_arena = False
+        self._was_released = False
+        self._spare_grad: Tensor | None = None
+        self._gathering: list[comm.Work] = []
+        self._reducing: _Reduction | None = None
+        self._adopt()
+        self.parts: list[Part] = []
+        if spec.trained:
+            self.parts = [self._part(0, self.layout.shard_numel)] if self.layout.kind == "flat" else self.split()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
+
+    # ---- parameters
+
+    def _adopt(self) -> None:
+        # Parameters become views of one buffer; values and identity stay.
+        device, numel = self.params[0].device, self.layout.numel
+        self.full = torch.zeros(numel, dtype=self.dtypes.param, device=device)
+        exact = None if self.dtypes.same else torch.zeros(numel, dtype=self.dtypes.master, device=device)
+        self.views = []
+        with torch.no_grad():
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                view.copy_(param.data)
+                if exact is not None:
+                    exact[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
+                param.data = view
+                self.views.append(view)
+            self.aliased = exact is None and len(self.layout.segments) == 1 and not self.releases
+            if self.aliased:
+                self.shard = self._own(self.full)[0]
+            else:
+                self.shard = torch.cat(self._own(self.full if exact is None else exact))
+        self._storage_bytes = self.full.untyped_storage().nbytes()
+
+    def _own(self, full: Tensor) -> list[Tensor]:
+        """This rank's chunk of each segment of a buffer as long as full."""
+        return [full[s.start + self.rank * s.chunk :][: s.chunk] for s in self.layout.segments]
+
+    def unshard(self) -> None:
+        """Make every parameter usable on this rank. Sends (N-1)/N of full's bytes unless it is current."""
+        self.start_unshard()
+        self.finish_unshard()
+
+    def start_unshard(self) -> None:
+        """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`."""
+        if self.state in (Full.CURRENT, Full.GATHERING):
+            return
+        if self.state is Full.RELEASED:
+            self.full.untyped_storage().resize_(self._storage_bytes)
+        with torch.no_grad():
+            for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
+                if not self.aliased:
+                    own.copy_(self.shard[segment.at : segment.at + segment.chunk])
+                if self.layout.world > 1:
+                    out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
+                    work = comm.all_gather_single(out, own, self.seat.gathers, unit=self.spec.name, async_op=True)
+                    self._gathering.append(work)
+        self._was_released = self.state is Full.RELEASED
+        self.state = Full.GATHERING
+
+    def finish_unshard(self) -> None:
+        """Wait for `start_unshard`."""
+        if self.state is not Full.GATHERING:
+            return
+        for work in self._gathering:
+            work.wait()
+        self._gathering.clear()
+        if self._was_released:
+            for param in self.params:
+                restore(param)
+        self.state = Full.CURRENT
+
+    def reshard(self) -> None:
+        """Give the full buffer's memory back. Nothing happens where the residency keeps it, or while it is pinned."""
+        if not self.releases or self.pins or self.state is Full.RELEASED:
+            return
+        self.finish_unshard()
+        self.full.untyped_storage().resize_(0)
+        for param in self.params:
+            release(param)
+        self.state = Full.RELEASED
+
+    def mark_updated(self) -> None:
+        """The shard was written. A graph recorded before must not be used again: autograd refuses it by version."""
+        increment_version(self.params)
+        if self.state is Full.CURRENT and not (self.aliased and self.layout.world == 1):
+            self.state = Full.STALE
+
+    # ---- gradients
+
+    def accumulate(self, *, now: bool = True) -> None:
+        """Move the parameters' gradients into the arena; parameters without one contribute zeros.
+
+        Args:
+            now: Whether a reduction follows at once. Then the arena is in the reduce format, else in the accumulate format.
+        """
+        self.finish_reduce()
+        present = [i for i, param in enumerate(self.params) if param.grad is not None]
+        fresh = not self.open
+        with torch.no_grad():
+            if fresh:
+                self._open(self.dtypes.reduce if now else self.dtypes.accumulate)
+            elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
+                self._widen(self.arena)
+            views = self._arena_views
+            if len(present) != len(views):
+                if fresh:
+                    for i in set(range(len(views))).difference(present):
+                        views[i].zero_()
+                views = [views[i] for i in present]
+            grads = [_dense(self.params[i].grad) for i in present]
+            if grads:
+                (foreach_copy if fresh else foreach_add)(views, grads)
+        for i in present:
+            self.params[i].grad = None
+
+    def reduce(self) -> None:
+        """Start to sum the arena over the ranks and add this rank's shard of the sum to `grad`. Sends (N-1)/N of it."""
+        if not self.open:
+            self.accumulate()
+        arena = self.arena
+        if arena is None:
+            raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
+        first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
+        keeps = not self.spec.residency.shard_grads or self.layout.world == 1
+        in_place = first and fits and keeps and len(self.layout.segments) == 1
+        if in_place:
+            out = self._own(arena)[0]
+        elif first and fits:
+            out = self._take_spare()
+        else:
+            out = self.seat.pool.take(self.layout.shard_numel, arena.dtype, arena.device)
+        works = []
+        for segment in self.layout.segments:
+            inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
+            mine = out[segment.at : segment.at + segment.chunk]
+            works.append(comm.reduce_scatter_single(mine, inp, self.seat.shards, unit=self.spec.name, async_op=True))
+        if self.layout.world == 1:
+            works.append(comm.all_reduce(out, self.seat.replicas, unit=self.spec.name, async_op=True))
+        self.open = False
+        self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
+
+    def finish_reduce(self) -> None:
+        """Wait for `reduce`: `grad` is valid afterwards."""
+        going, self._reducing = self._reducing, None
+        if going is None:
+            return
+        for work in going.works:
+            work.wait()
+        if self.layout.world > 1 and self.seat.replicas.size > 1:
+            comm.all_reduce(going.out, self.seat.replicas, unit=self.spec.name)
+        if going.adds:
+            if self.grad is None:
+                self.grad = self._take_spare().copy_(going.out)
+            else:
+                self.grad.add_(going.out)
+            self.seat.pool.give(going.out)
+        else:
+            self.grad, self._grad_in_arena = going.out, going.in_place
+        if not going.keeps:
+            self._give_arena()
+
+    def clear_grad(self) -> None:
+        """Forget every gradient, reduced or not."""
+        self.finish_reduce()
+        self.grad, self.open, self._grad_in_arena = None, False, False
+        for param in self.params:
+            param.grad = None
+        if self.spec.residency.shard_grads:
+            self._give_arena()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes this rank holds now, by what for. A shard that is a range of full counts as full."""
+        held = {"full": self.full.untyped_storage().nbytes(), "shard": 0 if self.aliased else self.shard.nbytes}
+        held["grad_full"] = 0 if self.arena is None else self.arena.nbytes
+        held["grad_shard"] = 0 if self._spare_grad is None else self._spare_grad.nbytes
+        return held
+
+    def _open(self, dtype: torch.dtype) -> None:
+        if self._grad_in_arena and self.grad is not None:
+            self.grad = self._take_spare().copy_(self.grad)  # the arena is about to be written
+            self._grad_in_arena = False
+        if self.arena is not None and self.arena.dtype != dtype:
+            self._give_arena()
+        arena = self.arena
+        if arena is None:
+            arena = self._set_arena(dtype)
+        for gap in self._gaps:
+            arena[gap.start : gap.stop].zero_()
+        self.open = True
+
+    def _widen(self, old: Tensor) -> None:
+        self._set_arena(self.dtypes.accumulate).copy_(old)
+        self.seat.pool.give(old)
+
+    def _set_arena(self, dtype: torch.dtype) -> Tensor:
+        self.arena = arena = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
+        self._arena_views = [arena[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
+        return arena
+
+    def _give_arena(self) -> None:
+        if self.arena is not None:
+            self.seat.pool.give(self.arena)
+        self.arena, self._arena_views = None, []
+
+    def _take_spare(self) -> Tensor:
+        if self._spare_grad is None:
+            self._spare_grad = torch.empty(
+                self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.full.device
+            )
+        return self._spare_grad
+
+    # ---- what the optimizer sees
+
+    def _part(self, start: int, stop: int) -> Part:
+        members = {s.name: i for i, s in enumerate(self.layout.slots)}
+        inside = tuple(members[p.name] for p in self.layout.owned(self.rank) if start <= p.start < stop)
+        return Part(Parameter(self.shard[start:stop]), start, stop, inside)
+
+    def split(self) -> list[Part]:
+        """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
+        numbers = {s.name: i for i, s in enumerate(self.layout.slots)}
+        parts = []
+        for piece in self.layout.owned(self.rank):
+            view = self.shard[piece.start : piece.stop]
+            row = max(1, _numel(piece.shape[1:]))
+            if piece.interval.numel == _numel(piece.shape):
+                view = view.view(piece.shape)
+            elif self.layout.kind == "dim0":
+                view = view.view(piece.interval.numel // row, *piece.shape[1:])
+            parts.append(Part(Parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    works: list[comm.Work]
+    out: Tensor
+    adds: bool
+    keeps: bool
+    in_place: bool
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    if grad is None:
+        raise RuntimeError("a gradient vanished while it was collected")
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

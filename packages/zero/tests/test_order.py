@@ -1,0 +1,62 @@
+"""Ranks that take different paths issue the same collectives in the same order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_zero.order import GatherOrder, ReduceOrder
+
+
+def run(order, needs):
+    order.begin()
+    issued = [n for need in needs for n in order.need(need)]
+    return issued + order.finish()
+
+
+@given(st.integers(1, 9), st.data())
+def test_gathers_do_not_depend_on_the_path(count, data):
+    paths = [data.draw(st.lists(st.integers(0, count - 1), unique=True).map(sorted)) for _ in range(2)]
+    ahead = [data.draw(st.integers(0, 40)) for _ in range(2)]
+    orders = [GatherOrder(range(count), a, [10] * count) for a in ahead]
+    assert run(orders[0], paths[0]) == run(orders[1], paths[1]) == list(range(count))
+
+
+@given(st.integers(1, 9), st.data())
+def test_a_path_out_of_order_still_issues_every_unit_once_in_order(count, data):
+    path = data.draw(st.permutations(range(count)))
+    order = GatherOrder(range(count), 0, [10] * count)
+    issued = run(order, path)
+    assert list(dict.fromkeys(issued)) == list(range(count))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1), st.integers(0, 60))
+def test_a_recorded_sequence_with_repeats_is_followed_exactly(sequence, ahead):
+    order = GatherOrder(sequence, ahead, [10] * 6)
+    assert run(order, sequence) == sequence
+    assert order.seen == sequence
+
+
+@given(st.integers(2, 9), st.integers(0, 100))
+def test_what_is_gathered_early_stays_within_the_budget(count, ahead):
+    order = GatherOrder(range(count), ahead, [10] * count)
+    for unit in range(count):
+        order.need(unit)
+        assert 10 * len(order.waiting) <= ahead
+
+
+def test_a_unit_needed_again_is_issued_on_the_spot():
+    order = GatherOrder([0, 1], 0, [1, 1])
+    assert [order.need(0), order.need(1), order.need(0)] == [[0], [1], [0]]
+    assert order.finish() == []
+
+
+@given(st.integers(1, 9), st.data())
+def test_reductions_do_not_depend_on_when_units_are_ready(count, data):
+    order = ReduceOrder(range(count))
+    ready = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    issued = [n for unit in ready for n in order.ready(unit)]
+    assert all(order.had_turn(n) for n in issued)
+    assert issued + order.finish() == list(range(count))
+    order.begin()
+    assert not order.had_turn(0)

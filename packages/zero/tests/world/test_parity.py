@@ -1,0 +1,85 @@
+"""The same numbers as DDP and as one process, at every stage and setting."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_zero
+from ds_testing import world
+
+KINDS = ["plain", "tied", "reused", "unused", "frozen", "checkpointed", "reentrant", "reentrant_reused",
+         "reentrant_frozen", "zero_size", "mixed", "external", "side_output"]  # fmt: skip
+BUCKETS = {"element": 1, "parameter": 600, "model": 1 << 30}
+GRID = list(itertools.product((1, 4), BUCKETS, (True, False), (None, 1.0)))
+
+
+def train(bench, kind, options, *, steps=5, micros=1, dtype=torch.float32):
+    net = bench.model(kind, dtype)
+    optimizer = ds_zero.shard(net, bench.adamw(net), **options)
+    for step in range(steps):
+        for micro in range(micros):
+            (bench.loss(net, bench.batch(step, micro, dist.get_rank())) / micros).backward()
+        optimizer.step()
+    optimizer.close()
+    return list(net.parameters())
+
+
+def options(stage, bucket, overlap, clip):
+    policy = ds_zero.UnitPolicy(max_numel=BUCKETS[bucket], persist_numel=0 if bucket != "parameter" else 40)
+    return {"stage": stage, "overlap": overlap, "clip": clip, "policy": policy}
+
+
+def check_bits(bench, kind, stage, cells):
+    expected = bench.ddp(kind)
+    for bucket, overlap in cells:
+        found = train(bench, kind, options(stage, bucket, overlap, None))
+        wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+        assert not wrong, f"{kind} stage {stage} bucket {bucket} overlap {overlap}: parameters {wrong} differ from DDP"
+
+
+def check_close(bench, kind, stage, cells):
+    size = dist.get_world_size()
+    for micros, bucket, overlap, clip in cells:
+        expected = bench.dense(kind, steps=3, micros=micros, clip=clip, world=size)
+        found = train(bench, kind, options(stage, bucket, overlap, clip), steps=3, micros=micros, dtype=torch.float64)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            bound = 1e-12 if kind != "mixed" else 1e-4  # in mixed, a part of the network computes in fp32
+            error = float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
+            assert error <= bound, (
+                f"{kind} stage {stage} {(micros, bucket, overlap, clip)}: parameter {i} off by {error}"
+            )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@world(2)
+def test_equals_ddp_to_the_bit(bench, kind, stage):
+    # A different corner of bucket x overlap for every model and stage; the grid below has them all.
+    corner = (KINDS.index(kind) + stage) % 3
+    check_bits(bench, kind, stage, [(list(BUCKETS)[corner], bool(corner % 2))])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@world(2)
+def test_equals_one_process(bench, kind, stage):
+    check_close(bench, kind, stage, [GRID[(5 * KINDS.index(kind) + 7 * stage) % len(GRID)]])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(3)
+def test_equals_one_process_on_three_ranks(bench, stage):
+    check_close(bench, "plain", stage, [(1, "parameter", True, 1.0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@world(2, timeout=300)
+def test_grid(bench, kind, stage):
+    check_bits(bench, kind, stage, itertools.product(BUCKETS, (True, False)))
+    check_close(bench, kind, stage, GRID)
