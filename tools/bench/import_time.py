@@ -1,0 +1,64 @@
+"""What importing costs: `import ds_engine` beyond `import torch`, and `ds --help`.
+
+usage: nox -s bench -- import_time [REPEATS]
+
+Each time is that of a new process, bytecode compiled before, alternating between the cases; medians, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "import_time.json"
+
+# Timed inside the process: starting Python itself is the same for all.
+_IMPORT = "import time; s = time.perf_counter(); import {}; print((time.perf_counter() - s) * 1e3)"
+_BEYOND = "import torch, time; s = time.perf_counter(); import {}; print((time.perf_counter() - s) * 1e3)"
+CASES = {
+    "import torch": [sys.executable, "-c", _IMPORT.format("torch")],
+    "import ds_engine, after torch": [sys.executable, "-c", _BEYOND.format("ds_engine")],
+    "import ds_zero, after torch": [sys.executable, "-c", _BEYOND.format("ds_zero")],
+    "import ds_config": [sys.executable, "-c", _IMPORT.format("ds_config")],
+    "import ds_monitor": [sys.executable, "-c", _IMPORT.format("ds_monitor")],
+    "import ds_launcher": [sys.executable, "-c", _IMPORT.format("ds_launcher")],
+}
+HELP = [str(Path(sys.executable).with_name("ds")), "--help"]
+
+
+def inside_ms(command: list[str]) -> float:
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def whole_ms(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=True)
+    return (time.perf_counter() - start) * 1e3
+
+
+def main(repeats: int = 9) -> int:
+    times: dict[str, list[float]] = {name: [] for name in [*CASES, "ds --help, whole process"]}
+    for turn in range(repeats + 1):
+        for name in times:
+            value = inside_ms(CASES[name]) if name in CASES else whole_ms(HELP)
+            if turn:  # the first one compiles bytecode and warms the file cache
+                times[name].append(value)
+    rows = {
+        name: {"median_ms": round(statistics.median(v), 1), "min_ms": round(min(v), 1)} for name, v in times.items()
+    }
+    for name, row in rows.items():
+        print(f"{name:<32} {row['median_ms']:8.1f} ms   (min {row['min_ms']:.1f})")
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    DATA.write_text(json.dumps({"repeats": repeats, **machine, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
