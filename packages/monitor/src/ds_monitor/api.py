@@ -4,7 +4,7 @@ There is one sink list in a process and it starts empty. While it is empty every
 README), so library code reports without asking. Who builds the job decides who listens: the usual policy, sinks on rank 0
 and none elsewhere, is `configure(sinks if rank == 0 else [])`.
 
-A sink that raises is taken off the list with one logged warning: a full disk under the metrics does not stop training.
+A sink that raises is taken off the list with one warning: a full disk under the metrics does not stop training.
 Sinks are called under one lock, so they need none of their own. A forked child starts with an empty list.
 """
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -53,6 +55,7 @@ class _State:
         self.samples: int | None = None
         self.open_step = False  # something was reported since the last end_step
         self.fork_hook = False
+        self.inherited: list[Sink] = []  # in a forked child: the parent's sinks, unused
 
 
 _state = _State()
@@ -197,7 +200,13 @@ def _end_step() -> None:
 
 
 def _drop(sink: Sink) -> None:
-    _log.warning("monitor sink %s failed and is removed; training goes on", type(sink).__name__, exc_info=True)
+    # A warning, not only a log line: the log is silent by default, and losing the metrics should be seen.
+    warnings.warn(
+        f"monitor sink {type(sink).__name__} failed and is removed; training goes on without it: {sys.exc_info()[1]!r}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    _log.warning("monitor sink %s failed and is removed", type(sink).__name__, exc_info=True)
     if sink in _sinks:
         _sinks.remove(sink)
     _close(sink)
@@ -211,6 +220,7 @@ def _close(sink: Sink) -> None:
 
 
 def _forget() -> None:
+    _state.inherited = list(_sinks)  # kept alive: collecting one would close, and so write, the parent's file
     _sinks.clear()
     _state.lock = threading.RLock()  # the parent's copy may be held by a thread that does not exist here
     _state.open_step = False

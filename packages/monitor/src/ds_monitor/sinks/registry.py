@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_config.errors import UnsupportedError
+from ds_config.names import nearest
 from ds_monitor.api import Sink
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "make_sink", "sink_names"]
 
@@ -15,8 +17,8 @@ GROUP = "ds_monitor.sinks"
 
 
 def sink_names() -> list[str]:
-    """Names that `make_sink` takes. Reads package metadata, imports nothing."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    """Names that `make_sink` takes. Reads package metadata, imports no sink."""
+    return sorted(_points())
 
 
 def make_sink(name: str, **options: Any) -> Sink:
@@ -25,15 +27,20 @@ def make_sink(name: str, **options: Any) -> Sink:
     Raises:
         UnsupportedError: no package registers it ("monitor-sink").
     """
-    for point in entry_points(group=GROUP):
-        if point.name == name:
-            sink: Sink = point.load()(**options)
-            return sink
-    names = sink_names()
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean `{near[0]}`? " if near else ""
+    points = _points()
+    if name in points:
+        sink: Sink = points[name].load()(**options)
+        return sink
+    hint = "".join(f"Did you mean `{near}`? " for near in nearest(name, points))
     raise UnsupportedError(
-        f"no monitor sink is called `{name}`; installed: {', '.join(names)}",
+        f"no monitor sink is called `{name}`; installed: {', '.join(sorted(points)) or 'none'}",
         code="monitor-sink",
         fix=f"{hint}Name one of these, or install the package that brings it (entry point group {GROUP}).",
     )
+
+
+def _points() -> dict[str, EntryPoint]:
+    # Importing importlib.metadata costs more than all of ds_monitor; only who asks for a sink by name pays it.
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,0 +1,95 @@
+"""Loss curves as PNG, from the files that the CSV and JSONL sinks write."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_config.errors import ConfigError
+from ds_monitor.sinks.base import require
+
+__all__ = ["Curve", "plot_curves", "read_curve", "smooth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric over training. `x` and `y` have one length."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+def read_curve(path: str | Path, name: str | None = None) -> Curve:
+    """Read one metric from a file of `CsvSink` (`*.csv`) or `JsonlSink` (any other ending).
+
+    Args:
+        path: the file.
+        name: which metric; needed for JSONL, where it is matched in full; renames the curve of a CSV file.
+    Raises:
+        ConfigError: no such file, or nothing of that name in it ("monitor-curve").
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", code="monitor-curve", fix="Name a file a sink wrote.")
+    points = _csv_points(path) if path.suffix == ".csv" else _jsonl_points(path, name)
+    if not points:
+        raise ConfigError(
+            f"{path} has no value" + (f" called {name!r}" if name else ""),
+            code="monitor-curve",
+            fix="Check the metric's name; a job writes it when its first step is complete.",
+        )
+    return Curve(name or path.stem, tuple(x for x, _ in points), tuple(y for _, y in points))
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> tuple[float, ...]:
+    """Exponential moving average with the start's bias removed (Kingma & Ba 2015, section 3); 0 returns the values."""
+    average, scale = 0.0, 0.0
+    smoothed = []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        scale = weight * scale + (1 - weight)
+        smoothed.append(average / scale)
+    return tuple(smoothed)
+
+
+def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", xlabel: str = "step") -> Path:
+    """Draw the curves into one PNG: values pale, their moving average in full colour.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed ("monitor-extra").
+    """
+    figures = require("matplotlib.figure", "plot")
+    figure = figures.Figure(figsize=(8, 4.5), dpi=120, layout="constrained")  # not pyplot: no global state, no display
+    axes = figure.add_subplot()
+    for index, curve in enumerate(curves):
+        axes.plot(curve.x, curve.y, color=f"C{index}", alpha=0.3, linewidth=1)
+        axes.plot(curve.x, smooth(curve.y), color=f"C{index}", linewidth=1.8, label=curve.name)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def _csv_points(path: Path) -> list[tuple[float, float]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    return [(float(x), float(y)) for x, y in rows[1:]]
+
+
+def _jsonl_points(path: Path, name: str | None) -> list[tuple[float, float]]:
+    last: dict[float, float] = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if row["kind"] == "gauge" and row["name"] == name:
+                last[row["step"]] = float(row["value"])
+    return sorted(last.items())

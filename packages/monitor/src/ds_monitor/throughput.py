@@ -1,0 +1,100 @@
+"""How fast training is: samples, tokens and floating-point operations per second, and the part of the peak that is.
+
+Words: *FLOPs* are floating-point operations (a multiply-add is two); MFU (model FLOPs utilisation, Chowdhery et al. 2022,
+appendix B) counts only the operations the model needs, so recomputed activations lower it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_monitor.stats import trimmed_mean
+
+__all__ = ["Rates", "ThroughputMeter", "Work", "transformer_flops_per_token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step did, over all ranks or on one rank: the same for `peak_flops_per_s`."""
+
+    samples: int
+    tokens: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speed over the meter's window of steps."""
+
+    steps: int
+    step_s: float  # trimmed mean of the steps' seconds
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None  # 0..1; None when no peak was given
+
+
+class ThroughputMeter:
+    """Call `step(work)` at the end of every step.
+
+    Args:
+        peak_flops_per_s: what the devices could do at best, of the same ranks that `Work` counts; None: no MFU.
+        warmup_steps: steps at the start that are not counted (compilation, caches).
+        window: how many of the last steps the rates speak of.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak_flops_per_s: float | None = None,
+        warmup_steps: int = 2,
+        window: int = 100,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
+            raise ValueError(f"peak_flops_per_s is {peak_flops_per_s}; it must be above 0, or None")
+        self._peak, self._clock = peak_flops_per_s, clock
+        self._skip = warmup_steps
+        self._steps: deque[tuple[float, Work]] = deque(maxlen=window)
+        self._last_s = clock()
+
+    def step(self, work: Work) -> None:
+        """A step ended now and did `work`; it began when the step before it ended."""
+        now_s = self._clock()
+        took_s, self._last_s = now_s - self._last_s, now_s
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            self._steps.append((took_s, work))
+
+    def pause(self) -> None:
+        """Forget the time since the last step: call after evaluation or a checkpoint, which are not training."""
+        self._last_s = self._clock()
+
+    def rates(self) -> Rates | None:
+        """Speed over the window; None before the first counted step."""
+        if not self._steps:
+            return None
+        total_s = max(sum(took_s for took_s, _ in self._steps), 1e-12)
+        flops_per_s = sum(work.flops for _, work in self._steps) / total_s
+        return Rates(
+            steps=len(self._steps),
+            step_s=trimmed_mean([took_s for took_s, _ in self._steps]),
+            samples_per_s=sum(work.samples for _, work in self._steps) / total_s,
+            tokens_per_s=sum(work.tokens for _, work in self._steps) / total_s,
+            flops_per_s=flops_per_s,
+            mfu=None if self._peak is None else flops_per_s / self._peak,
+        )
+
+
+def transformer_flops_per_token(num_params: int, *, num_layers: int, hidden: int, sequence: int) -> float:
+    """Training FLOPs per token of a decoder: 6 per parameter, and 12 * layers * hidden * sequence for attention.
+
+    `num_params` without embeddings that are only looked up. `hidden` is heads x head size. Attention is counted whole,
+    not halved for the causal mask, as the literature does. Chowdhery et al. 2022, appendix B.
+    """
+    return 6.0 * num_params + 12.0 * num_layers * hidden * sequence
