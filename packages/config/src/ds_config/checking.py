@@ -301,6 +301,7 @@ _PLAIN = (
     "_type",
     "_parsing",
     "_from_float",
+    "is_instance_of",
     "greater_than",
     "less_than",
     "literal_error",
