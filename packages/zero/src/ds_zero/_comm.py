@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,15 @@ def all_reduce(tensor: Tensor, group: Group, *, unit: str = "", async_op: bool =
         return _Done()
     work = dist.all_reduce(tensor, group=group.pg, async_op=async_op)
     return work if async_op else _Done()
+
+
+def exchange(group: Group, value: Any) -> list[Any]:
+    """Every rank's JSON-able `value`, in group order."""
+    if group.pg is None:
+        return [value]
+    parts: list[Any] = [None] * group.size
+    dist.all_gather_object(parts, json.dumps(value), group=group.pg)
+    return [json.loads(part) for part in parts]
 
 
 def broadcast(tensor: Tensor, group: Group, *, src: int = 0, unit: str = "") -> None:

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["foreach_add", "foreach_copy", "graph_task_id", "queue_callback", "without_torch_function"]
+__all__ = [
+    "foreach_add",
+    "foreach_copy",
+    "graph_task_id",
+    "has_saved_tensor_hooks",
+    "queue_callback",
+    "without_torch_function",
+]
 
 foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether someone (activation checkpointing, offloading) already decides what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -8,8 +8,10 @@ outermost backward closes whatever is open, so unused, reused, tied and checkpoi
 Order between ranks is that of `order.py`; nothing here depends on which rank is faster or on which path it takes.
 
 Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
-weight, a functional head) may be saved by autograd in places that no hook sees. Its unit then stays gathered until the next
-optimizer step, which makes older graphs unusable in any case.
+weight, a functional head), or a module whose results leave it through a side door (an attribute, an unknown container), is
+in a graph that no hook on outputs guards. Such a unit stays gathered until the next optimizer step, which makes older
+graphs unusable in any case. The first is seen when the released parameter is touched; the second by looking at what autograd
+unpacks in the first backward of every module, the only time this costs anything.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import Parameter
 
-from ds_zero._torch import graph_task_id, queue_callback
+from ds_zero._comm import Group, exchange
+from ds_zero._torch import graph_task_id, has_saved_tensor_hooks, queue_callback
 from ds_zero.order import GatherOrder, ReduceOrder
 from ds_zero.released import keep, unkeep
 from ds_zero.unit import Full, Unit
@@ -81,11 +85,16 @@ class Runtime:
         self._depth = 0
         numels = [u.layout.numel for u in units]
         self._ahead, self._numels = schedule.ahead_numel if schedule.overlap else 0, numels
-        self._forwards: dict[int, GatherOrder] = {}
+        self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
         self._backward = GatherOrder(self._backward_sequence(), self._ahead, numels)
         self._calls: list[set[_Call]] = [set() for _ in units]
         self._sticky: set[int] = set()
+        self._shared: set[int] = set()
+        self._unproven = set(self.released)
+        self._settled = False
+        self._any = False
+        self.begun: Callable[[], None] = lambda: None
         self._strays: set[int] = set()
         self._attach(model)
 
@@ -106,8 +115,8 @@ class Runtime:
         for name, numbers in of_module.items():
             module = modules[name]
             below = [n for n in self.released if self._is_below(self.units[n].spec.module, name)]
-            self._forwards[id(module)] = GatherOrder(below, self._ahead, self._numels)
-            pre, post = self._forward_hooks(tuple(numbers))
+            self._forwards[name] = GatherOrder(below, self._ahead, self._numels)
+            pre, post = self._forward_hooks(name, tuple(numbers))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
 
@@ -146,15 +155,24 @@ class Runtime:
             self._gather(number, self._forward)
         else:
             return False
-        (self._sticky if torch.is_grad_enabled() else self._strays).add(number)
+        if torch.is_grad_enabled():
+            self._share(number)
+        else:
+            self._strays.add(number)
         return True
+
+    def _share(self, number: int) -> None:
+        """See the note "sticky units"."""
+        self._shared.add(number)
+        self._sticky.add(number)
 
     # ---- forward
 
-    def _forward_hooks(self, numbers: tuple[int, ...]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _forward_hooks(self, name: str, numbers: tuple[int, ...]) -> tuple[Callable[..., None], Callable[..., None]]:
         calls: list[_Call | None] = []
 
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
             if graph_task_id() != -1:  # recomputation
                 self._in_task()
                 for number in numbers:
@@ -162,33 +180,22 @@ class Runtime:
             else:
                 if self._depth == 0:
                     self._abandon()
-                    self._forward = self._forwards[id(module)]
+                    self._forward = self._forwards[name]
                     self._forward.begin()
                 self._depth += 1
                 for number in numbers:
                     self._gather(number, self._forward)  # type: ignore[arg-type]
-            call = None
-            if numbers and torch.is_grad_enabled():
-                call = _Call(self, numbers)
-                for tensor in _tensors((args, kwargs)):
-                    if tensor.requires_grad:
-                        call.pending += 1
-                        tensor.register_hook(call.left)
-            calls.append(call)
+            calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             del module, args
             call = calls.pop()
             if call is not None:
-                seen = False
-                for tensor in _tensors(output):
-                    if tensor.grad_fn is not None:
-                        tensor.register_hook(call.entered)
-                    seen = True
-                if not seen:
-                    self._sticky.update(numbers)  # results we cannot see may still hold the graph
+                call.guard(output)
             if graph_task_id() != -1:
                 return
+            if call is not None and self._shared:
+                self._sticky.update(self._shared.intersection(numbers))
             for number in numbers:
                 self._put_back(number)
             self._depth -= 1
@@ -197,12 +204,22 @@ class Runtime:
 
         return pre, post
 
+    def _call(self, numbers: tuple[int, ...], inputs: Any) -> _Call:
+        call = _Call(self, numbers)
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                call.inputs += 1
+                tensor.register_hook(call.left)
+        if not self._unproven.isdisjoint(numbers) and not has_saved_tensor_hooks():
+            call.watch()
+        return call
+
     def _gather(self, number: int, order: GatherOrder) -> None:
         unit = self.units[number]
-        if unit.state is Full.CURRENT:
+        if unit.state is Full.CURRENT and not order.awaits(number):
             return
         for other in order.need(number):
-            self.units[other].start_unshard()
+            self.units[other].start_unshard(again=True)
         unit.finish_unshard()
 
     def _put_back(self, number: int) -> None:
@@ -221,9 +238,9 @@ class Runtime:
         for number in order.waiting:
             self._put_back(number)
         for number in order.finish():
-            if self.units[number].state is Full.RELEASED:
-                self.units[number].start_unshard()
-                self._put_back(number)
+            self.units[number].start_unshard(again=True)
+            self.units[number].finish_unshard()
+            self._put_back(number)
 
     # ---- backward
 
@@ -234,6 +251,7 @@ class Runtime:
             del param
             if graph_task_id() != self._task:
                 self._in_task()
+            self._any = True
             if member in missing:
                 missing.discard(member)
                 if not missing:
@@ -249,7 +267,9 @@ class Runtime:
         if self._task is not None and self._end() is None:
             self._abandon()
         if self._task is None:
+            self.begun()
             self._task = task
+            self._any = False
             self._reduces.begin()
             self._backward.begin()
             end = _End(self)
@@ -291,7 +311,9 @@ class Runtime:
         self._task = None
         for number in self.trained:
             self.unused[number] &= self._missing[number]
-        if self.now:
+        if not self._any:
+            pass  # torch.autograd.grad: no parameter took part
+        elif self.now:
             missed = sorted((n for n in self._again if self._reduces.had_turn(n)), reverse=True)
             for number in self._reduces.finish() + missed:
                 self._reduce(number)
@@ -347,12 +369,31 @@ class Runtime:
         if graph_task_id() != self._task:
             self._in_task()
         inner = self._inner.get(graph_task_id())
+        if torch.is_grad_enabled():  # create_graph: what this backward saves is guarded by nobody
+            self._sticky.update(call.numbers)
         for number in call.numbers:
-            if call.pending:
+            if call.inputs and call not in self._calls[number]:
+                call.pending = call.inputs
                 self._calls[number].add(call)
             if inner is not None:
                 inner.add(number)
             self._gather(number, self._backward)
+
+    def unpacked(self, numbers: tuple[int, ...]) -> None:
+        """Autograd needs something a module saved, in the first backward after it. Its unit should be here by now."""
+        for number in numbers:
+            if self.units[number].state is not Full.CURRENT and graph_task_id() != -1:
+                self._in_task()
+                self._gather(number, self._backward)
+                self._share(number)
+
+    def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
+        """A module returned no tensor that we can find: its graph leaves through a side door, if at all."""
+        if graph_task_id() != -1:  # a recomputation that was stopped early
+            return
+        self._sticky.update(numbers)
+        if output is not None:
+            self._shared.update(numbers)
 
     def left(self, call: _Call) -> None:
         """The gradients of all inputs of a module's call have arrived."""
@@ -389,6 +430,22 @@ class Runtime:
         self.deferred = False
         self.drain()
 
+    def settle(self, group: Group) -> None:
+        """Once, after the first step: follow the order that was seen, if all ranks saw the same. Collective."""
+        if self._settled:
+            return
+        self._settled = True
+        seen = {"reduces": self._reduces.seen, "backward": self._backward.seen}
+        seen |= {f"forward {name}": order.seen for name, order in self._forwards.items()}
+        everyone = exchange(group, {"seen": seen, "shared": sorted(self._shared)})
+        self._shared = {n for one in everyone for n in one["shared"]}
+        if all(one["seen"] == seen for one in everyone):
+            self._reduces.adopt(seen["reduces"])
+            for name, order in self._forwards.items():
+                order.adopt(seen[f"forward {name}"])
+            self._backward.adopt(seen["backward"])
+        self._backward.drop(self._shared)
+
     def drain(self) -> None:
         """Wait for every reduction that was started."""
         while self._inflight:
@@ -396,9 +453,10 @@ class Runtime:
 
     def stepped(self) -> None:
         """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
-        sticky, self._sticky = self._sticky, set()
-        for number in sticky:
+        for number in self._sticky:
             self.units[number].reshard()
+        self._sticky = set()
+        self._unproven.clear()
         for number in self.trained:
             self.unused[number].update(range(len(self.units[number].params)))
 
@@ -406,10 +464,35 @@ class Runtime:
 class _Call:
     """One call of a module in forward: which units it used, and how many of its inputs still await a gradient."""
 
-    __slots__ = ("__weakref__", "numbers", "pending", "runtime")
+    __slots__ = ("__weakref__", "_watch", "inputs", "numbers", "pending", "runtime")
 
     def __init__(self, runtime: Runtime, numbers: tuple[int, ...]) -> None:
-        self.runtime, self.numbers, self.pending = runtime, numbers, 0
+        self.runtime, self.numbers, self.inputs, self.pending = runtime, numbers, 0, 0
+        self._watch: saved_tensors_hooks | None = None
+
+    def watch(self) -> None:
+        """Look at everything autograd unpacks of this call, until `guard`."""
+        runtime, numbers = self.runtime, self.numbers
+
+        def unpack(tensor: Tensor) -> Tensor:
+            runtime.unpacked(numbers)
+            return tensor
+
+        self._watch = saved_tensors_hooks(lambda tensor: tensor, unpack)
+        self._watch.__enter__()
+
+    def guard(self, output: Any) -> None:
+        """The call has returned `output`: its gradient is what begins the module's backward."""
+        if self._watch is not None:
+            self._watch.__exit__()
+            self._watch = None
+        seen = False
+        for tensor in _tensors(output):
+            seen = True
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self.entered)
+        if not seen:
+            self.runtime.unseen(self.numbers, output)
 
     def entered(self, grad: Tensor) -> None:
         del grad

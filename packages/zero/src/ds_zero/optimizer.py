@@ -11,7 +11,6 @@ one multiplication of the shard.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -64,6 +63,7 @@ class ShardedOptimizer(Optimizer):
         self.last: StepReport | None = None
         self._scaled = 0
         self.sharding = Sharding(model, groups, options)
+        self.sharding.runtime.begun = self._check_scaled
         self._scale: ScaleState | None = (
             self.sharding.precision.scale.start() if self.sharding.precision.scale else None
         )
@@ -84,6 +84,14 @@ class ShardedOptimizer(Optimizer):
         self._scaled += 1
         return loss if self._scale is None else loss * self._scale.scale
 
+    def _check_scaled(self) -> None:
+        if self._scale is not None and not self._scaled:
+            raise PlanError(
+                f"backward of a loss that was not scaled, with loss scale {self._scale.scale:g}: `step` would divide by it",
+                code="loss-not-scaled",
+                fix="Call `optimizer.scale(loss).backward()`.",
+            )
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
 
@@ -95,6 +103,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         runtime = self.sharding.runtime
         runtime.close()
+        runtime.settle(self.sharding.group)
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
         average = 1.0 / (self.sharding.group.size * scale * self.divisor)
@@ -271,14 +280,9 @@ class ShardedOptimizer(Optimizer):
 
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
-        group = self.sharding.group
-        if group.pg is None:
-            return mine
-        parts: list[Any] = [None] * group.size
-        torch.distributed.all_gather_object(parts, json.dumps(mine), group=group.pg)
         merged: dict[str, dict[str, float]] = {}
-        for part in parts:
-            for key, values in json.loads(part).items():
+        for part in comm.exchange(self.sharding.group, mine):
+            for key, values in part.items():
                 merged.setdefault(key, {}).update(values)
         return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
 

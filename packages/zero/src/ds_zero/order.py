@@ -7,12 +7,13 @@ the phase. When and why a rank asks never changes the order in which it issues, 
 
 The sequence starts as registration order and may be replaced by the order seen in the first step once all ranks saw the
 same: it is a hint, correctness never depends on it. A unit needed again after its turn is issued on the spot; ranks that
-do the same things do that in the same place.
+do the same things do that in the same place. A unit that a rank still has takes its turn all the same: whether to take
+part never depends on what this rank holds, because other ranks cannot know that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = ["GatherOrder", "ReduceOrder"]
 
@@ -27,8 +28,13 @@ class GatherOrder:
     """
 
     def __init__(self, sequence: Sequence[int], ahead: int, numels: Sequence[int]) -> None:
-        self.sequence, self.ahead, self.numels = tuple(sequence), ahead, numels
+        self.ahead, self.numels = ahead, numels
+        self._set(tuple(sequence))
         self.begin()
+
+    def _set(self, sequence: tuple[int, ...]) -> None:
+        self.sequence = sequence
+        self._last = {unit: i for i, unit in enumerate(sequence)}
 
     def begin(self) -> None:
         """Start a phase: no unit has had its turn."""
@@ -54,6 +60,19 @@ class GatherOrder:
         while self._cursor < len(self.sequence) and self._fits(self.sequence[self._cursor]):
             issue.append(self._issue())
         return issue
+
+    def awaits(self, unit: int) -> bool:
+        """Whether `unit` has a turn left in this phase, or was issued early and not needed yet."""
+        return self._last.get(unit, -1) >= self._cursor or bool(self._waiting.get(unit))
+
+    def adopt(self, seen: Sequence[int]) -> None:
+        """Follow `seen` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
+        left = [unit for unit in self.sequence if unit not in set(seen)]
+        self._set(tuple(seen) + tuple(left))
+
+    def drop(self, units: Collection[int]) -> None:
+        """Leave `units` out from the next phase on. Same on every rank."""
+        self._set(tuple(unit for unit in self.sequence if unit not in units))
 
     def finish(self) -> list[int]:
         """Units whose turn has not come in this phase: other ranks may be waiting for them."""
@@ -109,6 +128,11 @@ class ReduceOrder:
         rest = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
         return rest
+
+    def adopt(self, seen: Sequence[int]) -> None:
+        """Follow `seen` from the next backward on; units it leaves out come after. Same on every rank."""
+        first = tuple(dict.fromkeys(seen))
+        self.sequence = first + tuple(unit for unit in self.sequence if unit not in set(first))
 
     def had_turn(self, unit: int) -> bool:
         """Whether `unit` was already given out for reduction in this backward."""

@@ -145,11 +145,16 @@ class Unit:
         self.start_unshard()
         self.finish_unshard()
 
-    def start_unshard(self) -> None:
-        """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`."""
-        if self.state in (Full.CURRENT, Full.GATHERING):
+    def start_unshard(self, *, again: bool = False) -> None:
+        """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`.
+
+        Args:
+            again: Take part even if full is current: other ranks count on it. It is then written with what it holds.
+        """
+        if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
-        if self.state is Full.RELEASED:
+        self._was_released = self.state is Full.RELEASED
+        if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
         with torch.no_grad():
             for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
@@ -159,7 +164,6 @@ class Unit:
                     out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
                     work = comm.all_gather_single(out, own, self.seat.gathers, unit=self.spec.name, async_op=True)
                     self._gathering.append(work)
-        self._was_released = self.state is Full.RELEASED
         self.state = Full.GATHERING
 
     def finish_unshard(self) -> None:
