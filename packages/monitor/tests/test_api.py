@@ -217,3 +217,34 @@ def test_import_is_light_and_does_nothing(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_attached_sinks_join_those_that_listen_and_leave_alone() -> None:
+    first, second = MemorySink(), MemorySink()
+    m.configure([first])
+    m.attach([second])
+    m.gauge("a", 1)
+    m.detach([second])
+    m.gauge("a", 2)
+    assert [record.value for record in second.records] == [1]
+    assert [record.value for record in first.records] == [1, 2]
+    assert m.active()
+    m.detach([second])  # passed over: it left before
+    m.detach([first])
+    assert not m.active()
+
+
+def test_attaching_nothing_changes_nothing() -> None:
+    m.attach([])
+    assert not m.active()
+
+
+def test_a_sink_that_fails_while_it_is_detached_is_closed_once() -> None:
+    broken, other = BrokenSink("end_step"), MemorySink()
+    m.configure([other])
+    m.attach([broken])
+    m.gauge("a", 1)
+    with pytest.warns(RuntimeWarning, match="BrokenSink"):
+        m.detach([broken])
+    m.gauge("a", 2)
+    assert [record.value for record in other.records] == [1, 2]

@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import logging
 
-from ds_monitor.api import Sink, active, configure, counter, current_step, event, gauge, set_step, shutdown, span
+from ds_monitor.api import (
+    Sink,
+    active,
+    attach,
+    configure,
+    counter,
+    current_step,
+    detach,
+    event,
+    gauge,
+    set_step,
+    shutdown,
+    span,
+)
 from ds_monitor.logs import configure_logging
 from ds_monitor.record import Kind, Record
 from ds_monitor.sinks import (
@@ -37,10 +50,12 @@ __all__ = [
     "TensorBoardSink",
     "WandbSink",
     "active",
+    "attach",
     "configure",
     "configure_logging",
     "counter",
     "current_step",
+    "detach",
     "event",
     "gauge",
     "make_sink",

@@ -24,7 +24,20 @@ from typing import Any, Protocol
 
 from ds_monitor.record import Kind, Record
 
-__all__ = ["Sink", "active", "configure", "counter", "current_step", "event", "gauge", "set_step", "shutdown", "span"]
+__all__ = [
+    "Sink",
+    "active",
+    "attach",
+    "configure",
+    "counter",
+    "current_step",
+    "detach",
+    "event",
+    "gauge",
+    "set_step",
+    "shutdown",
+    "span",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -146,17 +159,39 @@ def set_step(step: int, samples: int | None = None) -> None:
 
 def configure(sinks: Iterable[Sink]) -> None:
     """Replace the sink list; the sinks it held are completed and closed. Closed at exit too, also after an exception."""
-    new = list(sinks)
     with _state.lock:
         shutdown()
-        _sinks.extend(new)
+        attach(sinks)
+
+
+def attach(sinks: Iterable[Sink]) -> None:
+    """Add sinks to those that listen already: what a library does, which does not own the list."""
+    new = list(sinks)
+    with _state.lock:
         if not new:
             return
+        _sinks.extend(new)
         atexit.register(shutdown)
         if not _state.fork_hook and hasattr(os, "register_at_fork"):
             # A forked data-loader worker shares our open files; two writers would tear each other's lines.
             os.register_at_fork(after_in_child=_forget)
             _state.fork_hook = True
+
+
+def detach(sinks: Iterable[Sink]) -> None:
+    """Complete and close these sinks and take them off the list; those that are no longer on it are passed over."""
+    leaving = {id(sink) for sink in sinks}
+    with _state.lock:
+        gone = [sink for sink in _sinks if id(sink) in leaving]
+        if not gone:
+            return
+        _end_step()
+        for sink in gone:
+            if sink in _sinks:  # a sink that failed in the last step has left by itself
+                _sinks.remove(sink)
+                _close(sink)
+        if not _sinks:
+            atexit.unregister(shutdown)
 
 
 def shutdown() -> None:
