@@ -123,7 +123,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", external=True)
     sources = [str(project.source) for project in PACKAGES.values()]
     session.run("mypy", *sources, str(install.TESTING / "src" / "ds_testing"), external=True)
-    session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/errors_page.py", external=True)
+    session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/pages.py", external=True)
     session.run(python, "-m", "pytest", "tools/tests", "-m", "not slow", external=True)
 
 
@@ -131,7 +131,6 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site; any dead link, dead anchor or page outside the navigation is an error."""
     python = developing(session, "docs")
-    session.run(python, "tools/errors_page.py", external=True)
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run(python, "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet, external=True)
 

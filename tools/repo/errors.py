@@ -19,7 +19,7 @@ PARTS = ROOT / "docs" / "reference" / "errors.d"
 
 _HEAD = """# Errors
 
-<!-- Made by `python tools/errors_page.py` from docs/reference/errors.d/. Edit the files there. -->
+<!-- Made by `python tools/pages.py errors` from docs/reference/errors.d/. Edit the files there. -->
 
 Every error of a ds package says what was asked, what was found, what to do, and names a section of this page.
 The class tells who must act:

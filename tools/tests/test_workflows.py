@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+
+import pytest
 
 from repo import ROOT
 
@@ -22,5 +26,21 @@ def test_what_must_be_there_is_there():
 
 
 def test_every_supported_python_is_tested():
-    found = re.findall(r'"(3\.\d+)"', (FOLDER / "tests.yml").read_text())
-    assert found == ["3.11", "3.12", "3.13", "3.14"]
+    (matrix,) = re.findall(r"python: \[(.*)\]", (FOLDER / "tests.yml").read_text())
+    assert re.findall(r"3\.\d+", matrix) == ["3.11", "3.12", "3.13", "3.14"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "said"),
+    [
+        ("zero-0.1.0", "is not of the form"),
+        ("ds-nothing-v0.1.0", "there is no package ds-nothing"),
+        ("ds-zero-v99.0.0", "the tag 99.0.0"),
+    ],
+)
+def test_a_tag_that_does_not_fit_releases_nothing(tag, said):
+    command = [sys.executable, str(ROOT / "tools" / "release.py"), tag]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,122 @@
+"""The pages of docs/reference that are made from what the tree says, never by hand."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from repo import ROOT, errors, layers
+from repo.projects import Project, load, requirement_name
+
+__all__ = ["PAGES", "Page", "configuration", "packages"]
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A generated file, and what makes its text."""
+
+    file: Path
+    text: Callable[[], str]
+
+
+def packages() -> str:
+    """One row a package, lowest layer first."""
+    projects = load()
+    level = {f"ds-{name}": i for i, row in enumerate(layers.read().packages) for name in row}
+    lines = [
+        "# Packages",
+        "",
+        "<!-- Made by `python tools/pages.py packages` from the pyproject.toml files. -->",
+        "",
+        "Each package can be installed alone and has its own version. A package imports only packages that stand above it in",
+        "this table; packages of one layer never import each other. What each one offers is in its README.",
+        "",
+        "| package | import | what it is | needs | extras |",
+        "|---|---|---|---|---|",
+    ]
+    for project in sorted(projects.values(), key=lambda project: (level[project.name], project.name)):
+        lines.append(_package_row(project))
+    return "\n".join(lines) + "\n"
+
+
+def _package_row(project: Project) -> str:
+    meta = tomllib.loads((project.folder / "pyproject.toml").read_text())["project"]
+    needs = ", ".join(sorted(requirement_name(requirement) for requirement in project.dependencies)) or "nothing"
+    extras = ", ".join(f"`{extra}`" for extra in project.extras) or "none"
+    name = f"`{project.name}` {project.version}"
+    return f"| {name} | `{project.module}` | {meta['description']} | {needs} | {extras} |"
+
+
+def configuration() -> str:
+    """Every configuration key with what it accepts, from the models themselves."""
+    from ds_config import keys
+    from ds_engine import Config
+
+    lines = [
+        "# Configuration keys",
+        "",
+        "<!-- Made by `python tools/pages.py configuration` from the models. -->",
+        "",
+        "Every key that a configuration may hold. `*` stands for any name in an object, `0` for any position in a list.",
+        "A key that is not here is an error with the nearest known name. What is marked *not built* is an error unless it is",
+        "off; what is marked *no effect* is accepted with a line in the log; *deprecated* keys move to their new place.",
+        "",
+        "| key | accepts | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key in keys(Config):
+        lines.append(_key_row(".".join(map(str, key.path)), key.model, key.field, str(key.path[-1])))
+    return "\n".join(lines) + "\n"
+
+
+def _key_row(path: str, model: type, field_name: str, spelling: str) -> str:
+    from ds_config import shape
+
+    field = model.model_fields[field_name]  # type: ignore[attr-defined]
+    meaning = field.description or ""
+    if (reason := shape.retired(field)) is not None:
+        meaning = _said(reason)
+    elif spelling != field_name:
+        meaning = f"Another spelling of `{field_name}`."
+    default = "required" if field.is_required() else f"`{_default(field)}`"
+    return (
+        "| "
+        + " | ".join(_cell(text) for text in (f"`{path}`", shape.describe(shape.of_field(field)), default, meaning))
+        + " |"
+    )
+
+
+def _said(reason: object) -> str:
+    from ds_config.fields import Dead, Deprecated, Unbuilt
+
+    if isinstance(reason, Deprecated):
+        return f"*Deprecated*: use `{reason.new}`."
+    if isinstance(reason, Dead):
+        return f"*No effect*: {reason.why}."
+    return f"*Not built*: {reason.instead}." if isinstance(reason, Unbuilt) else ""
+
+
+def _default(field: object) -> str:
+    value = field.get_default(call_default_factory=True)  # type: ignore[attr-defined]
+    if hasattr(value, "model_dump"):
+        return "{...}"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if _hashable(value) else str(value)
+
+
+def _hashable(value: object) -> bool:
+    return isinstance(value, bool) or value is None
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+PAGES: Mapping[str, Page] = {
+    "errors": Page(errors.PAGE, errors.page),
+    "packages": Page(REFERENCE / "packages.md", packages),
+    "configuration": Page(REFERENCE / "configuration.md", configuration),
+}
