@@ -43,10 +43,17 @@ class Deadly(Disk):
         self.paths[fd] = path
         return fd
 
-    def write(self, fd, buffers, offset):
-        half = sum(b.nbytes for b in buffers) // 2
-        self._point(lambda: os.pwrite(fd, b"".join(buffers)[:half], offset))
-        return super().write(fd, buffers, offset)
+    def open_direct(self, path):
+        self._point()
+        return super().open_direct(path)
+
+    def allocate(self, fd, nbytes):
+        self._point()
+        super().allocate(fd, nbytes)
+
+    def write(self, fd, data, offset):
+        self._point(lambda: os.pwrite(fd, data[: data.nbytes // 2], offset))
+        return super().write(fd, data, offset)
 
     def sync(self, fd):
         self._point()
@@ -75,7 +82,7 @@ class Deadly(Disk):
 
 
 def state(step):
-    return {f"t{i}": torch.full((50 + i,), float(step * 100 + i)) for i in range(30)}
+    return {f"t{i}": torch.full((2000 + i,), float(step * 100 + i)) for i in range(30)}
 
 
 def trial(order):
@@ -87,7 +94,9 @@ def trial(order):
 
 
 def main():
-    ds_ckpt.api.BLOCK_BYTES = 256  # many small writes: many points
+    ds_ckpt.saving.BLOCK_BYTES = 256
+    ds_ckpt.writer.SLAB_BYTES = 4096  # many small writes: many points
+    ds_ckpt.storage._DIRECT_BYTES = 0
     for line in sys.stdin:
         order = json.loads(line)
         read, write = os.pipe()

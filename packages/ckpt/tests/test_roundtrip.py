@@ -178,6 +178,14 @@ def test_views_and_columns_are_saved_as_what_they_show(tmp_path):
     assert torch.equal(back, base[1:3])
 
 
+def test_one_element_of_a_strided_tensor(tmp_path):
+    column = torch.arange(6.0).reshape(3, 2)[:, 1][1:2]
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": column}), {})
+    column.zero_()
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": column}))
+    assert column.tolist() == [3]
+
+
 def test_diff_sees_names_shapes_values_and_meta(tmp_path):
     state = {"same": torch.randn(5), "value": torch.ones(300), "shape": torch.ones(2), "gone": torch.ones(1)}
     ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {"step": 1, "seed": 0})

@@ -4,11 +4,12 @@
 `whole(tensors)` makes them for a process that holds everything.
 """
 
-from ds_ckpt.api import Saved, load, save
 from ds_ckpt.catalog import find_latest, inspect, list_tags, remove
 from ds_ckpt.check import Diff, Verified, diff, verify
 from ds_ckpt.format import Manifest
+from ds_ckpt.loading import load
 from ds_ckpt.plan import LoadOptions
+from ds_ckpt.saving import Saved, save
 from ds_ckpt.storage import At, LocalStorage, MemoryStorage, ObjectStorage
 from ds_ckpt.tensors import whole
 

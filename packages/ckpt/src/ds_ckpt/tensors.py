@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.plan import Item
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Local", "byte_view", "check_local", "dtype_name", "entry_bytes", "staging", "torch_dtype", "whole"]
+__all__ = ["Local", "byte_view", "check_local", "copier", "dtype_name", "staging", "torch_dtype", "whole"]
 
 
 class Local(Protocol):
@@ -62,15 +63,24 @@ def check_local(shards: Iterable[Local]) -> list[Local]:
 
 def byte_view(data: Tensor) -> memoryview:
     """The bytes of a tensor's elements: the tensor's own memory where it is contiguous and on the host, else a copy."""
-    flat = data.detach().reshape(-1)
-    host = flat.cpu() if flat.device.type != "cpu" else flat
-    return host.contiguous().view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+    return _flat_bytes(data.cpu()).numpy().data if data.numel() else memoryview(b"")
 
 
-def entry_bytes(locals_: Sequence[Local], item: Item) -> memoryview:
-    """The bytes of one entry of this rank's file."""
-    piece = item.piece
-    return byte_view(locals_[piece.shard].data.detach().reshape(-1)[piece.start : piece.start + piece.numel])
+def _flat_bytes(data: Tensor) -> Tensor:
+    flat = data.detach().reshape(-1).contiguous()
+    # One element counts as contiguous whatever its stride, but cannot be viewed as bytes before the stride is 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], None]:
+    """How to copy bytes of an entry of this rank's file into host memory, from any device."""
+    flat = [_flat_bytes(local.data) for local in locals_]
+
+    def copy(target: memoryview, item: Item, start: int) -> None:
+        first = item.piece.start * ITEMSIZE[item.dtype] + start
+        torch.frombuffer(target, dtype=torch.uint8).copy_(flat[item.piece.shard][first : first + target.nbytes])
+
+    return copy
 
 
 def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:

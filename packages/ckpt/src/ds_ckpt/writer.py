@@ -1,28 +1,39 @@
-"""One rank's data file: safetensors header, then the entries end to end, with a CRC-32 per block. No torch.
+"""One rank's data file, written through page-aligned slabs by several threads. No torch.
 
-The layout is known before the first byte is written, so blocks go out from several threads in any order; checksums are
-computed by the thread that writes the block, while others wait for the disk.
+Words: the file is a *stream* of bytes: safetensors header, then the entries end to end. A *slab* is up to `SLAB_BYTES` of
+the stream, at a multiple of that, in page-aligned memory that is kept between saves (so its pages are there). A
+*segment* is the part of a slab that belongs to one checksum block of one entry.
+
+Whoever owns the tensors calls `fill`: copies segments into free slabs. Whoever writes calls `drain`: checksums and writes
+slabs and gives them back. The pool of slabs is all that is between the two: with a pool as large as the state, `fill` is a
+snapshot and never waits; with a small one it proceeds at the speed of the disk, in bounded memory.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from ds_ckpt.crc import crc32
+from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE
 from ds_ckpt.format import BLOCK_BYTES, FileRecord
 from ds_ckpt.plan import Item
 from ds_ckpt.storage import Draft, WriteFile
+from ds_config.errors import CheckpointError
 
-__all__ = ["Written", "header", "write_file"]
+__all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "header"]
 
-_ALIGN: Final = 4096  # entries start on a page: a reader may map them, a writer may bypass the page cache
-_BATCH_BUFFERS: Final = 256
+SLAB_BYTES: Final = 4 * 2**20
+_PAGE: Final = 4096  # the header ends on a page: entries can be mapped, and slabs written past the page cache
 _THREADS: Final = 4
+
+Copy = Callable[[memoryview, Item, int], None]  # fill the view with the entry's bytes from the given byte on
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +45,20 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Segment:
     entry: int
-    number: int
+    block: int
+    start: int  # byte of the entry
+    at: int  # byte of the slab
+    nbytes: int
+    after: int  # bytes of the block behind this segment
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
     at: int
-    data: memoryview
+    nbytes: int
+    segments: tuple[_Segment, ...]
 
 
 def header(items: Sequence[Item]) -> bytes:
@@ -53,83 +73,184 @@ def header(items: Sequence[Item]) -> bytes:
         }
         at += item.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // _ALIGN) * _ALIGN - 8
+    padded = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
-def write_file(
-    draft: Draft, rank: int, items: Sequence[Item], source: Callable[[Item], memoryview], block_bytes: int = BLOCK_BYTES
-) -> Written:
-    """Write `rank`'s file and return when it is durable.
+class Pool:
+    """Slabs of host memory, made when first needed, at most `limit_bytes` of them, reused for ever.
 
-    Args:
-        source: The bytes of an entry; called once per entry, in order. A view when the tensor is in host memory.
-        block_bytes: The manifest's; also the unit of parallel writing.
-
-    Raises:
-        OSError: what the storage said (no space, input/output error).
+    Thread-safe. `acquire` waits for a slab when all are in use: that is the back-pressure.
     """
-    head = header(items)
-    name = draft.file_name(rank)
-    nbytes = len(head) + sum(item.nbytes for item in items)
-    sums = [[""] * (-(-item.nbytes // block_bytes)) for item in items]
-    file = draft.write_file(name, nbytes)
-    try:
-        file.write(0, [memoryview(head)])
-        batches = _batches(_blocks(items, source, len(head), block_bytes), block_bytes)
-        if file.parallel:
-            _write_parallel(file, batches, sums)
-        else:
-            for batch in batches:
-                _write(file, batch, sums)
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise
-    record = FileRecord(name, nbytes, len(head), f"{crc32(head):08x}")
-    return Written(record, tuple(tuple(s) for s in sums))
+
+    def __init__(self, limit_bytes: int = 8 * SLAB_BYTES) -> None:
+        self._limit = max(1, -(-limit_bytes // SLAB_BYTES))
+        self._made = 0
+        self._free: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._made * SLAB_BYTES
+
+    def at_least(self, nbytes: int) -> None:
+        """Raise the limit so that `nbytes` of slabs can be in use at once."""
+        with self._changed:
+            self._limit = max(self._limit, -(-nbytes // SLAB_BYTES))
+            self._changed.notify_all()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make slabs for `nbytes` (within the limit) now, so that no later save waits for page faults."""
+        with self._changed:
+            while self._made < min(self._limit, -(-nbytes // SLAB_BYTES)):
+                self._free.append(self._new())
+
+    def acquire(self, stop: Callable[[], bool]) -> mmap.mmap | None:
+        """A free slab; None when `stop()` says that nobody will drain."""
+        with self._changed:
+            while not stop():
+                if self._free:
+                    return self._free.pop()
+                if self._made < self._limit:
+                    return self._new()
+                self._changed.wait(0.05)
+        return None
+
+    def release(self, slab: mmap.mmap) -> None:
+        with self._changed:
+            self._free.append(slab)
+            self._changed.notify()
+
+    def _new(self) -> mmap.mmap:
+        self._made += 1
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(-1, SLAB_BYTES, flags=flags)
 
 
-def _blocks(items: Sequence[Item], source: Callable[[Item], memoryview], at: int, block_bytes: int) -> Iterator[_Block]:
-    for entry, item in enumerate(items):
-        data = source(item)
-        for number, low in enumerate(range(0, item.nbytes, block_bytes)):
-            block = data[low : low + block_bytes]
-            yield _Block(entry, number, at + low, block)
-        at += item.nbytes
+class Stream:
+    """One file on its way from tensors to storage. `fill` and `drain` run in two threads, each once."""
 
+    def __init__(self, items: Sequence[Item], pool: Pool, block_bytes: int = BLOCK_BYTES) -> None:
+        self._items, self._pool, self._block_bytes = items, pool, block_bytes
+        self._head = header(items)
+        self.nbytes = len(self._head) + sum(item.nbytes for item in items)
+        self._queue: queue.SimpleQueue[tuple[_Range, mmap.mmap] | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self.filled = threading.Event()
+        self._sums = [[0] * (-(-item.nbytes // block_bytes)) for item in items]
+        self._sums_lock = threading.Lock()
 
-def _batches(blocks: Iterator[_Block], block_bytes: int) -> Iterator[list[_Block]]:
-    # Small entries travel together: one system call for up to 256 of them.
-    batch: list[_Block] = []
-    nbytes = 0
-    for block in blocks:
-        if batch and (nbytes + block.data.nbytes > block_bytes or len(batch) == _BATCH_BUFFERS):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(block)
-        nbytes += block.data.nbytes
-    if batch:
-        yield batch
-
-
-def _write(file: WriteFile, batch: list[_Block], sums: list[list[str]]) -> None:
-    for block in batch:
-        sums[block.entry][block.number] = f"{crc32(block.data):08x}"
-    file.write(batch[0].at, [block.data for block in batch])
-
-
-def _write_parallel(file: WriteFile, batches: Iterator[list[_Block]], sums: list[list[str]]) -> None:
-    # At most twice as many batches as threads are alive, so device tensors are fetched only as they are needed.
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ds-ckpt-write") as pool:
-        waiting = []
+    def fill(self, copy: Copy) -> None:
+        """Copy every entry into slabs; returns when the tensors may change. Returns early when `drain` has failed."""
         try:
-            for batch in batches:
-                waiting.append(pool.submit(_write, file, batch, sums))
-                if len(waiting) >= 2 * _THREADS:
-                    waiting.pop(0).result()
-            for future in waiting:
-                future.result()
+            for part in self._ranges():
+                slab = self._pool.acquire(self._stopped.is_set)
+                if slab is None:
+                    return
+                view = memoryview(slab)
+                head = self._head[part.at : part.at + SLAB_BYTES]
+                view[: len(head)] = head
+                for s in part.segments:
+                    copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
+                self._queue.put((part, slab))
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
+            self._stopped.set()
             raise
+        finally:
+            self._queue.put(None)
+            self.filled.set()
+            if self._stopped.is_set():
+                self.stop()  # takes back a slab that was queued after the last one was taken
+
+    def drain(self, draft: Draft, rank: int) -> Written:
+        """Write what `fill` delivers and return when it is durable.
+
+        Raises:
+            OSError: what the storage said. CheckpointError: "ckpt-failed", when `fill` gave up.
+        """
+        name = draft.file_name(rank)
+        try:
+            file = draft.write_file(name, self.nbytes)
+            try:
+                total = self._write_all(file)
+                if total != self.nbytes:
+                    raise CheckpointError(
+                        f"only {total} of {self.nbytes} bytes of {name} came",
+                        code="ckpt-failed",
+                        fix="See the error of the thread that copies the tensors.",
+                    )
+                file.close()
+            except BaseException:
+                file.abandon()
+                raise
+        finally:
+            self.stop()
+        record = FileRecord(name, self.nbytes, len(self._head), f"{crc32(self._head):08x}")
+        return Written(record, tuple(tuple(f"{c:08x}" for c in sums) for sums in self._sums))
+
+    def stop(self) -> None:
+        """End both sides: `fill` returns, `drain` raises, slabs on their way go back to the pool."""
+        self._stopped.set()
+        while True:
+            try:
+                entry = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if entry is not None:
+                self._pool.release(entry[1])
+        self._queue.put(None)  # whoever waits for a slab learns that none comes
+
+    def _write_all(self, file: WriteFile) -> int:
+        total = 0
+        with ThreadPoolExecutor(_THREADS if file.parallel else 1, thread_name_prefix="ds-ckpt-write") as threads:
+            waiting: list[Future[None]] = []
+            try:
+                while (entry := self._queue.get()) is not None:
+                    waiting.append(threads.submit(self._write, file, *entry))
+                    total += entry[0].nbytes
+                    while waiting and waiting[0].done():
+                        waiting.pop(0).result()
+                for future in waiting:
+                    future.result()
+            finally:
+                self._stopped.set()
+        return total
+
+    def _write(self, file: WriteFile, part: _Range, slab: mmap.mmap) -> None:
+        try:
+            if self._stopped.is_set():
+                return
+            view = memoryview(slab)
+            for s in part.segments:
+                crc = shifted(crc32(view[s.at : s.at + s.nbytes]), s.after)
+                with self._sums_lock:
+                    self._sums[s.entry][s.block] ^= crc
+            file.write(part.at, view[: part.nbytes])
+        except BaseException:
+            self._stopped.set()
+            raise
+        finally:
+            self._pool.release(slab)
+
+    def _ranges(self) -> Iterator[_Range]:
+        """The stream cut at multiples of SLAB_BYTES."""
+        segments: list[_Segment] = []
+        at, position = 0, len(self._head)
+        while position - at >= SLAB_BYTES:  # slabs that hold nothing but header
+            yield _Range(at, SLAB_BYTES, ())
+            at += SLAB_BYTES
+        for entry, item in enumerate(self._items):
+            start = 0
+            while start < item.nbytes:
+                block = start // self._block_bytes
+                block_stop = min((block + 1) * self._block_bytes, item.nbytes)
+                stop = min(block_stop, start + at + SLAB_BYTES - position)
+                segments.append(_Segment(entry, block, start, position - at, stop - start, block_stop - stop))
+                position += stop - start
+                start = stop
+                if position == at + SLAB_BYTES:
+                    yield _Range(at, SLAB_BYTES, tuple(segments))
+                    at, segments = position, []
+        if position > at:
+            yield _Range(at, position - at, tuple(segments))

@@ -98,7 +98,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(tmp_pat
     ds_ckpt.save(tmp_path / "good", shards, {"step": 1})
 
     class Full(ds_ckpt.storage.Disk):
-        def write(self, fd, buffers, offset):
+        def write(self, fd, data, offset):
             raise OSError(28, "No space left on device")
 
     storage = ds_ckpt.LocalStorage(tmp_path, Full() if rank == 1 else None)
