@@ -1,0 +1,126 @@
+#include <ds/shm.h>
+#include <fcntl.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "progress.h"
+
+namespace py = pybind11;
+using namespace ds::shm;
+
+namespace {
+
+py::tuple told(const Outcome &o) { return py::make_tuple(static_cast<int>(o.code), o.rank); }
+
+// A mapped segment, the channel over it, and its threads. Memory of queued calls is kept alive by the Python side.
+class Endpoint {
+ public:
+  Endpoint(int fd, std::int64_t slot_bytes, std::int64_t mailbox_bytes, int rank, std::vector<int> pids)
+      : layout_{slot_bytes, mailbox_bytes}, world_(static_cast<int>(pids.size())) {
+    bytes_ = static_cast<std::size_t>(layout_.total(world_));
+    base_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base_ == MAP_FAILED) {
+      PyErr_SetFromErrno(PyExc_OSError);
+      throw py::error_already_set();
+    }
+    for (int pid : pids) {
+#if defined(SYS_pidfd_open)
+      const int pidfd = pid == ::getpid() ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+#else
+      const int pidfd = -1;
+#endif
+      peers_.push_back({pid, pidfd});
+    }
+    channel_ = std::make_unique<Channel>(base_, layout_, rank, world_, peers_.data());
+    progress_ = std::make_unique<Progress>(*channel_);
+  }
+  ~Endpoint() { close(); }
+  Endpoint(const Endpoint &) = delete;
+
+  void close() {
+    if (!channel_) return;
+    {
+      py::gil_scoped_release nogil;
+      progress_.reset();
+      channel_.reset();
+    }
+    ::munmap(base_, bytes_);
+    for (const Peer &p : peers_)
+      if (p.pidfd >= 0) ::close(p.pidfd);
+  }
+
+  Call call(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
+            const std::vector<std::int64_t> &send, const std::vector<std::int64_t> &receive) const {
+    if (!channel_) throw std::runtime_error("the channel is closed");
+    return {static_cast<Verb>(verb), static_cast<Element>(element), static_cast<Op>(op), root, n,
+            reinterpret_cast<const unsigned char *>(in), reinterpret_cast<unsigned char *>(out),
+            send.empty() ? nullptr : send.data(), receive.empty() ? nullptr : receive.data()};
+  }
+
+  py::tuple run(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
+                const std::vector<std::int64_t> &send, const std::vector<std::int64_t> &receive, int spin_us,
+                std::int64_t timeout_ms) {
+    const Call c = call(verb, element, op, root, n, in, out, send, receive);
+    Outcome o;
+    {
+      py::gil_scoped_release nogil;
+      o = progress_->run(c, spin_us, timeout_ms);
+    }
+    return told(o);
+  }
+  std::shared_ptr<Job> start(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
+                             const std::vector<std::int64_t> &send, const std::vector<std::int64_t> &receive,
+                             std::int64_t timeout_ms) {
+    return progress_->start(call(verb, element, op, root, n, in, out, send, receive), world_, timeout_ms);
+  }
+  std::shared_ptr<Job> post(bool outgoing, int peer, std::int64_t tag, std::uintptr_t data, std::int64_t nbytes,
+                            std::int64_t timeout_ms) {
+    if (!channel_) throw std::runtime_error("the channel is closed");
+    return progress_->post({outgoing, peer, tag, reinterpret_cast<unsigned char *>(data), nbytes}, timeout_ms);
+  }
+  void abort() {
+    if (channel_) channel_->abort();
+  }
+
+ private:
+  Layout layout_;
+  int world_;
+  std::size_t bytes_ = 0;
+  void *base_ = nullptr;
+  std::vector<Peer> peers_;
+  std::unique_ptr<Channel> channel_;
+  std::unique_ptr<Progress> progress_;
+};
+
+}  // namespace
+
+void bind_shm(py::module_ &m) {
+  py::class_<Job, std::shared_ptr<Job>>(m, "ShmJob")
+      .def("wait", &Job::wait, py::arg("timeout_ms"), py::call_guard<py::gil_scoped_release>())
+      .def("done", &Job::done)
+      .def("outcome", [](const Job &job) { return told(job.outcome()); });
+  py::class_<Endpoint>(m, "ShmEndpoint")
+      .def(py::init<int, std::int64_t, std::int64_t, int, std::vector<int>>(), py::arg("fd"), py::arg("slot_bytes"),
+           py::arg("mailbox_bytes"), py::arg("rank"), py::arg("pids"))
+      .def("run", &Endpoint::run)
+      .def("start", &Endpoint::start)
+      .def("post", &Endpoint::post)
+      .def("abort", &Endpoint::abort)
+      .def("close", &Endpoint::close);
+  m.def(
+      "shm_total_bytes",
+      [](std::int64_t slot_bytes, std::int64_t mailbox_bytes, int world) { return Layout{slot_bytes, mailbox_bytes}.total(world); },
+      py::arg("slot_bytes"), py::arg("mailbox_bytes"), py::arg("world"));
+  m.def("shm_combine", [](std::uintptr_t dst, const std::vector<std::uintptr_t> &src, int element, int op, std::int64_t n) {
+    std::vector<const void *> sources;
+    for (auto s : src) sources.push_back(reinterpret_cast<const void *>(s));
+    py::gil_scoped_release nogil;
+    combine(reinterpret_cast<void *>(dst), sources.data(), static_cast<int>(src.size()), static_cast<Element>(element),
+            static_cast<Op>(op), n);
+  });
+}

@@ -1,0 +1,429 @@
+#include <ds/shm.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <vector>
+
+#include "kernels/table.h"
+
+namespace ds::shm {
+
+namespace {
+
+constexpr std::int64_t line = 64, page = 4096;
+constexpr int nap_ms = 50;  // longest sleep before peers are looked at again
+
+struct alignas(line) Word {
+  std::atomic<std::uint32_t> value;
+  std::atomic<std::uint32_t> sleepers;
+};
+
+// What a rank says it was asked to do; compared before data moves.
+struct alignas(line) Claim {
+  std::int32_t verb, element, op, root;
+  std::int64_t n;
+};
+
+struct alignas(line) Cell {
+  std::int64_t nbytes, tag, total;
+};
+
+struct Mailbox {  // of one ordered pair
+  Word sent, taken;
+  Cell cell[2];
+};
+
+struct ControlPage {
+  Word arrived, generation, aborted;
+  // then: Claim[2][world], Mailbox[world][world]
+};
+
+std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+
+std::int64_t control_bytes(int world) {
+  const std::int64_t w = world;
+  return round_up(static_cast<std::int64_t>(sizeof(ControlPage) + sizeof(Claim) * 2 * w + sizeof(Mailbox) * w * w), page);
+}
+
+std::int64_t now_us() {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000ll + t.tv_nsec / 1000;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+std::uint32_t *raw(Word &w) { return reinterpret_cast<std::uint32_t *>(&w.value); }
+
+void wake(Word &w) { ::syscall(SYS_futex, raw(w), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void publish(Word &w, std::uint32_t value) {
+  w.value.store(value);  // ordered before the look at the sleepers
+  if (w.sleepers.load()) wake(w);
+}
+
+bool alive(const Peer &peer) {
+  if (peer.pidfd >= 0) {  // readable once the process ended, even while nobody has reaped it
+    pollfd p{peer.pidfd, POLLIN, 0};
+    return ::poll(&p, 1, 0) <= 0;
+  }
+  return ::kill(peer.pid, 0) == 0 || errno != ESRCH;
+}
+
+}  // namespace
+
+std::int64_t Layout::total(int world) const {
+  return control_bytes(world) + 2 * world * slot_bytes + 2ll * world * world * mailbox_bytes;
+}
+
+class Channel::Impl {
+ public:
+  Impl(void *base, const Layout &layout, int rank, int world, const Peer *peers)
+      : base_(static_cast<unsigned char *>(base)),
+        layout_(layout),
+        rank_(rank),
+        world_(world),
+        peers_(peers, peers + world),
+        sources_(static_cast<std::size_t>(world)) {}
+
+  Outcome run(const Call &c, int spin_us, std::int64_t timeout_ms) {
+    begin(spin_us, timeout_ms);
+    if (control().aborted.value.load(std::memory_order_acquire)) return outcome_ = {Code::aborted, -1};
+    Claim &mine = claim(rank_);
+    mine = {static_cast<std::int32_t>(c.verb), static_cast<std::int32_t>(c.element), static_cast<std::int32_t>(c.op), c.root,
+            c.verb == Verb::all_to_all ? -1 : c.n};
+    switch (c.verb) {
+      case Verb::barrier: meet(); break;
+      case Verb::all_reduce: all_reduce(c); break;
+      case Verb::reduce: reduce(c); break;
+      case Verb::reduce_scatter: reduce_scatter(c); break;
+      case Verb::all_gather: all_gather(c); break;
+      case Verb::all_to_all: all_to_all(c); break;
+      case Verb::broadcast: broadcast(c); break;
+      case Verb::gather: gather(c); break;
+      case Verb::scatter: scatter(c); break;
+    }
+    if (outcome_.code == Code::ok) turn_ ^= 1;  // the next call's claims go to the other row
+    return outcome_;
+  }
+
+  Outcome step(const Letter &letter, std::int64_t *moved) {
+    // An empty message still takes one cell; -1 says that it did.
+    if (*moved < 0 || (letter.nbytes && *moved == letter.nbytes)) return {};
+    const int from = letter.outgoing ? rank_ : letter.peer, to = letter.outgoing ? letter.peer : rank_;
+    Mailbox &box = mailbox(from, to);
+    for (;;) {
+      const std::uint32_t sent = box.sent.value.load(std::memory_order_acquire);
+      const std::uint32_t taken = box.taken.value.load(std::memory_order_acquire);
+      if (letter.outgoing ? sent - taken >= 2 : sent == taken) return {Code::timeout, letter.peer};
+      std::int64_t m;
+      if (letter.outgoing) {
+        m = letter.nbytes - *moved < layout_.mailbox_bytes ? letter.nbytes - *moved : layout_.mailbox_bytes;
+        box.cell[sent & 1] = {m, letter.tag, letter.nbytes};
+        take(cell(from, to, sent & 1), letter.data + *moved, m);
+        publish(box.sent, sent + 1);
+      } else {
+        const Cell &head = box.cell[taken & 1];
+        if (head.total != letter.nbytes || head.tag != letter.tag) return {Code::mismatch, letter.peer};
+        m = head.nbytes;
+        take(letter.data + *moved, cell(from, to, taken & 1), m);
+        publish(box.taken, taken + 1);
+      }
+      *moved += m;
+      if (!letter.nbytes) *moved = -1;
+      if (*moved == letter.nbytes || *moved < 0) return {};
+    }
+  }
+
+  Outcome health(int peer) {
+    if (control().aborted.value.load(std::memory_order_acquire)) return {Code::aborted, -1};
+    for (int r = 0; r < world_; r++)
+      if (r != rank_ && (peer < 0 || r == peer) && !alive(peers_[static_cast<std::size_t>(r)])) {
+        abort();
+        return {Code::peer_died, r};
+      }
+    return {};
+  }
+
+  void abort() {
+    control().aborted.value.store(1);
+    wake(control().generation);
+  }
+
+ private:
+  // ---- addresses
+  ControlPage &control() { return *reinterpret_cast<ControlPage *>(base_); }
+  Claim &claim(int rank) { return reinterpret_cast<Claim *>(base_ + sizeof(ControlPage))[turn_ * world_ + rank]; }
+  Mailbox &mailbox(int from, int to) {
+    auto *first = reinterpret_cast<Mailbox *>(base_ + sizeof(ControlPage) + sizeof(Claim) * 2 * static_cast<std::size_t>(world_));
+    return first[from * world_ + to];
+  }
+  unsigned char *slot(int rank, int side) { return base_ + control_bytes(world_) + (2ll * rank + side) * layout_.slot_bytes; }
+  unsigned char *cell(int from, int to, std::uint32_t side) {
+    const std::int64_t boxes = control_bytes(world_) + 2ll * world_ * layout_.slot_bytes;
+    return base_ + boxes + (2ll * (from * world_ + to) + side) * layout_.mailbox_bytes;
+  }
+
+  // ---- waiting
+  void begin(int spin_us, std::int64_t timeout_ms) {
+    outcome_ = {};
+    spin_us_ = spin_us;
+    deadline_us_ = timeout_ms < 0 ? -1 : now_us() + timeout_ms * 1000;
+    checked_ = false;
+  }
+
+  // Until good(word). False with outcome_ set when it will not come.
+  template <class Good>
+  bool wait(Word &word, const Good &good) {
+    // The clock is asked now and then only: reading it costs as much as ten pauses.
+    for (std::int64_t until = -1;;) {
+      for (int i = 0; i < 64; i++) {
+        if (good(word.value.load(std::memory_order_acquire))) return true;
+        relax();
+      }
+      const std::int64_t t = now_us();
+      if (until < 0) until = t + spin_us_;
+      if (t >= until) break;
+    }
+    for (;;) {
+      const std::uint32_t seen = word.value.load(std::memory_order_acquire);
+      if (good(seen)) return true;
+      // Announced before the kernel compares the word: whoever changes it afterwards sees the sleeper and wakes it.
+      word.sleepers.fetch_add(1);
+      timespec nap{0, nap_ms * 1000000};
+      ::syscall(SYS_futex, raw(word), FUTEX_WAIT, seen, &nap, nullptr, 0);
+      word.sleepers.fetch_sub(1);
+      if (good(word.value.load(std::memory_order_acquire))) return true;
+      const Outcome state = health(-1);
+      if (state.code != Code::ok) return fail(state.code, state.rank);
+      if (deadline_us_ >= 0 && now_us() >= deadline_us_) {
+        abort();  // the barrier has counted us: nobody can use it any more
+        return fail(Code::timeout, -1);
+      }
+    }
+  }
+
+  bool fail(Code code, int rank) {
+    outcome_ = {code, rank};
+    return false;
+  }
+
+  bool barrier() {
+    ControlPage &c = control();
+    const std::uint32_t generation = c.generation.value.load(std::memory_order_acquire);
+    if (c.arrived.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(world_)) {
+      c.arrived.value.store(0, std::memory_order_relaxed);
+      publish(c.generation, generation + 1);
+      return true;
+    }
+    return wait(c.generation, [&](std::uint32_t now) { return now != generation; });
+  }
+
+  // The barrier that every chunk ends with. The first one of a call also compares the claims.
+  bool meet() {
+    if (!barrier()) return false;
+    if (checked_) return true;
+    checked_ = true;
+    const Claim &mine = claim(rank_);
+    for (int r = 0; r < world_; r++) {
+      const Claim &theirs = claim(r);
+      if (theirs.verb != mine.verb || theirs.element != mine.element || theirs.op != mine.op || theirs.root != mine.root ||
+          theirs.n != mine.n)
+        return fail(Code::mismatch, r);
+    }
+    return true;
+  }
+
+  // ---- moving data. Every verb walks chunks; `side_` alternates so that a slot is reused two barriers later.
+  void put(std::int64_t at, const unsigned char *from, std::int64_t nbytes) {
+    if (nbytes) std::memcpy(slot(rank_, side_) + at, from, static_cast<std::size_t>(nbytes));
+  }
+  static void take(unsigned char *to, const unsigned char *from, std::int64_t nbytes) {
+    if (nbytes && to != from) std::memmove(to, from, static_cast<std::size_t>(nbytes));
+  }
+  // Calls body(first byte, bytes) for each chunk; at least once, so that empty collectives meet too.
+  template <class Body>
+  void chunks(std::int64_t nbytes, std::int64_t most, const Body &body) {
+    std::int64_t at = 0;
+    do {
+      const std::int64_t m = nbytes - at < most ? nbytes - at : most;
+      if (!body(at, m)) return;
+      side_ ^= 1;
+      at += m;
+    } while (at < nbytes);
+  }
+  std::int64_t part_bytes() const { return layout_.slot_bytes / world_ / line * line; }
+
+  void combine_into(unsigned char *dst, const Call &c, std::int64_t nbytes) {
+    if (nbytes)
+      kernels().combine(dst, sources_.data(), world_, c.element, c.op, nbytes / size_of(c.element));
+  }
+
+  // Small, or two ranks: everyone adds everything (one barrier). Else each rank adds its part and all read it back.
+  void all_reduce(const Call &c) {
+    const std::int64_t nbytes = c.n * size_of(c.element);
+    const bool once = world_ == 2 || nbytes <= 32 * 1024;
+    chunks(nbytes, layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
+      put(0, c.in + at, m);
+      if (!meet()) return false;
+      if (once) {
+        for (int r = 0; r < world_; r++)
+          sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + at : slot(r, side_);
+        combine_into(c.out + at, c, m);
+        return true;
+      }
+      const std::int64_t part = round_up((m + world_ - 1) / world_, line);
+      const auto lo = [&](int r) { return part * r < m ? part * r : m; };
+      for (int r = 0; r < world_; r++) sources_[static_cast<std::size_t>(r)] = slot(r, side_) + lo(rank_);
+      combine_into(slot(rank_, side_) + lo(rank_), c, lo(rank_ + 1) - lo(rank_));
+      if (!barrier()) return false;
+      for (int r = 0; r < world_; r++) take(c.out + at + lo(r), slot(r, side_) + lo(r), lo(r + 1) - lo(r));
+      return true;
+    });
+  }
+
+  void reduce(const Call &c) {
+    chunks(c.n * size_of(c.element), layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
+      if (rank_ != c.root) put(0, c.in + at, m);
+      if (!meet()) return false;
+      if (rank_ == c.root) {
+        for (int r = 0; r < world_; r++)
+          sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + at : slot(r, side_);
+        combine_into(c.out + at, c, m);
+      }
+      return true;
+    });
+  }
+
+  void reduce_scatter(const Call &c) {
+    const std::int64_t each = c.n * size_of(c.element);
+    chunks(each, part_bytes(), [&](std::int64_t at, std::int64_t m) {
+      for (int r = 0; r < world_; r++)
+        if (r != rank_) put(part_bytes() * r, c.in + each * r + at, m);
+      if (!meet()) return false;
+      for (int r = 0; r < world_; r++)
+        sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + each * r + at : slot(r, side_) + part_bytes() * rank_;
+      combine_into(c.out + at, c, m);
+      return true;
+    });
+  }
+
+  void all_gather(const Call &c) {
+    const std::int64_t each = c.n * size_of(c.element);
+    chunks(each, layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
+      put(0, c.in + at, m);
+      if (!meet()) return false;
+      for (int r = 0; r < world_; r++)
+        take(c.out + each * r + at, r == rank_ ? c.in + at : slot(r, side_), m);
+      return true;
+    });
+  }
+
+  void all_to_all(const Call &c) {
+    const std::int64_t width = size_of(c.element);
+    // Ranks may send different amounts to each other, so the number of chunks is agreed on first.
+    std::int64_t most = 0;
+    for (int r = 0; r < world_; r++) {
+      most = most < c.send[r] ? c.send[r] : most;
+      most = most < c.receive[r] ? c.receive[r] : most;
+    }
+    std::int64_t *table = reinterpret_cast<std::int64_t *>(slot(rank_, side_));
+    table[0] = most * width;
+    for (int r = 0; r < world_; r++) table[1 + r] = c.send[r];
+    if (!meet()) return;
+    std::int64_t longest = 0;
+    for (int r = 0; r < world_; r++) {
+      const std::int64_t *theirs = reinterpret_cast<const std::int64_t *>(slot(r, side_));
+      longest = longest < theirs[0] ? theirs[0] : longest;
+      if (theirs[1 + rank_] != c.receive[r]) outcome_ = {Code::mismatch, r};
+    }
+    side_ ^= 1;
+    // A mismatch must not leave the others waiting: everyone walks the chunks, the outcome is told at the end.
+    chunks(longest, part_bytes(), [&](std::int64_t at, std::int64_t m) {
+      std::int64_t from = 0;
+      for (int r = 0; r < world_; r++) {
+        put(part_bytes() * r, c.in + from + at, within(c.send[r] * width, at, m));
+        from += c.send[r] * width;
+      }
+      if (!barrier()) return false;
+      std::int64_t to = 0;
+      for (int r = 0; r < world_; r++) {
+        take(c.out + to + at, slot(r, side_) + part_bytes() * rank_, within(c.receive[r] * width, at, m));
+        to += c.receive[r] * width;
+      }
+      return true;
+    });
+  }
+  static std::int64_t within(std::int64_t have, std::int64_t at, std::int64_t m) {
+    return have <= at ? 0 : have - at < m ? have - at : m;
+  }
+
+  void broadcast(const Call &c) {
+    chunks(c.n * size_of(c.element), layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
+      if (rank_ == c.root) put(0, c.in + at, m);
+      if (!meet()) return false;
+      take(c.out + at, rank_ == c.root ? c.in + at : slot(c.root, side_), m);
+      return true;
+    });
+  }
+
+  void gather(const Call &c) {
+    const std::int64_t each = c.n * size_of(c.element);
+    chunks(each, layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
+      if (rank_ != c.root) put(0, c.in + at, m);
+      if (!meet()) return false;
+      for (int r = 0; rank_ == c.root && r < world_; r++)
+        take(c.out + each * r + at, r == rank_ ? c.in + at : slot(r, side_), m);
+      return true;
+    });
+  }
+
+  void scatter(const Call &c) {
+    const std::int64_t each = c.n * size_of(c.element);
+    chunks(each, part_bytes(), [&](std::int64_t at, std::int64_t m) {
+      for (int r = 0; rank_ == c.root && r < world_; r++)
+        if (r != rank_) put(part_bytes() * r, c.in + each * r + at, m);
+      if (!meet()) return false;
+      take(c.out + at, rank_ == c.root ? c.in + each * rank_ + at : slot(c.root, side_) + part_bytes() * rank_, m);
+      return true;
+    });
+  }
+
+  unsigned char *base_;
+  Layout layout_;
+  int rank_, world_;
+  std::vector<Peer> peers_;
+  std::vector<const void *> sources_;
+  int side_ = 0, turn_ = 0, spin_us_ = 0;
+  std::int64_t deadline_us_ = -1;
+  bool checked_ = false;
+  Outcome outcome_;
+};
+
+Channel::Channel(void *base, const Layout &layout, int rank, int world, const Peer *peers)
+    : impl_(new Impl(base, layout, rank, world, peers)) {}
+Channel::~Channel() { delete impl_; }
+Outcome Channel::run(const Call &call, int spin_us, std::int64_t timeout_ms) { return impl_->run(call, spin_us, timeout_ms); }
+Outcome Channel::step(const Letter &letter, std::int64_t *moved) { return impl_->step(letter, moved); }
+Outcome Channel::health(int peer) { return impl_->health(peer); }
+void Channel::abort() { impl_->abort(); }
+
+void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n) {
+  kernels().combine(dst, src, count, element, op, n);
+}
+
+}  // namespace ds::shm

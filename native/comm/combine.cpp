@@ -1,0 +1,138 @@
+// Reduction of several sources, compiled once per instruction-set level. Blocks stay in the first-level cache.
+#include "kernels/declare.h"
+#include "kernels/staging.h"
+
+namespace {
+
+using ds::shm::Element;
+using ds::shm::Op;
+
+constexpr std::int64_t block = 1024;
+
+template <class T>
+DS_INLINE T apply(Op op, T a, T b) {
+  switch (op) {
+    case Op::product: return static_cast<T>(a * b);
+    // NaN wins on either side, as torch's minimum and maximum have it: a comparison with NaN is false.
+    case Op::min: return b < a || b != b ? b : a;
+    case Op::max: return b > a || b != b ? b : a;
+    default: return static_cast<T>(a + b);
+  }
+}
+
+template <class T>
+DS_INLINE T apply_bits(Op op, T a, T b) {
+  switch (op) {
+    case Op::band: return static_cast<T>(a & b);
+    case Op::bor: return static_cast<T>(a | b);
+    case Op::bxor: return static_cast<T>(a ^ b);
+    default: return apply(op, a, b);
+  }
+}
+
+// The operation is a constant inside each loop, so that the loops are vectorised.
+template <Op op, class T>
+static void fold(T *acc, const T *x, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i++) acc[i] = apply(op, acc[i], x[i]);
+}
+template <Op op, class T>
+static void fold_bits(T *acc, const T *x, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i++) acc[i] = apply_bits(op, acc[i], x[i]);
+}
+
+template <class T>
+static void fold_any(Op op, T *acc, const T *x, std::int64_t n) {
+  switch (op) {
+    case Op::product: return fold<Op::product>(acc, x, n);
+    case Op::min: return fold<Op::min>(acc, x, n);
+    case Op::max: return fold<Op::max>(acc, x, n);
+    default: return fold<Op::sum>(acc, x, n);
+  }
+}
+template <class T>
+static void fold_any_bits(Op op, T *acc, const T *x, std::int64_t n) {
+  switch (op) {
+    case Op::band: return fold_bits<Op::band>(acc, x, n);
+    case Op::bor: return fold_bits<Op::bor>(acc, x, n);
+    case Op::bxor: return fold_bits<Op::bxor>(acc, x, n);
+    default: return fold_any(op, acc, x, n);
+  }
+}
+
+template <class T>
+DS_INLINE const T *source(const void *const *src, int k, std::int64_t i) {
+  return static_cast<const T *>(src[k]) + i;
+}
+
+template <class T>
+static void combine_floats(T *dst, const void *const *src, int count, Op op, std::int64_t n) {
+  alignas(64) T acc[block];
+  for (std::int64_t i = 0; i < n; i += block) {
+    const std::int64_t m = n - i < block ? n - i : block;
+    std::memcpy(acc, source<T>(src, 0, i), static_cast<std::size_t>(m) * sizeof(T));
+    for (int k = 1; k < count; k++) fold_any(op, acc, source<T>(src, k, i), m);
+    if (op == Op::average)
+      for (std::int64_t j = 0; j < m; j++) acc[j] /= static_cast<T>(count);
+    std::memcpy(dst + i, acc, static_cast<std::size_t>(m) * sizeof(T));
+  }
+}
+
+template <class T>
+static void combine_integers(T *dst, const void *const *src, int count, Op op, std::int64_t n) {
+  alignas(64) T acc[block];
+  for (std::int64_t i = 0; i < n; i += block) {
+    const std::int64_t m = n - i < block ? n - i : block;
+    std::memcpy(acc, source<T>(src, 0, i), static_cast<std::size_t>(m) * sizeof(T));
+    for (int k = 1; k < count; k++) fold_any_bits(op, acc, source<T>(src, k, i), m);
+    std::memcpy(dst + i, acc, static_cast<std::size_t>(m) * sizeof(T));
+  }
+}
+
+static void combine_halves(void *dst, const void *const *src, int count, Dtype d, Op op, std::int64_t n) {
+  alignas(64) float acc[block], next[block];
+  for (std::int64_t i = 0; i < n; i += block) {
+    const std::int64_t m = n - i < block ? n - i : block;
+    widen(acc, at(src[0], d, i), d, m);
+    for (int k = 1; k < count; k++) {
+      widen(next, at(src[k], d, i), d, m);
+      fold_any(op, acc, static_cast<const float *>(next), m);
+    }
+    if (op == Op::average)
+      for (std::int64_t j = 0; j < m; j++) acc[j] /= static_cast<float>(count);
+    narrow(at(dst, d, i), d, acc, m);
+  }
+}
+
+// torch's booleans: any non-zero byte is true, sums saturate, results are 0 or 1.
+static void combine_booleans(unsigned char *dst, const void *const *src, int count, Op op, std::int64_t n) {
+  const bool all = op == Op::product || op == Op::min || op == Op::band;
+  for (std::int64_t i = 0; i < n; i++) {
+    unsigned char acc = *source<unsigned char>(src, 0, i) != 0;
+    for (int k = 1; k < count; k++) {
+      const unsigned char x = *source<unsigned char>(src, k, i) != 0;
+      acc = op == Op::bxor ? acc ^ x : all ? acc & x : acc | x;
+    }
+    dst[i] = acc;
+  }
+}
+
+}  // namespace
+
+namespace ds::DS_ISA {
+
+void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n) {
+  switch (element) {
+    case Element::f32: return combine_floats(static_cast<float *>(dst), src, count, op, n);
+    case Element::f64: return combine_floats(static_cast<double *>(dst), src, count, op, n);
+    case Element::bf16: return combine_halves(dst, src, count, Dtype::bf16, op, n);
+    case Element::f16: return combine_halves(dst, src, count, Dtype::f16, op, n);
+    case Element::i64: return combine_integers(static_cast<std::int64_t *>(dst), src, count, op, n);
+    case Element::i32: return combine_integers(static_cast<std::int32_t *>(dst), src, count, op, n);
+    case Element::i16: return combine_integers(static_cast<std::int16_t *>(dst), src, count, op, n);
+    case Element::i8: return combine_integers(static_cast<std::int8_t *>(dst), src, count, op, n);
+    case Element::u8: return combine_integers(static_cast<std::uint8_t *>(dst), src, count, op, n);
+    case Element::boolean: return combine_booleans(static_cast<unsigned char *>(dst), src, count, op, n);
+  }
+}
+
+}  // namespace ds::DS_ISA

@@ -1,0 +1,154 @@
+#include "progress.h"
+
+#include <algorithm>
+
+namespace ds::shm {
+
+using Clock = std::chrono::steady_clock;
+
+namespace {
+// While a queued call waits for the other ranks its caller computes: the core is better used there.
+constexpr int background_spin_us = 20;
+}  // namespace
+
+bool Job::done() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
+bool Job::wait(std::int64_t timeout_ms) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (timeout_ms < 0) {
+    finished_.wait(lock, [this] { return done_; });
+    return true;
+  }
+  return finished_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [this] { return done_; });
+}
+
+void Job::finish(Outcome outcome) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  outcome_ = outcome;
+  done_ = true;
+  finished_.notify_all();
+}
+
+Progress::~Progress() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock2(letters_mutex_);
+    closing_ = true;
+    if (!queue_.empty() || busy_ || !posted_.empty()) channel_.abort();  // nobody may wait for us for ever
+  }
+  changed_.notify_all();
+  letters_changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  if (letters_thread_.joinable()) letters_thread_.join();
+}
+
+Outcome Progress::run(const Call &call, int spin_us, std::int64_t timeout_ms) {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return queue_.empty() && !busy_; });
+    busy_ = true;
+  }
+  const Outcome outcome = channel_.run(call, spin_us, timeout_ms);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    busy_ = false;
+  }
+  changed_.notify_all();
+  return outcome;
+}
+
+std::shared_ptr<Job> Progress::start(const Call &call, int world, std::int64_t timeout_ms) {
+  Queued queued{call, {}, timeout_ms, std::make_shared<Job>()};
+  if (call.send) {
+    queued.sizes.assign(call.send, call.send + world);
+    queued.sizes.insert(queued.sizes.end(), call.receive, call.receive + world);
+  }
+  auto job = queued.job;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { collectives(); });
+    queue_.push_back(std::move(queued));
+  }
+  changed_.notify_all();
+  return job;
+}
+
+void Progress::collectives() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return (!queue_.empty() && !busy_) || (closing_ && queue_.empty()); });
+    if (queue_.empty()) return;
+    Queued next = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    if (!next.sizes.empty()) {
+      next.call.send = next.sizes.data();
+      next.call.receive = next.sizes.data() + next.sizes.size() / 2;
+    }
+    next.job->finish(channel_.run(next.call, background_spin_us, next.timeout_ms));
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+std::shared_ptr<Job> Progress::post(const Letter &letter, std::int64_t timeout_ms) {
+  const auto deadline = timeout_ms < 0 ? Clock::time_point::max() : Clock::now() + std::chrono::milliseconds(timeout_ms);
+  auto job = std::make_shared<Job>();
+  {
+    std::lock_guard<std::mutex> lock(letters_mutex_);
+    if (!letters_thread_.joinable()) letters_thread_ = std::thread([this] { letters(); });
+    posted_.push_back({letter, 0, deadline, job});
+  }
+  letters_changed_.notify_all();
+  return job;
+}
+
+void Progress::letters() {
+  int idle = 0;
+  for (;;) {
+    std::vector<std::list<Posted>::iterator> active;
+    {
+      std::unique_lock<std::mutex> lock(letters_mutex_);
+      letters_changed_.wait(lock, [this] { return closing_ || !posted_.empty(); });
+      if (posted_.empty()) return;
+      for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+        // Messages of one pair and direction arrive in the order they were posted: only the first may move.
+        const bool first = std::none_of(active.begin(), active.end(), [&](auto other) {
+          return other->letter.peer == it->letter.peer && other->letter.outgoing == it->letter.outgoing;
+        });
+        if (first) active.push_back(it);
+      }
+    }
+    bool moved = false;
+    std::vector<std::list<Posted>::iterator> ended;
+    for (auto it : active) {
+      const std::int64_t before = it->moved;
+      Outcome outcome = channel_.step(it->letter, &it->moved);
+      moved |= it->moved != before;
+      if (outcome.code == Code::timeout && (idle & 1023) == 1023) {
+        const Outcome state = channel_.health(it->letter.peer);
+        if (state.code != Code::ok) outcome = state;
+        else if (Clock::now() >= it->deadline) outcome = {Code::timeout, it->letter.peer};
+        else continue;
+      } else if (outcome.code == Code::timeout) {
+        continue;
+      }
+      it->job->finish(outcome);
+      ended.push_back(it);
+    }
+    if (!ended.empty()) {
+      std::lock_guard<std::mutex> lock(letters_mutex_);
+      for (auto it : ended) posted_.erase(it);
+    }
+    idle = moved || !ended.empty() ? 0 : idle + 1;
+    // Briefly polite, then asleep: 1023 rounds of looking cost about 50 ms before peers are checked.
+    if (idle > 64) std::this_thread::sleep_for(std::chrono::microseconds(idle > 512 ? 100 : 10));
+  }
+}
+
+}  // namespace ds::shm

@@ -1,0 +1,72 @@
+// Runs the calls of one channel in the order they were made: a blocking call in the caller's thread when nothing is queued,
+// others on one thread that knows nothing of Python. Point-to-point transfers have a thread of their own, because a send
+// that waits for room must not keep a later collective, or the receive that would make room, from running.
+#pragma once
+#include <ds/shm.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ds::shm {
+
+class Job {
+ public:
+  bool wait(std::int64_t timeout_ms);
+  bool done() const;
+  Outcome outcome() const { return outcome_; }
+
+ private:
+  friend class Progress;
+  void finish(Outcome outcome);
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  bool done_ = false;
+  Outcome outcome_;
+};
+
+class Progress {
+ public:
+  explicit Progress(Channel &channel) : channel_(channel) {}
+  ~Progress();
+  Outcome run(const Call &call, int spin_us, std::int64_t timeout_ms);
+  // `send` and `receive` of the call are copied; its memory must stay until the job is done.
+  std::shared_ptr<Job> start(const Call &call, int world, std::int64_t timeout_ms);
+  std::shared_ptr<Job> post(const Letter &letter, std::int64_t timeout_ms);
+
+ private:
+  struct Queued {
+    Call call;
+    std::vector<std::int64_t> sizes;
+    std::int64_t timeout_ms;
+    std::shared_ptr<Job> job;
+  };
+  struct Posted {
+    Letter letter;
+    std::int64_t moved = 0;
+    std::chrono::steady_clock::time_point deadline;
+    std::shared_ptr<Job> job;
+  };
+  void collectives();
+  void letters();
+
+  Channel &channel_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Queued> queue_;
+  bool busy_ = false;  // a call runs, in whatever thread
+  bool closing_ = false;
+  std::thread thread_;
+
+  std::mutex letters_mutex_;
+  std::condition_variable letters_changed_;
+  std::list<Posted> posted_;
+  std::thread letters_thread_;
+};
+
+}  // namespace ds::shm

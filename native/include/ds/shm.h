@@ -1,0 +1,107 @@
+// Collectives of the ranks of one host over one shared segment.
+//
+// Words: a *segment* is memory mapped by all ranks (a memfd: nothing named, nothing to leak). It holds a control page, and
+// for every rank two *slots* used in turn, and for every ordered pair of ranks a *mailbox* of two cells. A collective is cut
+// into chunks of one slot; while ranks read slot 0 of each other, the next chunk is written to slot 1. One barrier a chunk
+// is enough (two where a result is read back from its owner), because a slot is reused two barriers later.
+//
+// Reductions add in rank order, half types in fp32, so results are the same bits on every rank and in every run.
+// Before moving data, ranks compare what they were asked to do: a rank that came with another operation, size, type or
+// root is named instead of corrupting memory. Waiting spins briefly, then sleeps in the kernel, and wakes up regularly to
+// look whether a peer has died.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ds::shm {
+
+enum class Element : std::int32_t { f32 = 0, bf16, f16, f64, i64, i32, i16, i8, u8, boolean };
+enum class Op : std::int32_t { sum = 0, average, product, min, max, band, bor, bxor };
+enum class Verb : std::int32_t {
+  barrier = 0, all_reduce, reduce, reduce_scatter, all_gather, all_to_all, broadcast, gather, scatter
+};
+
+constexpr std::int64_t size_of(Element e) {
+  switch (e) {
+    case Element::f64: case Element::i64: return 8;
+    case Element::f32: case Element::i32: return 4;
+    case Element::bf16: case Element::f16: case Element::i16: return 2;
+    default: return 1;
+  }
+}
+
+enum class Code : std::int32_t { ok = 0, peer_died = 1, timeout = 2, mismatch = 3, aborted = 4, bad_argument = 5 };
+
+// `rank` is the peer that died, did not come, or differs from this rank; -1 where it has no meaning.
+struct Outcome {
+  Code code = Code::ok;
+  std::int32_t rank = -1;
+};
+
+// One collective of one rank. `n` counts elements as follows:
+//   all_reduce, reduce, broadcast    in [n] (broadcast: root only), out [n]
+//   reduce_scatter, scatter          in [world * n] (scatter: root only), out [n]
+//   all_gather, gather               in [n], out [world * n] (gather: root only)
+//   all_to_all                       in [sum of send], out [sum of receive], elements per peer in send and receive
+// in and out may be the same memory for all_reduce, reduce and broadcast, and may overlap in place as in MPI for the rest.
+struct Call {
+  Verb verb;
+  Element element;
+  Op op;
+  std::int32_t root;
+  std::int64_t n;
+  const unsigned char *in;
+  unsigned char *out;
+  const std::int64_t *send;     // [world], all_to_all only
+  const std::int64_t *receive;  // [world], all_to_all only
+};
+
+// A point-to-point transfer with one peer.
+struct Letter {
+  bool outgoing;
+  int peer;
+  std::int64_t tag;
+  unsigned char *data;
+  std::int64_t nbytes;
+};
+
+struct Peer {
+  std::int32_t pid;
+  std::int32_t pidfd;  // -1: liveness is asked by pid
+};
+
+struct Layout {
+  std::int64_t slot_bytes;     // multiple of 4096
+  std::int64_t mailbox_bytes;  // of one cell, multiple of 4096
+  std::int64_t total(int world) const;
+};
+
+// One rank's end of a segment. Calls of one Channel must not overlap in time (its owner queues them).
+class Channel {
+ public:
+  // `base` is the mapped segment, zero-filled before the first rank came. `peers` has `world` entries.
+  Channel(void *base, const Layout &layout, int rank, int world, const Peer *peers);
+  ~Channel();
+  Channel(const Channel &) = delete;
+  Channel &operator=(const Channel &) = delete;
+
+  // `spin_us`: how long to spin before sleeping. `timeout_ms` < 0: no limit.
+  Outcome run(const Call &call, int spin_us, std::int64_t timeout_ms);
+  // Moves what can be moved now of a point-to-point transfer, in order per pair of ranks. `moved` is updated.
+  // Code::timeout means: not finished yet, call again. The sizes and tags of both sides must be equal.
+  Outcome step(const Letter &letter, std::int64_t *moved);
+  // ok while nobody aborted and every peer (or `peer` alone, if not negative) is alive.
+  Outcome health(int peer);
+  // Every rank's present and later calls end with `aborted`.
+  void abort();
+
+ private:
+  class Impl;
+  Impl *impl_;
+};
+
+// dst[i] = op over k of src[k][i], in order of k; average divides by count. dst may be one of the sources.
+// Cost: (count + 1) * n * size_of(element) bytes.
+void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n);
+
+}  // namespace ds::shm

@@ -1,0 +1,381 @@
+"""Memory shared by the ranks of one host, and collectives over it: the native half of ds-comm's `shm` backend.
+
+Words: a *segment* is a memfd, mapped by all ranks; its *token* is a text that lets another process of the same user open
+it while the maker lives, and nothing of it has a name in the file system, so nothing is left behind whoever dies. A
+*channel* is one rank's end of a segment made for collectives. An *arena* is a segment that tensors are born in.
+
+Results are the same bits on every rank and in every run: sums are made in rank order, half types in fp32. Measured costs
+and the comparison with gloo: docs/benchmarks/comm.md. Protocol: native/include/ds/shm.h.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import CommError, KernelError
+from ds_ops import _call
+
+__all__ = ["Channel", "ChannelSettings", "Op", "Segment", "Task", "Verb", "combine"]
+
+
+class Verb(IntEnum):
+    """What a collective does; numbers shared with native/include/ds/shm.h."""
+
+    BARRIER = 0
+    ALL_REDUCE = 1
+    REDUCE = 2
+    REDUCE_SCATTER = 3
+    ALL_GATHER = 4
+    ALL_TO_ALL = 5
+    BROADCAST = 6
+    GATHER = 7
+    SCATTER = 8
+
+
+class Op(IntEnum):
+    """How elements of several ranks become one. The bit operations take integers and booleans only."""
+
+    SUM = 0
+    AVERAGE = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
+_ELEMENTS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 9,
+}
+_BYTES = _ELEMENTS[torch.uint8]
+_MOVES = (Verb.ALL_GATHER, Verb.ALL_TO_ALL, Verb.BROADCAST, Verb.GATHER, Verb.SCATTER)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """Sizes and patience of a channel.
+
+    Attributes:
+        slot_bytes: Bytes a rank shows the others at once; two of them per rank. Half a second-level cache is a good size.
+        mailbox_bytes: Bytes of one cell of a point-to-point mailbox; two cells per ordered pair of ranks.
+        spin_us: How long a waiting call looks before it sleeps. Keep it short where ranks outnumber cores.
+        timeout_s: A call that waited this long ends with an error on every rank.
+    """
+
+    slot_bytes: int = 1 << 20
+    mailbox_bytes: int = 128 << 10
+    spin_us: int = 200
+    timeout_s: float = 600.0
+
+    def segment_bytes(self, world: int) -> int:
+        """Size of the segment for `world` ranks; memory is taken only where it is touched."""
+        return int(_call.native().shm_total_bytes(self.slot_bytes, self.mailbox_bytes, world))
+
+
+class Segment:
+    """A memfd of `nbytes` zero bytes; `Segment.attach(token, nbytes)` opens that of another process.
+
+    Raises:
+        CommError: the token's process is gone, belongs to another user, or lives in another namespace ("shm-attach").
+    """
+
+    __slots__ = ("_map", "fd", "nbytes")
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.nbytes = nbytes
+        self._map: mmap.mmap | None = None
+        if fd is None:
+            fd = os.memfd_create("ds-shm", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        self.fd = fd
+
+    @property
+    def token(self) -> str:
+        """What another rank of this host needs to attach; valid while this process keeps the segment open."""
+        return f"{os.getpid()}:{self.fd}:{os.fstat(self.fd).st_ino}"
+
+    @classmethod
+    def attach(cls, token: str, nbytes: int) -> Segment:
+        """The segment behind `token`, opened in this process."""
+        pid, fd, inode = token.split(":")
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _attach_error(token, str(error)) from error
+        found = os.fstat(opened)
+        if found.st_ino != int(inode) or found.st_size != nbytes:
+            os.close(opened)
+            raise _attach_error(token, f"it names another file of {found.st_size} bytes, expected {nbytes}")
+        return cls(nbytes, opened)
+
+    def tensor(self, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
+        """[numel] of `dtype` at `offset_bytes`, in the shared memory itself. Keeps the mapping alive."""
+        width = torch.empty((), dtype=dtype).element_size()
+        if offset_bytes % width or offset_bytes < 0 or offset_bytes + numel * width > self.nbytes:
+            raise KernelError(
+                f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a segment of {self.nbytes} bytes",
+                code="shm-bounds",
+                fix="Make the segment larger, or align the offset to the element size.",
+            )
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.nbytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def close(self) -> None:
+        """Give the descriptor back; tensors and channels made before keep their mapping."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _attach_error(token: str, why: str) -> CommError:
+    return CommError(
+        f"cannot attach to shared memory {token} of another rank: {why}",
+        code="shm-attach",
+        fix="Ranks that share memory must be one user's processes in one PID namespace; use gloo otherwise.",
+    )
+
+
+class Task:
+    """A call under way; keeps its tensors alive until it ended."""
+
+    __slots__ = ("_channel", "_job", "_keep", "_what")
+
+    def __init__(self, channel: Channel, job: Any, keep: tuple[Tensor, ...], what: str) -> None:
+        self._channel, self._job, self._keep, self._what = channel, job, keep, what
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return bool(self._job.done())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is complete on this rank.
+
+        Raises:
+            CommError: as the calls of `Channel` do.
+            TimeoutError: not complete within `timeout_s`; it goes on.
+        """
+        if not self._job.wait(-1 if timeout_s is None else max(int(timeout_s * 1e3), 0)):
+            raise TimeoutError(f"{self._what} did not end within {timeout_s} s")
+        self._keep = ()
+        self._channel.check(self._what, self._job.outcome())
+
+
+class Channel:
+    """One rank's end of a segment. Every rank makes the same calls in the same order.
+
+    Args:
+        segment: At least `settings.segment_bytes(len(pids))` bytes, zero before the first rank came.
+        rank: This rank's index.
+        pids: Process id of every rank: how a rank that died is noticed.
+
+    Raises (every call):
+        CommError: a rank died ("shm-peer-died"), came with another call ("shm-mismatch"), did not come in time
+            ("shm-timeout"), or another rank met one of these ("shm-aborted"). The channel is unusable afterwards.
+    """
+
+    def __init__(
+        self, segment: Segment, rank: int, pids: Sequence[int], settings: ChannelSettings | None = None
+    ) -> None:
+        self.settings = settings or ChannelSettings()
+        self.rank, self.world = rank, len(pids)
+        self._end = _call.native().ShmEndpoint(
+            segment.fd, self.settings.slot_bytes, self.settings.mailbox_bytes, rank, list(pids)
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank came. About 2 us on two idle cores."""
+        self.check("barrier", self._end.run(0, _BYTES, 0, 0, 0, 0, 0, (), (), self.settings.spin_us, self._timeout_ms))
+
+    def call(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> None:
+        """Run one collective and return when it is complete on this rank.
+
+        Shapes, with n the elements of one rank's part: all_reduce, reduce, broadcast [n] -> [n];
+        reduce_scatter, scatter [world * n] -> [n]; all_gather, gather [n] -> [world * n]. Where a rank gives or gets
+        nothing (not the root), pass an empty tensor. Tensors are contiguous, on the CPU, of one dtype.
+        """
+        words = self._words(verb, inp, out, op, root)
+        self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
+
+    def start(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> Task:
+        """The same on the channel's own thread; the tensors must not change before the task ended."""
+        job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms)
+        return Task(self, job, (inp, out), verb.name.lower())
+
+    def all_to_all(self, inp: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> Task:
+        """Give `send[r]` elements of `inp` to rank r, take `receive[r]` of rank r into `out`, in rank order."""
+        if len(send) != self.world or sum(send) != inp.numel() or sum(receive) != out.numel():
+            raise KernelError(
+                f"all_to_all over {self.world} ranks: sizes {list(send)} and {list(receive)} do not fit "
+                f"{inp.numel()} and {out.numel()} elements",
+                code="shm-bounds",
+                fix="Give one size per rank; their sum is the tensor's length.",
+            )
+        element, width = _moved(inp, out)
+        words = (Verb.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
+        sizes = [n * width for n in send], [n * width for n in receive]
+        return Task(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all")
+
+    def send(self, data: Tensor, to: int, tag: int = 0) -> Task:
+        """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
+        nbytes = data.numel() * data.element_size()
+        job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
+        return Task(self, job, (data,), f"send to rank {to}")
+
+    def receive(self, data: Tensor, source: int, tag: int = 0) -> Task:
+        """Fill `data` with the next message of rank `source`; its size and tag must be the same."""
+        nbytes = data.numel() * data.element_size()
+        job = self._end.post(False, self._peer(source), tag, _pointer(data), nbytes, self._timeout_ms)
+        return Task(self, job, (data,), f"receive from rank {source}")
+
+    def abort(self) -> None:
+        """End every rank's present and later calls with an error."""
+        self._end.abort()
+
+    def close(self) -> None:
+        """End the channel's threads and unmap it. Calls still queued end with an error on every rank."""
+        self._end.close()
+
+    def check(self, what: str, outcome: tuple[int, int]) -> None:
+        """Raise what a native outcome says."""
+        code, rank = outcome
+        if code:
+            raise _outcome_error(what, self.rank, code, rank)
+
+    @property
+    def _timeout_ms(self) -> int:
+        return int(self.settings.timeout_s * 1e3)
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self.world or rank == self.rank:
+            raise KernelError(
+                f"rank {rank} is not another rank of {self.world}",
+                code="shm-bounds",
+                fix="Name a rank of the channel other than this one.",
+            )
+        return rank
+
+    def _words(self, verb: Verb, inp: Tensor, out: Tensor, op: Op, root: int) -> tuple[Any, ...]:
+        numel = {
+            Verb.REDUCE_SCATTER: out.numel(),
+            Verb.SCATTER: out.numel(),
+            Verb.BROADCAST: out.numel(),
+        }.get(verb, inp.numel())
+        self._fits(verb, inp, out, root, numel)
+        if verb in _MOVES:
+            element, width = _moved(inp, out)
+        else:
+            element, width = _element(inp, op), 1
+        return (verb, element, op, root, numel * width, _pointer(inp), _pointer(out), (), ())
+
+    def _fits(self, verb: Verb, inp: Tensor, out: Tensor, root: int, n: int) -> None:
+        whole, at_root = self.world * n, self.rank == root
+        wanted = {
+            Verb.ALL_REDUCE: (n, n),
+            Verb.REDUCE: (n, n if at_root else out.numel()),
+            Verb.BROADCAST: (n if at_root else inp.numel(), n),
+            Verb.REDUCE_SCATTER: (whole, n),
+            Verb.SCATTER: (whole if at_root else inp.numel(), n),
+            Verb.ALL_GATHER: (n, whole),
+            Verb.GATHER: (n, whole if at_root else out.numel()),
+        }[verb]
+        if (inp.numel(), out.numel()) != wanted or not 0 <= root < self.world:
+            raise KernelError(
+                f"{verb.name.lower()} over {self.world} ranks, root {root}: found {inp.numel()} elements in and "
+                f"{out.numel()} out, expected {wanted[0]} and {wanted[1]}",
+                code="shm-bounds",
+                fix="See Channel.call for the shape of each collective.",
+            )
+
+
+def combine(out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
+    """out = op over `sources`, in their order; half types in fp32. `out` may be one of them.
+
+    With sources in the arenas of all ranks this is a reduce-scatter that copies nothing.
+    Cost: (len(sources) + 1) * out.nbytes.
+    """
+    for i, source in enumerate(sources):
+        _call.require(f"sources[{i}]", source, dtypes=(out.dtype,), numel=out.numel())
+    pointers = [_pointer(source) for source in sources]
+    if not pointers:
+        raise KernelError("combine needs at least one source", code="shm-bounds", fix="Pass the tensors to reduce.")
+    _call.native().shm_combine(_pointer(out), pointers, _element(out, op), op, out.numel())
+
+
+def _pointer(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    if tensor.device.type != "cpu":
+        raise KernelError(
+            f"shared-memory collectives take CPU tensors, found {_call.describe(tensor)}",
+            code="kernel-argument",
+            fix="Use nccl or another device backend for this tensor.",
+        )
+    return _call.address(_call.require("tensor", tensor, dtypes=(tensor.dtype,)))
+
+
+def _element(tensor: Tensor, op: Op) -> int:
+    element = _ELEMENTS.get(tensor.dtype)
+    bits = op in (Op.BAND, Op.BOR, Op.BXOR)
+    averaged = op is Op.AVERAGE and not tensor.dtype.is_floating_point
+    if element is None or (bits and tensor.dtype.is_floating_point) or averaged:
+        raise KernelError(
+            f"{op.name.lower()} of {tensor.dtype} is not defined",
+            code="kernel-argument",
+            fix=f"Use one of {', '.join(str(d) for d in _ELEMENTS)}; bits of integers, averages of floating point.",
+        )
+    return element
+
+
+def _moved(inp: Tensor, out: Tensor) -> tuple[int, int]:
+    """What is only moved is moved as bytes: any dtype goes."""
+    if inp.dtype is not out.dtype:
+        raise KernelError(
+            f"input and output differ in dtype: {inp.dtype} and {out.dtype}",
+            code="kernel-argument",
+            fix="Allocate the output with the input's dtype.",
+        )
+    return _BYTES, inp.element_size()
+
+
+def _outcome_error(what: str, rank: int, code: int, peer: int) -> CommError:
+    text, name, fix = {
+        1: (f"rank {peer} ended while rank {rank} waited for it in {what}", "shm-peer-died", "See that rank's log."),
+        2: (
+            f"rank {rank} waited too long in {what}" + (f" for rank {peer}" if peer >= 0 else ""),
+            "shm-timeout",
+            "See where the other ranks are; raise the timeout if they only are slow.",
+        ),
+        3: (
+            f"rank {rank} came to {what} and rank {peer} came with another operation, size, dtype or root",
+            "shm-mismatch",
+            "Every rank must make the same calls in the same order.",
+        ),
+        4: (f"{what} on rank {rank}: another rank aborted", "shm-aborted", "See the first error of the other ranks."),
+    }[code]
+    return CommError(text, code=name, fix=fix)

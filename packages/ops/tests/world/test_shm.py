@@ -1,0 +1,294 @@
+"""Shared-memory collectives equal their definition, to the bit, at every size around a slot; and no rank waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_config.errors import CommError, KernelError
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Verb, combine
+from ds_testing import world
+
+SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+SIZES = [0, 1, 7, 64, 1023, 5000]
+
+
+@contextmanager
+def channel(settings: ChannelSettings = SMALL) -> Iterator[Channel]:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    nbytes = settings.segment_bytes(n)
+    segment = Segment(nbytes) if rank == 0 else None
+    told: list[object] = [segment.token if segment else None]
+    dist.broadcast_object_list(told)
+    segment = segment or Segment.attach(str(told[0]), nbytes)
+    pids: list[object] = [None] * n
+    dist.all_gather_object(pids, os.getpid())
+    end = Channel(segment, rank, [int(str(p)) for p in pids], settings)
+    dist.barrier()
+    segment.close()
+    try:
+        yield end
+    finally:
+        end.close()
+
+
+def part(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """What rank `rank` contributes: the same on every rank that asks."""
+    g = torch.Generator().manual_seed(1000 * rank + numel + salt)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=g).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 5, (numel,), generator=g).to(dtype)
+
+
+def total(parts: list[torch.Tensor], op: Op = Op.SUM) -> torch.Tensor:
+    """The definition: in rank order, half types in fp32, rounded once."""
+    dtype = parts[0].dtype
+    wide = [p.float() if dtype in (torch.bfloat16, torch.float16) else p for p in parts]
+    acc = wide[0].clone()
+    for p in wide[1:]:
+        if op in (Op.SUM, Op.AVERAGE):
+            acc = acc | p if dtype is torch.bool else acc + p
+        elif op is Op.MAX:
+            acc = torch.maximum(acc, p)
+        elif op is Op.MIN:
+            acc = torch.minimum(acc, p)
+        elif op is Op.PRODUCT:
+            acc = acc * p
+        elif op is Op.BAND:
+            acc = acc & p
+        elif op is Op.BOR:
+            acc = acc | p
+        else:
+            acc = acc ^ p
+    return (acc / len(parts) if op is Op.AVERAGE else acc).to(dtype)
+
+
+def check_everything(end: Channel) -> None:
+    w, rank = end.world, end.rank
+    for dtype in DTYPES:
+        for n in SIZES:
+            mine, parts = part(rank, n, dtype), [part(r, n, dtype) for r in range(w)]
+            out = torch.empty(n, dtype=dtype)
+            end.call(Verb.ALL_REDUCE, mine, out)
+            assert torch.equal(out, total(parts)), (dtype, n)
+            in_place = mine.clone()
+            end.call(Verb.ALL_REDUCE, in_place, in_place)
+            assert torch.equal(in_place, total(parts))
+
+            whole = [part(r, n * w, dtype, salt=1) for r in range(w)]
+            end.call(Verb.REDUCE_SCATTER, whole[rank], out)
+            assert torch.equal(out, total([p[rank * n : (rank + 1) * n] for p in whole])), (dtype, n)
+
+            gathered = torch.empty(n * w, dtype=dtype)
+            end.call(Verb.ALL_GATHER, mine, gathered)
+            assert torch.equal(gathered, torch.cat(parts))
+            gathered[rank * n : (rank + 1) * n] = mine  # in place, as ZeRO gathers
+            end.call(Verb.ALL_GATHER, gathered[rank * n : (rank + 1) * n], gathered)
+            assert torch.equal(gathered, torch.cat(parts))
+
+            for root in {0, w - 1}:
+                held = part(rank, n, dtype)
+                end.call(Verb.BROADCAST, held, held, root=root)
+                assert torch.equal(held, parts[root])
+                end.call(Verb.REDUCE, mine, out if rank == root else torch.empty(0, dtype=dtype), root=root)
+                if rank == root:
+                    assert torch.equal(out, total(parts))
+                end.call(Verb.GATHER, mine, gathered if rank == root else torch.empty(0, dtype=dtype), root=root)
+                if rank == root:
+                    assert torch.equal(gathered, torch.cat(parts))
+                source = whole[root] if rank == root else torch.empty(0, dtype=dtype)
+                end.call(Verb.SCATTER, source, out, root=root)
+                assert torch.equal(out, whole[root][rank * n : (rank + 1) * n])
+
+
+@world(1)
+def test_definition_1() -> None:
+    with channel() as end:
+        check_everything(end)
+
+
+@world(2)
+def test_definition_2() -> None:
+    with channel() as end:
+        check_everything(end)
+
+
+@world(3)
+def test_definition_3() -> None:
+    with channel() as end:
+        check_everything(end)
+
+
+@world(4)
+def test_definition_4() -> None:
+    with channel() as end:
+        check_everything(end)
+
+
+@world(3)
+def test_every_reduction() -> None:
+    with channel() as end:
+        for dtype in (torch.float32, torch.int32, torch.bfloat16):
+            for op in Op:
+                bits = op in (Op.BAND, Op.BOR, Op.BXOR)
+                if (bits and dtype.is_floating_point) or (op is Op.AVERAGE and not dtype.is_floating_point):
+                    with pytest.raises(KernelError, match="not defined"):
+                        end.call(Verb.ALL_REDUCE, part(0, 3, dtype), torch.empty(3, dtype=dtype), op=op)
+                    continue
+                out = torch.empty(3000, dtype=dtype)
+                end.call(Verb.ALL_REDUCE, part(end.rank, 3000, dtype), out, op=op)
+                assert torch.equal(out, total([part(r, 3000, dtype) for r in range(3)], op)), (dtype, op)
+
+
+@world(3)
+def test_all_to_all_with_uneven_sizes() -> None:
+    with channel() as end:
+        for scale in (0, 1, 700):
+            send = [(end.rank * 3 + r) * scale for r in range(3)]
+            receive = [(r * 3 + end.rank) * scale for r in range(3)]
+            inp = torch.arange(sum(send)) + 10**6 * end.rank
+            out = torch.empty(sum(receive), dtype=torch.int64)
+            end.all_to_all(inp, out, send, receive).wait()
+            expected = []
+            for r in range(3):
+                start = sum((r * 3 + k) * scale for k in range(end.rank))
+                expected.append(torch.arange(start, start + receive[r]) + 10**6 * r)
+            assert torch.equal(out, torch.cat(expected))
+
+
+@world(2)
+def test_queued_calls_run_in_order_and_overlap_with_blocking_ones() -> None:
+    with channel() as end:
+        for _ in range(30):
+            outs = [torch.empty(3000) for _ in range(4)]
+            tasks = [end.start(Verb.ALL_REDUCE, torch.full((3000,), i + 1.0), out) for i, out in enumerate(outs)]
+            end.barrier()
+            for i, (task, out) in enumerate(zip(tasks, outs, strict=True)):
+                task.wait(10)
+                assert task.done()
+                assert out.unique().item() == 2 * (i + 1)
+
+
+@world(2)
+def test_both_ranks_send_before_they_receive() -> None:
+    with channel() as end:
+        peer = 1 - end.rank
+        out = [end.send(torch.full((n,), float(end.rank)), peer, tag=n) for n in (50000, 0, 3)]
+        into = [torch.empty(n) for n in (50000, 0, 3)]
+        end.barrier()  # a collective in between is not held up by a send without room
+        took = [end.receive(t, peer, tag=t.numel()) for t in into]
+        for task in out + took:
+            task.wait(10)
+        assert all((t == peer).all() for t in into)
+
+
+@world(2)
+def test_ranks_that_came_with_different_calls_are_named() -> None:
+    with channel() as end, pytest.raises(CommError, match="came with another operation") as caught:
+        n = 10 + end.rank
+        end.call(Verb.ALL_REDUCE, torch.ones(n), torch.empty(n))
+    assert caught.value.code == "shm-mismatch"
+    with channel() as end:
+        if end.rank == 0:
+            end.send(torch.ones(3), 1).wait(10)
+            dist.barrier()
+        else:
+            with pytest.raises(CommError, match="rank 0"):
+                end.receive(torch.ones(4), 0).wait(10)
+            dist.barrier()
+
+
+@world(2)
+def test_a_rank_that_does_not_come_ends_in_a_timeout_for_all() -> None:
+    with channel(ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, timeout_s=0.3)) as end:
+        if end.rank == 0:
+            with pytest.raises(CommError) as caught:
+                end.barrier()
+            assert caught.value.code == "shm-timeout"
+        dist.barrier()
+        with pytest.raises(CommError) as caught:
+            end.barrier()
+        assert caught.value.code == "shm-aborted"
+
+
+def victim(settings: ChannelSettings, token: str, nbytes: int, parent: int, send: int) -> None:
+    end = Channel(Segment.attach(token, nbytes), 1, [parent, os.getpid()], settings)
+    end.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_noticed() -> None:
+    segment = Segment(SMALL.segment_bytes(2))
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        try:
+            victim(
+                SMALL, segment.token.replace(str(os.getpid()), str(os.getppid()), 1), segment.nbytes, os.getppid(), 0
+            )
+        finally:
+            os._exit(1)
+    end = Channel(segment, 0, [os.getpid(), child], SMALL)
+    end.barrier()
+    with pytest.raises(CommError, match="rank 1 ended"):
+        end.barrier()
+    assert time.monotonic() - started < 10
+    os.waitpid(child, 0)
+    end.close()
+
+
+@world(2)
+def test_an_arena_is_one_memory_and_a_reduction_over_it_copies_nothing() -> None:
+    n, rank = 1000, dist.get_rank()
+    segment = Segment(4 * n * 2) if rank == 0 else None
+    told: list[object] = [segment.token if segment else None]
+    dist.broadcast_object_list(told)
+    segment = segment or Segment.attach(str(told[0]), 4 * n * 2)
+    parts = [segment.tensor(n, torch.float32, 4 * n * r) for r in range(2)]
+    parts[rank].fill_(rank + 1.5)
+    dist.barrier()
+    out = torch.empty(n)
+    combine(out, parts)
+    assert out.unique().item() == 4.0
+    combine(out, parts, Op.MAX)
+    assert out.unique().item() == 2.5
+
+
+def test_a_token_of_nobody_and_sizes_that_do_not_fit_are_refused() -> None:
+    segment = Segment(4096)
+    with pytest.raises(CommError, match="cannot attach"):
+        Segment.attach("999999999:3:7", 4096)
+    with pytest.raises(CommError, match="another file"):
+        Segment.attach(segment.token, 8192)
+    with pytest.raises(KernelError, match="do not fit"):
+        segment.tensor(1025, torch.float32)
+    end = Channel(Segment(SMALL.segment_bytes(1)), 0, [os.getpid()], SMALL)
+    with pytest.raises(KernelError, match="expected 4 and 4"):
+        end.call(Verb.ALL_REDUCE, torch.ones(4), torch.empty(5))
+    with pytest.raises(KernelError, match="contiguous"):
+        end.call(Verb.ALL_REDUCE, torch.ones(4, 4).t(), torch.empty(16))
+    with pytest.raises(KernelError, match="not another rank"):
+        end.send(torch.ones(1), 0)
+    end.close()
+
+
+def test_descriptors_and_threads_are_given_back() -> None:
+    def cycle() -> tuple[int, int]:
+        segment = Segment(SMALL.segment_bytes(1))
+        end = Channel(segment, 0, [os.getpid()], SMALL)
+        out = torch.empty(10)
+        end.start(Verb.ALL_REDUCE, torch.ones(10), out).wait(5)
+        end.close()
+        segment.close()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    first = cycle()
+    assert cycle() == first
