@@ -4,8 +4,9 @@
 `whole(tensors)` makes them for a process that holds everything.
 """
 
-from ds_ckpt.catalog import find_latest, inspect, list_tags, remove
+from ds_ckpt.catalog import find_latest, inspect, list_tags, prune, remove
 from ds_ckpt.check import Diff, Verified, diff, verify
+from ds_ckpt.engines import Asynchronous, Checkpointer, Pending, Synchronous
 from ds_ckpt.format import Manifest
 from ds_ckpt.loading import load
 from ds_ckpt.plan import LoadOptions
@@ -14,20 +15,25 @@ from ds_ckpt.storage import At, LocalStorage, MemoryStorage, ObjectStorage
 from ds_ckpt.tensors import whole
 
 __all__ = [
+    "Asynchronous",
     "At",
+    "Checkpointer",
     "Diff",
     "LoadOptions",
     "LocalStorage",
     "Manifest",
     "MemoryStorage",
     "ObjectStorage",
+    "Pending",
     "Saved",
+    "Synchronous",
     "Verified",
     "diff",
     "find_latest",
     "inspect",
     "list_tags",
     "load",
+    "prune",
     "remove",
     "save",
     "verify",

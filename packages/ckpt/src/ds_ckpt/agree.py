@@ -37,6 +37,18 @@ class Ranks:
         """`group` itself when it is one (a caller that keeps it, or a test that replaces `exchange`), else a new one."""
         return group if isinstance(group, Ranks) else Ranks(group)
 
+    def twin(self) -> Ranks:
+        """The same ranks over a CPU group of their own, for another thread. Collective; `close` it."""
+        if self.size == 1:
+            return Ranks.of(self)
+        members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+
+    def close(self) -> None:
+        """Destroy the group of a `twin`."""
+        if self.size > 1:
+            dist.destroy_process_group(self._group)
+
     def agree(self, action: Callable[[], Json]) -> list[Json]:
         """Run `action` on every rank and return all results, by rank.
 

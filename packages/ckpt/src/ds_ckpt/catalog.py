@@ -10,7 +10,7 @@ from ds_ckpt.reader import Files
 from ds_ckpt.storage import At, Storage, locate, open_storage
 from ds_config.errors import CheckpointError
 
-__all__ = ["find_latest", "inspect", "list_tags", "next_sequence", "read_manifest", "remove"]
+__all__ = ["find_latest", "inspect", "list_tags", "next_sequence", "prune", "read_manifest", "remove"]
 
 
 def read_manifest(at: At) -> Manifest:
@@ -54,6 +54,22 @@ def remove(path: str | os.PathLike[str] | At) -> None:
     """Delete one checkpoint. Readers see all of it or none."""
     at = locate(path)
     at.storage.remove(at.tag)
+
+
+def prune(root: str | os.PathLike[str] | Storage, keep: int) -> list[str]:
+    """Remove all but the `keep` newest complete checkpoints below `root`; the removed tags, oldest first.
+
+    Checkpoints that are not complete are not counted and not touched.
+    """
+    if keep < 1:
+        raise CheckpointError(
+            f"keep is {keep}; the newest checkpoint always stays", code="ckpt-keep", fix="Use 1 or more."
+        )
+    storage = open_storage(root)
+    old = list_tags(storage)[:-keep]
+    for tag in old:
+        storage.remove(tag)
+    return old
 
 
 def _by_age(storage: Storage) -> list[str]:

@@ -16,7 +16,6 @@ import datetime
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,7 @@ from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.plan import Item, SavePlan, plan_save
 from ds_ckpt.storage import At, Draft, locate
 from ds_ckpt.tensors import Local, check_local, copier
-from ds_ckpt.writer import Copy, Pool, Stream, Written
+from ds_ckpt.writer import Pool, Stream, Written
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -118,14 +117,7 @@ def save(
     with ds_monitor.span("ckpt.save", checkpoint=str(path)):
         job, local = prepare(ranks, path, shards, (meta, aliases or {}), PlanCache())
         stream = job.stream(Pool())
-        return publish(ranks, job, lambda: _fill_and_write(job, stream, copier(local)))
-
-
-def _fill_and_write(job: Job, stream: Stream, copy: Copy) -> Json:
-    with ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain") as thread:
-        written = thread.submit(job.write, stream)
-        stream.fill(copy)
-        return written.result()
+        return publish(ranks, job, lambda: stream.through(copier(local), job.write))
 
 
 def prepare(

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE
@@ -30,6 +30,7 @@ from ds_config.errors import CheckpointError
 __all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "header"]
 
 SLAB_BYTES: Final = 4 * 2**20
+T = TypeVar("T")
 _PAGE: Final = 4096  # the header ends on a page: entries can be mapped, and slabs written past the page cache
 _THREADS: Final = 4
 
@@ -94,6 +95,11 @@ class Pool:
         """Memory held."""
         return self._made * SLAB_BYTES
 
+    @staticmethod
+    def room(nbytes: int) -> int:
+        """Slab memory that a stream of `nbytes` fills."""
+        return -(-nbytes // SLAB_BYTES) * SLAB_BYTES
+
     def at_least(self, nbytes: int) -> None:
         """Raise the limit so that `nbytes` of slabs can be in use at once."""
         with self._changed:
@@ -138,13 +144,17 @@ class Stream:
         self._queue: queue.SimpleQueue[tuple[_Range, mmap.mmap] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.filled = threading.Event()
+        self._error: BaseException | None = None
         self._sums = [[0] * (-(-item.nbytes // block_bytes)) for item in items]
         self._sums_lock = threading.Lock()
 
     def fill(self, copy: Copy) -> None:
-        """Copy every entry into slabs; returns when the tensors may change. Returns early when `drain` has failed."""
+        """Copy every entry into slabs; returns when the tensors may change. Returns early when `drain` has failed.
+
+        An error of the copying is raised here and by `drain`.
+        """
         try:
-            for part in self._ranges():
+            for part in self._ranges() if self._items else ():
                 slab = self._pool.acquire(self._stopped.is_set)
                 if slab is None:
                     return
@@ -154,7 +164,8 @@ class Stream:
                 for s in part.segments:
                     copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
                 self._queue.put((part, slab))
-        except BaseException:
+        except BaseException as error:
+            self._error = error
             self._stopped.set()
             raise
         finally:
@@ -162,6 +173,13 @@ class Stream:
             self.filled.set()
             if self._stopped.is_set():
                 self.stop()  # takes back a slab that was queued after the last one was taken
+
+    def through(self, copy: Copy, write: Callable[[Stream], T]) -> T:
+        """Fill here and write on a second thread, at the same time; what `write` returns (it calls `drain`)."""
+        with ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain") as thread:
+            written = thread.submit(write, self)
+            self.fill(copy)
+            return written.result()
 
     def drain(self, draft: Draft, rank: int) -> Written:
         """Write what `fill` delivers and return when it is durable.
@@ -176,10 +194,10 @@ class Stream:
                 total = self._write_all(file)
                 if total != self.nbytes:
                     raise CheckpointError(
-                        f"only {total} of {self.nbytes} bytes of {name} came",
+                        f"only {total} of {self.nbytes} bytes of {name} could be copied: {self._error!r}",
                         code="ckpt-failed",
-                        fix="See the error of the thread that copies the tensors.",
-                    )
+                        fix="See the cause of this error.",
+                    ) from self._error
                 file.close()
             except BaseException:
                 file.abandon()

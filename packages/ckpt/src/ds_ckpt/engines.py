@@ -1,0 +1,220 @@
+"""Saving at once, or behind the training step: one protocol, two values.
+
+`Asynchronous.save` decides together (one small exchange), copies what this rank writes into host slabs (the snapshot), and
+returns; a thread of its own, with a process group of its own, writes, agrees and publishes. A parameter that changes
+right after the return is not in the file.
+
+- Memory is bounded: `buffer_bytes` of slabs, kept and reused. A save that finds them in use waits for the disk.
+- One save is written at a time, in order. Its error is raised on every rank by the next `save`, `wait` or `close`.
+- `behind=True` postpones the copying, too: the caller promises not to change the shards before `before_update()`
+  returned. Called in front of the optimizer step, the copying hides behind forward and backward.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import ds_monitor
+from ds_ckpt.agree import Ranks
+from ds_ckpt.catalog import prune
+from ds_ckpt.jsontext import Json
+from ds_ckpt.saving import Job, PlanCache, Saved, prepare, publish
+from ds_ckpt.storage import At
+from ds_ckpt.tensors import Local, copier
+from ds_ckpt.writer import Copy, Pool, Stream
+from ds_config.errors import CheckpointError
+
+__all__ = ["Asynchronous", "Checkpointer", "Pending", "Synchronous"]
+
+
+class Pending:
+    """A save under way. `copied` is set when the shards may change; `wait()` returns when the checkpoint is visible."""
+
+    def __init__(self, copied: threading.Event, future: Future[Saved]) -> None:
+        self.copied, self._future = copied, future
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._future.done()
+
+    def wait(self) -> Saved:
+        """Raises CheckpointError: what went wrong, the same on every rank."""
+        return self._future.result()
+
+
+class Checkpointer(Protocol):
+    """What a training engine holds. Every method is collective."""
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | At,
+        shards: Iterable[Local],
+        meta: Mapping[str, Json],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        behind: bool = False,
+    ) -> Pending:
+        """As `ds_ckpt.save`; the shards may change when `Pending.copied` is set (without `behind`: at return)."""
+
+    def before_update(self) -> None:
+        """Return when no save still reads the shards. Local; costs nothing when none does."""
+
+    def wait(self) -> None:
+        """Return when every save is visible; raises the first error that has not been raised yet."""
+
+    def close(self) -> None:
+        """`wait`, then give back memory, threads and process groups."""
+
+
+class Synchronous:
+    """Saves before it returns. `keep`: how many checkpoints beside the new one's to keep, newest first; None for all."""
+
+    def __init__(self, group: Any = None, *, keep: int | None = None) -> None:
+        self._ranks, self._keep = Ranks.of(group), keep
+        self._cache, self._pool = PlanCache(), Pool()
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | At,
+        shards: Iterable[Local],
+        meta: Mapping[str, Json],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        behind: bool = False,
+    ) -> Pending:
+        with ds_monitor.span("ckpt.save", checkpoint=str(path)):
+            job, local = prepare(self._ranks, path, shards, (meta, aliases or {}), self._cache)
+            stream = job.stream(self._pool)
+            saved = publish(self._ranks, job, lambda: stream.through(copier(local), job.write))
+            _retain(self._ranks, job, self._keep)
+        copied = threading.Event()
+        copied.set()
+        future: Future[Saved] = Future()
+        future.set_result(saved)
+        return Pending(copied, future)
+
+    def before_update(self) -> None:
+        """No save is ever under way."""
+
+    def wait(self) -> None:
+        """No save is ever under way."""
+
+    def close(self) -> None:
+        self._pool = Pool()
+
+
+class Asynchronous:
+    """Copies, returns, and writes behind.
+
+    Args:
+        group: As in `ds_ckpt.save`. Making the engine is collective: it opens a second group for its thread.
+        buffer_bytes: Host memory for copies on this rank. None: as much as this rank writes in one save (and twice
+            that with `double`), so that a save waits only for an earlier one.
+        double: With `buffer_bytes=None`, room for a second save while the first is being written.
+        keep: How many checkpoints to keep in the directory, newest first; None for all. Older ones are removed after a
+            save has succeeded, never before.
+    """
+
+    def __init__(
+        self, group: Any = None, *, buffer_bytes: int | None = None, double: bool = False, keep: int | None = None
+    ) -> None:
+        self._ranks = Ranks.of(group)
+        self._background = self._ranks.twin()
+        self._rooms = 0 if buffer_bytes is not None else 1 + double
+        self._pool = Pool(buffer_bytes or 0)
+        self._keep, self._cache = keep, PlanCache()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-behind")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-copy")
+        self._saves: list[Pending] = []
+        self._closed = False
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | At,
+        shards: Iterable[Local],
+        meta: Mapping[str, Json],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        behind: bool = False,
+    ) -> Pending:
+        if self._closed:
+            raise CheckpointError(
+                "this engine is closed", code="ckpt-closed", fix="Make a new one, or save before close()."
+            )
+        self._raise_failed()
+        with ds_monitor.span("ckpt.snapshot", checkpoint=str(path)):
+            job, local = prepare(self._ranks, path, shards, (meta, aliases or {}), self._cache)
+            stream = job.stream(self._pool)
+            if self._rooms:
+                self._pool.at_least(self._rooms * self._pool.room(stream.nbytes))
+            future = self._writer.submit(self._publish, job, stream)
+            pending = Pending(stream.filled, future)
+            self._saves.append(pending)
+            copy = copier(local)
+            if behind:
+                self._copier.submit(stream.fill, copy)
+            else:
+                self._fill(stream, copy)
+        return pending
+
+    def before_update(self) -> None:
+        for pending in self._saves:
+            pending.copied.wait()
+
+    def wait(self) -> None:
+        saves, self._saves = self._saves, []
+        errors = [error for pending in saves if (error := _error(pending)) is not None]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._copier.shutdown()
+            self._writer.shutdown()
+            self._background.close()
+            self._pool = Pool(0)
+
+    def _fill(self, stream: Stream, copy: Copy) -> None:
+        # An error of this copy ends the save on every rank, through the stream; it is raised where all errors of saves are.
+        try:
+            stream.fill(copy)
+        except Exception as error:
+            ds_monitor.event("ckpt.snapshot_failed", why=str(error))
+
+    def _publish(self, job: Job, stream: Stream) -> Saved:
+        try:
+            saved = publish(self._background, job, lambda: job.write(stream))
+            _retain(self._background, job, self._keep)
+            return saved
+        finally:
+            stream.stop()
+
+    def _raise_failed(self) -> None:
+        # Ranks notice the end of a save at different times; they decide together which saves are over.
+        over = min(self._ranks.agree(lambda: sum(1 for p in self._saves if p.done())))
+        finished, self._saves = self._saves[:over], self._saves[over:]
+        for error in map(_error, finished):
+            if error is not None:
+                raise error
+
+
+def _error(pending: Pending) -> BaseException | None:
+    try:
+        pending.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def _retain(ranks: Ranks, job: Job, keep: int | None) -> None:
+    if keep is not None:
+        ranks.agree(lambda: prune(job.at.storage, keep) if ranks.rank == 0 else None)

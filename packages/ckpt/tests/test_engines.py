@@ -1,0 +1,196 @@
+"""Saving behind the step: what was there at the call is in the file, memory is bounded, errors come out."""
+
+import gc
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+import ds_ckpt
+from ds_ckpt.storage import Disk
+from ds_ckpt.writer import SLAB_BYTES
+from ds_config.errors import CheckpointError
+
+
+class Gate(Disk):
+    """A disk that writes nothing until it is opened."""
+
+    def __init__(self):
+        self.open, self.fail = threading.Event(), False
+
+    def write(self, fd, data, offset):
+        self.open.wait(30)
+        if self.fail:
+            raise OSError(28, "No space left on device")
+        return super().write(fd, data, offset)
+
+
+def _state(value, numel=3 * SLAB_BYTES // 4):
+    return {"w": torch.full((numel,), float(value)), "b": torch.full((7,), value, dtype=torch.int64)}
+
+
+def _value(path, numel=3 * SLAB_BYTES // 4):
+    back = _state(0, numel)
+    ds_ckpt.load(path, ds_ckpt.whole(back))
+    assert len(back["w"].unique()) == 1
+    assert back["b"][0] == back["w"][0]
+    return back["b"][0].item()
+
+
+@pytest.fixture(params=["synchronous", "asynchronous", "double", "small"])
+def engine(request):
+    made = {
+        "synchronous": ds_ckpt.Synchronous,
+        "asynchronous": ds_ckpt.Asynchronous,
+        "double": lambda: ds_ckpt.Asynchronous(double=True),
+        "small": lambda: ds_ckpt.Asynchronous(buffer_bytes=SLAB_BYTES),
+    }[request.param]()
+    yield made
+    made.close()
+
+
+def test_a_change_right_after_the_return_is_not_in_the_file(tmp_path, engine):
+    state = _state(1)
+    for step in range(1, 6):
+        engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {"step": step})
+        for tensor in state.values():
+            tensor.add_(1)
+    engine.wait()
+    assert [_value(tmp_path / f"s{step}") for step in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert ds_ckpt.list_tags(tmp_path) == [f"s{step}" for step in range(1, 6)]
+
+
+def test_a_copy_behind_is_finished_before_the_update(tmp_path, engine):
+    state = _state(1)
+    for step in range(1, 4):
+        pending = engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {}, behind=True)
+        engine.before_update()
+        assert pending.copied.is_set()
+        for tensor in state.values():
+            tensor.add_(1)
+    engine.wait()
+    assert [_value(tmp_path / f"s{step}") for step in range(1, 4)] == [1, 2, 3]
+
+
+def test_the_save_returns_before_the_disk_has_written(tmp_path):
+    disk = Gate()
+    storage = ds_ckpt.LocalStorage(tmp_path, disk)
+    engine = ds_ckpt.Asynchronous()
+    pending = engine.save(ds_ckpt.At(storage, "a"), ds_ckpt.whole(_state(1)), {})
+    assert not pending.done()
+    assert ds_ckpt.list_tags(tmp_path) == []
+    disk.open.set()
+    assert pending.wait().nbytes == sum(t.nbytes for t in _state(1).values())
+    assert ds_ckpt.list_tags(tmp_path) == ["a"]
+    engine.close()
+
+
+def test_a_small_buffer_waits_for_the_disk_and_stays_small(tmp_path):
+    disk = Gate()
+    storage = ds_ckpt.LocalStorage(tmp_path, disk)
+    engine = ds_ckpt.Asynchronous(buffer_bytes=SLAB_BYTES)
+    returned = threading.Event()
+
+    def save():
+        engine.save(ds_ckpt.At(storage, "a"), ds_ckpt.whole(_state(1)), {})
+        returned.set()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert not returned.wait(0.3)
+    disk.open.set()
+    assert returned.wait(30)
+    thread.join()
+    engine.wait()
+    assert engine._pool.nbytes == SLAB_BYTES
+    assert _value(tmp_path / "a") == 1
+    engine.close()
+
+
+def test_an_error_surfaces_at_the_next_call_once_and_the_engine_goes_on(tmp_path):
+    disk = Gate()
+    disk.fail = True
+    disk.open.set()
+    full = ds_ckpt.LocalStorage(tmp_path, disk)
+    engine = ds_ckpt.Asynchronous()
+    shards = ds_ckpt.whole(_state(1))
+    for surface in (engine.wait, lambda: engine.save(tmp_path / "never", shards, {})):
+        pending = engine.save(ds_ckpt.At(full, "a"), shards, {})
+        while not pending.done():
+            time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            surface()
+        engine.wait()
+    engine.save(tmp_path / "b", shards, {})
+    engine.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b"]
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(tmp_path / "c", shards, {})
+    assert caught.value.code == "ckpt-closed"
+
+
+def test_close_raises_what_was_never_raised(tmp_path):
+    disk = Gate()
+    disk.fail = True
+    disk.open.set()
+    engine = ds_ckpt.Asynchronous()
+    engine.save(ds_ckpt.At(ds_ckpt.LocalStorage(tmp_path, disk), "a"), ds_ckpt.whole(_state(1)), {})
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        engine.close()
+
+
+def test_a_tensor_that_cannot_be_copied_is_an_error_of_that_save(tmp_path, monkeypatch):
+    engine = ds_ckpt.Asynchronous()
+
+    def broken(target, item, start):
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ds_ckpt.engines, "copier", lambda local: broken)
+        engine.save(tmp_path / "a", ds_ckpt.whole(_state(1)), {})
+        with pytest.raises(CheckpointError, match="device lost"):
+            engine.wait()
+    engine.save(tmp_path / "b", ds_ckpt.whole(_state(2)), {})
+    engine.close()
+    assert ds_ckpt.list_tags(tmp_path) == ["b"]
+
+
+def test_retention_keeps_the_newest_after_success_only(tmp_path):
+    disk = Gate()
+    disk.open.set()
+    storage = ds_ckpt.LocalStorage(tmp_path, disk)
+    engine = ds_ckpt.Asynchronous(keep=2)
+    for step in range(5):
+        engine.save(ds_ckpt.At(storage, f"s{step}"), ds_ckpt.whole(_state(step, 10)), {})
+    engine.wait()
+    assert ds_ckpt.list_tags(tmp_path) == ["s3", "s4"]
+    disk.fail = True
+    engine.save(ds_ckpt.At(storage, "s5"), ds_ckpt.whole(_state(5, 10)), {})
+    with pytest.raises(CheckpointError):
+        engine.close()
+    assert ds_ckpt.list_tags(tmp_path) == ["s3", "s4"]
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.prune(tmp_path, 0)
+    assert caught.value.code == "ckpt-keep"
+
+
+def test_many_saves_keep_memory_threads_and_descriptors(tmp_path):
+    process = psutil.Process()
+    engine = ds_ckpt.Asynchronous(keep=1)
+    state = _state(1)
+
+    def round_of_saves(count):
+        for step in range(count):
+            engine.save(tmp_path / f"s{step % 3}", ds_ckpt.whole(state), {"step": step})
+        engine.wait()
+        gc.collect()
+        return process.memory_info().rss, len(os.listdir("/proc/self/fd"))
+
+    before = round_of_saves(5)
+    after = round_of_saves(25)
+    engine.close()
+    assert after[0] - before[0] < 8 * 2**20
+    assert after[1] <= before[1]
