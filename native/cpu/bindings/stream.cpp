@@ -1,0 +1,53 @@
+#include <ds/stream.h>
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+namespace {
+
+template <class T>
+T *pointer(std::uintptr_t address) {
+  return reinterpret_cast<T *>(address);
+}
+ds::Dtype dtype(int number) { return static_cast<ds::Dtype>(number); }
+
+py::tuple sum_squares(std::uintptr_t x, int x_dtype, std::int64_t n, std::uintptr_t partials, int threads) {
+  double out = 0.0;
+  ds::Status s;
+  {
+    py::gil_scoped_release nogil;
+    s = ds::sum_squares(pointer<void>(x), dtype(x_dtype), n, pointer<double>(partials), &out, threads);
+  }
+  return py::make_tuple(static_cast<int>(s), out);
+}
+
+int convert(std::uintptr_t dst, int dst_dtype, std::uintptr_t src, int src_dtype, std::int64_t n, double scale,
+            int threads) {
+  py::gil_scoped_release nogil;
+  return static_cast<int>(ds::convert(pointer<void>(dst), dtype(dst_dtype), pointer<void>(src), dtype(src_dtype), n,
+                                      static_cast<float>(scale), threads));
+}
+
+int fill(std::uintptr_t dst, int dst_dtype, std::int64_t n, double value, int threads) {
+  py::gil_scoped_release nogil;
+  return static_cast<int>(ds::fill(pointer<void>(dst), dtype(dst_dtype), n, static_cast<float>(value), threads));
+}
+
+int triad(std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::int64_t n, double s, bool streaming, int threads) {
+  py::gil_scoped_release nogil;
+  return static_cast<int>(ds::triad(pointer<float>(a), pointer<float>(b), pointer<float>(c), n, static_cast<float>(s),
+                                    streaming, threads));
+}
+
+}  // namespace
+
+void bind_stream(py::module_ &m) {
+  m.def("sum_squares", sum_squares, py::arg("x"), py::arg("dtype"), py::arg("n"), py::arg("partials"),
+        py::arg("threads"));
+  m.def("convert", convert, py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("n"),
+        py::arg("scale"), py::arg("threads"));
+  m.def("fill", fill, py::arg("dst"), py::arg("dtype"), py::arg("n"), py::arg("value"), py::arg("threads"));
+  m.def("triad", triad, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("n"), py::arg("s"), py::arg("streaming"),
+        py::arg("threads"));
+  m.attr("norm_block") = ds::norm_block;
+}

@@ -1,0 +1,12 @@
+// Declares this level's functions; every kernel file defines some of them, table.cpp collects them.
+#pragma once
+#include "table.h"
+
+namespace ds::DS_ISA {
+void update(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end);
+double sum_squares(const void *x, Dtype dtype, std::int64_t n);
+void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
+void fill(void *dst, Dtype dtype, std::int64_t n, float value);
+void triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
+void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
+}  // namespace ds::DS_ISA

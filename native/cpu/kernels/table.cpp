@@ -1,0 +1,14 @@
+// One level's table.
+#include "declare.h"
+
+#define DS_TEXT2(x) #x
+#define DS_TEXT(x) DS_TEXT2(x)
+#define DS_CAT2(a, b) a##b
+#define DS_CAT(a, b) DS_CAT2(a, b)
+
+namespace ds {
+extern const Kernels DS_CAT(kernels_, DS_ISA);
+const Kernels DS_CAT(kernels_, DS_ISA) = {
+    DS_TEXT(DS_ISA), DS_ISA::update, DS_ISA::sum_squares, DS_ISA::convert, DS_ISA::fill, DS_ISA::triad, DS_ISA::combine,
+};
+}  // namespace ds

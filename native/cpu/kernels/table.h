@@ -1,0 +1,26 @@
+// The functions that exist once per instruction-set level. One table per level; dispatch.cpp picks one.
+#pragma once
+#include <ds/shm.h>
+#include <ds/stream.h>
+#include <ds/update.h>
+
+namespace ds {
+
+struct Kernels {
+  const char *name;
+  // Elements [begin, end) of tensor `t`. For lamb_moments, `begin` is a multiple of update_block.
+  void (*update)(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end);
+  double (*sum_squares)(const void *x, Dtype dtype, std::int64_t n);  // n <= norm_block
+  void (*convert)(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
+  void (*fill)(void *dst, Dtype dtype, std::int64_t n, float value);
+  void (*triad)(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
+  void (*combine)(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
+};
+
+// The table of the level in use.
+const Kernels &kernels();
+
+// Every table this machine can run, best first; for tests that compare levels. Returns how many were written.
+int supported_kernels(const Kernels **out, int capacity);
+
+}  // namespace ds

@@ -1,0 +1,221 @@
+// Elementwise optimizer rules: the formulas, and the loop that stages blocks of any stored type around them.
+#include "staging.h"
+#include "declare.h"
+
+namespace {
+
+using ds::Rule;
+using ds::Update;
+
+struct Lanes {  // one vector of each stream
+  vf p, g, s0, s1;
+};
+
+struct Adam {
+  static constexpr int states = 2;
+  float decay, l2, omb1, b2, omb2, step_size, bc2, inv_bc2, eps;
+  explicit Adam(const float *c)
+      : decay(c[0]), l2(c[1]), omb1(c[2]), b2(c[3]), omb2(c[4]), step_size(c[5]), bc2(c[6]), inv_bc2(1.0f / c[6]),
+        eps(c[7]) {}
+  DS_INLINE void moments(const Adam &a, Lanes &x) {
+    x.s0 = fma(a.omb1, x.g - x.s0, x.s0);
+    x.s1 = fma(a.omb2 * x.g, x.g, a.b2 * x.s1);
+  }
+  DS_INLINE vf denominator(const Adam &a, vf v) {
+    return divide_by(sqrt(v), a.bc2, a.inv_bc2) + a.eps;
+  }
+  void operator()(Lanes &x) const {
+    x.p = x.p * decay;
+    x.g = fma(l2, x.p, x.g);
+    moments(*this, x);
+    x.p = x.p - step_size * x.s0 / denominator(*this, x.s1);
+  }
+};
+
+// One AdamW step taken back: p first, from the moments it was made with, then the moments. Results that are not
+// finite (an overflowed step) become 0.
+struct AdamUndo {
+  static constexpr int states = 2;
+  Adam a;
+  float inv_b1, inv_b2, inv_decay;
+  explicit AdamUndo(const float *c) : a(c), inv_b1(c[8]), inv_b2(c[9]), inv_decay(c[10]) {}
+  DS_INLINE vf finite(vf x) { return select((vi)((bits(x) & 0x7f800000u) != 0x7f800000u), x, vf{}); }
+  void operator()(Lanes &x) const {
+    x.p = finite((x.p + a.step_size * x.s0 / Adam::denominator(a, x.s1)) * inv_decay);
+    x.s0 = finite((x.s0 - a.omb1 * x.g) * inv_b1);
+    vf v = finite((x.s1 - a.omb2 * x.g * x.g) * inv_b2);
+    x.s1 = select((vi)(v < 0.0f), vf{}, v);
+  }
+};
+
+struct Lion {
+  static constexpr int states = 1;
+  float decay, b1, omb1, b2, omb2, lr;
+  explicit Lion(const float *c) : decay(c[0]), b1(c[1]), omb1(c[2]), b2(c[3]), omb2(c[4]), lr(c[5]) {}
+  void operator()(Lanes &x) const {
+    const vf u = fma(omb1, x.g, b1 * x.s0);
+    vf step = select((vi)(u == 0.0f), vf{}, from_bits((bits(u) & 0x80000000u) | bits(splat(lr))));  // lr * sign(u)
+    step = select((vi)(u != u), u, step);
+    x.p = x.p * decay - step;
+    x.s0 = fma(omb2, x.g, b2 * x.s0);
+  }
+};
+
+struct Adagrad {
+  static constexpr int states = 1;
+  float l2, clr, eps;
+  explicit Adagrad(const float *c) : l2(c[0]), clr(c[1]), eps(c[2]) {}
+  void operator()(Lanes &x) const {
+    x.g = fma(l2, x.p, x.g);
+    x.s0 = fma(x.g, x.g, x.s0);
+    x.p = x.p - clr * x.g / (sqrt(x.s0) + eps);
+  }
+};
+
+struct Sgd {
+  static constexpr int states = 1;
+  float decay, l2, momentum, omd, nesterov, lr;
+  explicit Sgd(const float *c) : decay(c[0]), l2(c[1]), momentum(c[2]), omd(c[3]), nesterov(c[4]), lr(c[5]) {}
+  void operator()(Lanes &x) const {
+    x.p = x.p * decay;
+    x.g = fma(l2, x.p, x.g);
+    x.s0 = fma(omd, x.g, x.s0 * momentum);
+    const vf d = nesterov != 0.0f ? fma(momentum, x.s0, x.g) : x.s0;
+    x.p = fma(-lr, d, x.p);
+  }
+};
+
+struct SgdPlain {
+  static constexpr int states = 0;
+  float decay, l2, lr;
+  explicit SgdPlain(const float *c) : decay(c[0]), l2(c[1]), lr(c[2]) {}
+  void operator()(Lanes &x) const {
+    x.p = x.p * decay;
+    x.p = fma(-lr, fma(l2, x.p, x.g), x.p);
+  }
+};
+
+// LAMB's direction u = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd * p. Here c[0] is wd and c[5] is 1/(1-b1^t).
+DS_INLINE vf lamb_direction(const Adam &a, const Lanes &x) {
+  return fma(a.decay, x.p, a.step_size * x.s0 / Adam::denominator(a, x.s1));
+}
+
+struct LambApply {
+  static constexpr int states = 2;
+  Adam a;
+  float lr;
+  LambApply(const float *c, float ratio) : a(c), lr(c[8] * ratio) {}
+  void operator()(Lanes &x) const { x.p = fma(-lr, lamb_direction(a, x), x.p); }
+};
+
+struct Block {  // fp32 views of one block of each stream
+  float *p, *g, *s0, *s1;
+};
+
+template <class R>
+static void run(const R &rule, const Block &b, std::int64_t n, float scale) {
+  each_vector(
+      n,
+      [&](std::int64_t i) {
+        Lanes x;
+        x.p = load<vf>(b.p + i);
+        x.g = load<vf>(b.g + i) * scale;
+        if (R::states > 0) x.s0 = load<vf>(b.s0 + i);
+        if (R::states > 1) x.s1 = load<vf>(b.s1 + i);
+        rule(x);
+        store(b.p + i, x.p);
+        if (R::states > 0) store(b.s0 + i, x.s0);
+        if (R::states > 1) store(b.s1 + i, x.s1);
+      },
+      [&](std::int64_t i, std::int64_t r) {
+        Lanes x;
+        x.p = load_part<vf>(b.p + i, r);
+        x.g = load_part<vf>(b.g + i, r) * scale;
+        if (R::states > 0) x.s0 = load_part<vf>(b.s0 + i, r);
+        if (R::states > 1) x.s1 = load_part<vf>(b.s1 + i, r);
+        rule(x);
+        store_part(b.p + i, x.p, r);
+        if (R::states > 0) store_part(b.s0 + i, x.s0, r);
+        if (R::states > 1) store_part(b.s1 + i, x.s1, r);
+      });
+}
+
+// The sums of p^2 and u^2 of one block, in 16 fp64 lanes whatever the vector width, combined in lane order.
+static void lamb_moments(const Adam &a, const Block &b, std::int64_t n, float scale, double *sums) {
+  constexpr int width = 16, parts = width / lanes;
+  vd sum_p[parts] = {}, sum_u[parts] = {};
+  for (std::int64_t i = 0; i < n; i += width)
+    for (int k = 0; k < parts; k++) {
+      std::int64_t j = i + k * lanes, r = n - j < lanes ? n - j : lanes;
+      if (r <= 0) break;
+      Lanes x;
+      if (r == lanes)
+        x = {load<vf>(b.p + j), load<vf>(b.g + j) * scale, load<vf>(b.s0 + j), load<vf>(b.s1 + j)};
+      else
+        x = {load_part<vf>(b.p + j, r), load_part<vf>(b.g + j, r) * scale, load_part<vf>(b.s0 + j, r),
+             load_part<vf>(b.s1 + j, r)};
+      Adam::moments(a, x);
+      vf u = lamb_direction(a, x);
+      if (r < lanes) u = load_part<vf>(reinterpret_cast<const float *>(&u), r);  // eps = 0 leaves NaN in absent lanes
+      const vd p = __builtin_convertvector(x.p, vd), w = __builtin_convertvector(u, vd);
+      sum_p[k] += p * p;
+      sum_u[k] += w * w;
+      store_part(b.s0 + j, x.s0, r);
+      store_part(b.s1 + j, x.s1, r);
+    }
+  sums[0] = sums[1] = 0.0;
+  for (int k = 0; k < parts; k++)
+    for (int l = 0; l < lanes; l++) {
+      sums[0] += sum_p[k][l];
+      sums[1] += sum_u[k][l];
+    }
+}
+
+static void apply(const Update &u, std::int64_t t, const Block &b, std::int64_t n, double *sums) {
+  switch (u.rule) {
+    case Rule::adam: return run(Adam(u.c), b, n, u.grad_scale);
+    case Rule::lion: return run(Lion(u.c), b, n, u.grad_scale);
+    case Rule::adagrad: return run(Adagrad(u.c), b, n, u.grad_scale);
+    case Rule::sgd: return run(Sgd(u.c), b, n, u.grad_scale);
+    case Rule::sgd_plain: return run(SgdPlain(u.c), b, n, u.grad_scale);
+    case Rule::adam_undo: return run(AdamUndo(u.c), b, n, u.grad_scale);
+    case Rule::lamb_moments: return lamb_moments(Adam(u.c), b, n, u.grad_scale, sums);
+    case Rule::lamb_apply: return run(LambApply(u.c, u.ratio[t]), b, n, u.grad_scale);
+  }
+}
+
+static void *column(const std::int64_t *addresses, std::int64_t t) {
+  return addresses ? reinterpret_cast<void *>(addresses[t]) : nullptr;
+}
+
+static void update_range(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t size = ds::update_block;
+  alignas(64) float scratch[4][size];
+  const ds::UpdateList &l = u.list;
+  void *p = column(l.param, t), *g = column(l.grad, t), *s0 = column(l.state0, t), *s1 = column(l.state1, t);
+  void *copy = column(l.copy, t);
+  const int states = ds::num_states(u.rule);
+  const bool writes_p = u.rule != Rule::lamb_moments;
+  for (std::int64_t i = begin; i < end; i += size) {
+    const std::int64_t n = end - i < size ? end - i : size;
+    Block b = {stage_in(p, l.param_dtype, i, n, scratch[0]), stage_in(g, l.grad_dtype, i, n, scratch[1]), nullptr,
+               nullptr};
+    if (states > 0) b.s0 = stage_in(s0, l.state_dtype, i, n, scratch[2]);
+    if (states > 1) b.s1 = stage_in(s1, l.state_dtype, i, n, scratch[3]);
+    double *sums = u.partials ? u.partials + 2 * (i / size) : nullptr;
+    apply(u, t, b, n, sums);
+    if (writes_p) stage_out(p, l.param_dtype, i, n, b.p);
+    if (states > 0) stage_out(s0, l.state_dtype, i, n, b.s0);
+    if (states > 1) stage_out(s1, l.state_dtype, i, n, b.s1);
+    if (copy && l.copy_dtype == Dtype::f32) std::memcpy(at(copy, Dtype::f32, i), b.p, static_cast<std::size_t>(n) * 4);
+    if (copy && l.copy_dtype != Dtype::f32) narrow_streaming(at(copy, l.copy_dtype, i), l.copy_dtype, b.p, n);
+    if (u.zero_grad) std::memset(at(g, l.grad_dtype, i), 0, static_cast<std::size_t>(n * ds::size_of(l.grad_dtype)));
+  }
+  if (copy) stream_fence();
+}
+
+}  // namespace
+
+namespace ds::DS_ISA {
+void update(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end) { update_range(u, t, begin, end); }
+}  // namespace ds::DS_ISA

@@ -1,0 +1,56 @@
+#include "kernels/table.h"
+#include "parallel.h"
+
+namespace ds {
+namespace {
+// Beyond this the written lines would not be read from the cache again: write past it.
+constexpr std::int64_t streaming_bytes = 8 << 20;
+}  // namespace
+
+Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, double *out, int threads) {
+  if (n < 0 || (n > 0 && (!x || !partials))) return Status::bad_argument;
+  const Kernels &k = kernels();
+  const std::int64_t blocks = (n + norm_block - 1) / norm_block;
+  split(n, norm_block, threads, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; i += norm_block) {
+      const std::int64_t m = end - i < norm_block ? end - i : norm_block;
+      partials[i / norm_block] = k.sum_squares(static_cast<const char *>(x) + i * size_of(dtype), dtype, m);
+    }
+  });
+  double total = 0.0;
+  for (std::int64_t b = 0; b < blocks; b++) total += partials[b];
+  *out = total;
+  return Status::ok;
+}
+
+Status convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, int threads) {
+  if (n < 0 || (n > 0 && (!dst || !src))) return Status::bad_argument;
+  if (n > 0 && dst == src && size_of(dd) != size_of(sd)) return Status::bad_argument;
+  const Kernels &k = kernels();
+  const bool streaming = dst != src && n * size_of(dd) >= streaming_bytes;
+  split(n, 4096, threads, [&](std::int64_t begin, std::int64_t end) {
+    k.convert(static_cast<char *>(dst) + begin * size_of(dd), dd, static_cast<const char *>(src) + begin * size_of(sd),
+              sd, end - begin, scale, streaming);
+  });
+  return Status::ok;
+}
+
+Status fill(void *dst, Dtype dtype, std::int64_t n, float value, int threads) {
+  if (n < 0 || (n > 0 && !dst)) return Status::bad_argument;
+  const Kernels &k = kernels();
+  split(n, 4096, threads, [&](std::int64_t begin, std::int64_t end) {
+    k.fill(static_cast<char *>(dst) + begin * size_of(dtype), dtype, end - begin, value);
+  });
+  return Status::ok;
+}
+
+Status triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming, int threads) {
+  if (n < 0 || (n > 0 && (!a || !b || !c))) return Status::bad_argument;
+  const Kernels &k = kernels();
+  split(n, 4096, threads, [&](std::int64_t begin, std::int64_t end) {
+    k.triad(a + begin, b + begin, c + begin, end - begin, s, streaming);
+  });
+  return Status::ok;
+}
+
+}  // namespace ds

@@ -1,0 +1,53 @@
+// Elementwise optimizer updates over lists of tensors, in one pass over memory.
+//
+// One pass does, for every element:  g = grad_scale * grad;  (p, s0, s1) = rule(p, g, s0, s1);  copy = cast(p);
+// grad = 0 (optional). Arithmetic is fp32 whatever the stored types are. Formulas: ds_ops/reference/optim.py.
+#pragma once
+#include <ds/types.h>
+
+namespace ds {
+
+// The meaning of Update::c for each rule. "1-b1" and the like are rounded from double by the caller, once.
+enum class Rule : std::int32_t {
+  adam = 0,     // c = {decay, l2, 1-b1, b2, 1-b2, step_size, sqrt(1-b2^t), eps};  states: m, v
+  lion = 1,     // c = {decay, b1, 1-b1, b2, 1-b2, lr};                            states: m
+  adagrad = 2,  // c = {l2, clr, eps};                                             states: sum
+  sgd = 3,      // c = {decay, l2, momentum, 1-dampening, nesterov, lr};           states: m
+  sgd_plain = 4,     // c = {decay, l2, lr};                                       states: none
+  adam_undo = 5,     // the inverse of `adam` with l2 = 0, same c plus {1/b1, 1/b2, 1/decay} at 8..10
+  lamb_moments = 6,  // c as adam; updates m, v only and leaves sum p^2, sum u^2 per block in `partials`
+  lamb_apply = 7,    // c as adam; p -= ratio[t] * lr * u, u recomputed from m, v and the old p
+};
+constexpr int max_coefficients = 12;
+
+constexpr int num_states(Rule r) {
+  return r == Rule::adam || r == Rule::adam_undo || r == Rule::lamb_moments || r == Rule::lamb_apply ? 2
+         : r == Rule::sgd_plain                                                                      ? 0
+                                                                                                     : 1;
+}
+
+// A list of tensors seen as columns: numel[i], then one address per stream and tensor. Null columns are absent.
+struct UpdateList {
+  std::int64_t count;
+  const std::int64_t *numel;                                 // [count]
+  const std::int64_t *param, *grad, *state0, *state1, *copy;  // [count] addresses
+  Dtype param_dtype, grad_dtype, state_dtype, copy_dtype;
+};
+
+struct Update {
+  Rule rule;
+  bool zero_grad;
+  float grad_scale;
+  float c[max_coefficients];
+  const float *ratio;  // [count], lamb_apply only
+  double *partials;    // [2 * blocks of all tensors], lamb_moments only; see update_blocks()
+  UpdateList list;
+};
+
+// Elements of one block of a partial sum. Fixed, so that sums do not depend on threads or instruction set.
+constexpr std::int64_t update_block = 2048;
+
+// Runs `u` on `threads` threads. Cost: one read of every column and one write of every changed column.
+Status update(const Update &u, int threads);
+
+}  // namespace ds

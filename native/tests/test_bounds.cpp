@@ -1,0 +1,94 @@
+// Public functions touch exactly the memory they are given (exactly-sized heap blocks, for the sanitizers), give the
+// same result on any thread count, and answer bad arguments with a status.
+#include <ds/isa.h>
+#include <ds/stream.h>
+#include <ds/update.h>
+
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+
+namespace {
+
+using ds::Dtype;
+using ds::Status;
+
+std::vector<std::vector<float>> tensors(const std::vector<std::int64_t> &sizes, std::uint64_t seed) {
+  Random r{seed};
+  std::vector<std::vector<float>> out;
+  for (std::int64_t n : sizes) {
+    out.emplace_back(static_cast<std::size_t>(n));
+    for (float &v : out.back()) v = r.unit();
+  }
+  return out;
+}
+
+std::vector<std::int64_t> addresses(std::vector<std::vector<float>> &x) {
+  std::vector<std::int64_t> out;
+  for (auto &v : x) out.push_back(reinterpret_cast<std::int64_t>(v.data()));
+  return out;
+}
+
+std::vector<std::vector<float>> stepped(const std::vector<std::int64_t> &sizes, int threads) {
+  auto p = tensors(sizes, 1), g = tensors(sizes, 2), m = tensors(sizes, 3), v = tensors(sizes, 4);
+  for (auto &t : v)
+    for (float &x : t) x = x < 0 ? -x : x;
+  auto pa = addresses(p), ga = addresses(g), ma = addresses(m), va = addresses(v);
+  ds::Update u = {};
+  u.rule = ds::Rule::adam;
+  u.grad_scale = 1.0f;
+  const float c[] = {1.0f, 0.0f, 0.1f, 0.99f, 0.01f, 1e-3f, 0.1f, 1e-8f};
+  std::memcpy(u.c, c, sizeof c);
+  u.list = {static_cast<std::int64_t>(sizes.size()), sizes.data(), pa.data(), ga.data(), ma.data(), va.data(),
+            nullptr, Dtype::f32, Dtype::f32, Dtype::f32, Dtype::f32};
+  CHECK(ds::update(u, threads) == Status::ok);
+  p.insert(p.end(), m.begin(), m.end());
+  p.insert(p.end(), v.begin(), v.end());
+  return p;
+}
+
+void threads_do_not_matter() {
+  const std::vector<std::int64_t> sizes = {0, 1, 70001, 5, 2048, 0, 131072, 3};
+  const auto one = stepped(sizes, 1);
+  for (int t : {2, 3, 7}) CHECK(stepped(sizes, t) == one);
+}
+
+void streams() {
+  for (std::int64_t n : {std::int64_t{0}, std::int64_t{1}, std::int64_t{33}, std::int64_t{100003}}) {
+    const auto k = static_cast<std::size_t>(n);
+    std::vector<float> a(k, 3.0f), b(k, 2.0f), c(k, 4.0f);
+    std::vector<double> partials(k / ds::norm_block + 1);
+    double one = -1, two = -1;
+    CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &one, 1) == Status::ok);
+    CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
+    CHECK(one == two && one == 9.0 * static_cast<double>(n));
+    CHECK(ds::triad(a.data(), b.data(), c.data(), n, 0.5f, false, 2) == Status::ok);
+    for (float v : a) CHECK(v == 4.0f);
+    std::vector<std::uint16_t> half(k);
+    CHECK(ds::convert(half.data(), Dtype::bf16, a.data(), Dtype::f32, n, 0.5f, 2) == Status::ok);
+    for (std::uint16_t h : half) CHECK(h == 0x4000);
+    CHECK(ds::fill(half.data(), Dtype::f16, n, 1.0f, 2) == Status::ok);
+    for (std::uint16_t h : half) CHECK(h == 0x3c00);
+  }
+}
+
+void bad_arguments() {
+  ds::Update u = {};
+  u.list.count = 1;
+  CHECK(ds::update(u, 1) == Status::bad_argument);
+  double out = 0;
+  CHECK(ds::sum_squares(nullptr, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
+  CHECK(ds::fill(nullptr, Dtype::f32, -1, 0, 1) == Status::bad_argument);
+  float x = 0;
+  CHECK(ds::convert(&x, Dtype::bf16, &x, Dtype::f32, 1, 1.0f, 1) == Status::bad_argument);
+}
+
+}  // namespace
+
+int main() {
+  threads_do_not_matter();
+  streams();
+  bad_arguments();
+  std::printf("level %s of %s\n", ds::isa_name(), ds::isa_supported());
+}

@@ -1,0 +1,134 @@
+// Every instruction-set level gives the same bits: updates, sums, conversions.
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "kernels/table.h"
+
+namespace {
+
+using ds::Dtype;
+using ds::Rule;
+
+struct Problem {
+  std::vector<unsigned char> p, g, a, b, copy;
+  std::vector<double> partials;
+};
+
+std::vector<unsigned char> random_values(Dtype d, std::int64_t n, bool positive, Random &r) {
+  std::vector<unsigned char> out(static_cast<std::size_t>(n * ds::size_of(d)));
+  for (std::int64_t i = 0; i < n; i++) {
+    float x = r.unit();
+    if (positive && x < 0) x = -x;
+    std::uint32_t u;
+    std::memcpy(&u, &x, 4);
+    if (d == Dtype::f32) std::memcpy(&out[static_cast<std::size_t>(i) * 4], &u, 4);
+    const auto half = static_cast<std::uint16_t>(d == Dtype::bf16 ? u >> 16 : (r.bits() & (positive ? 0x3bff : 0xbbff)));
+    if (d != Dtype::f32) std::memcpy(&out[static_cast<std::size_t>(i) * 2], &half, 2);
+  }
+  return out;
+}
+
+Problem make(Dtype pd, Dtype gd, Dtype sd, std::int64_t n) {
+  Random r{static_cast<std::uint64_t>(n) * 77 + 5};
+  Problem x{random_values(pd, n, false, r), random_values(gd, n, false, r), random_values(sd, n, false, r),
+            random_values(sd, n, true, r), {}, {}};
+  x.copy.assign(static_cast<std::size_t>(n) * 2, 0);
+  x.partials.assign(static_cast<std::size_t>(2 * (n / ds::update_block + 1)), 0.0);
+  return x;
+}
+
+void run(const ds::Kernels &k, Rule rule, Dtype pd, Dtype gd, Dtype sd, std::int64_t n, Problem &x) {
+  const float c[ds::max_coefficients] = {0.999f, 0.01f, 0.1f, 0.99f, 0.01f, 0.003f, 0.2f, 1e-8f, 1.11f, 1.01f, 1.001f};
+  const float ratio = 0.7f;
+  const std::int64_t p = reinterpret_cast<std::int64_t>(x.p.data()), g = reinterpret_cast<std::int64_t>(x.g.data()),
+                     a = reinterpret_cast<std::int64_t>(x.a.data()), b = reinterpret_cast<std::int64_t>(x.b.data()),
+                     o = reinterpret_cast<std::int64_t>(x.copy.data());
+  ds::Update u = {};
+  u.rule = rule;
+  u.zero_grad = rule == Rule::lion;
+  u.grad_scale = 0.5f;
+  std::memcpy(u.c, c, sizeof c);
+  u.ratio = &ratio;
+  u.partials = rule == Rule::lamb_moments ? x.partials.data() : nullptr;
+  u.list = {1, &n, &p, &g, &a, &b, rule == Rule::lamb_moments ? nullptr : &o, pd, gd, sd, Dtype::bf16};
+  k.update(u, 0, 0, n);
+}
+
+bool same(const Problem &x, const Problem &y) {
+  return x.p == y.p && x.g == y.g && x.a == y.a && x.b == y.b && x.copy == y.copy &&
+         !std::memcmp(x.partials.data(), y.partials.data(), x.partials.size() * sizeof(double));
+}
+
+void updates_agree(const ds::Kernels *const *levels, int num_levels) {
+  const Dtype all[3] = {Dtype::f32, Dtype::bf16, Dtype::f16};
+  const std::int64_t sizes[] = {1, 3, 15, 16, 17, 2047, 2048, 2049, 5003};
+  for (int rule = 0; rule <= 7; rule++)
+    for (Dtype pd : all)
+      for (Dtype gd : all)
+        for (Dtype sd : all)
+          for (std::int64_t n : sizes) {
+            Problem first = make(pd, gd, sd, n);
+            run(*levels[0], static_cast<Rule>(rule), pd, gd, sd, n, first);
+            for (int l = 1; l < num_levels; l++) {
+              Problem other = make(pd, gd, sd, n);
+              run(*levels[l], static_cast<Rule>(rule), pd, gd, sd, n, other);
+              if (!same(first, other))
+                std::printf("rule %d, types %d %d %d, n %d, level %s\n", rule, static_cast<int>(pd),
+                            static_cast<int>(gd), static_cast<int>(sd), static_cast<int>(n), levels[l]->name);
+              CHECK(same(first, other));
+            }
+          }
+}
+
+// All 65536 values of both 16-bit types to fp32, and all 2^16 upper halves of fp32 (with two lower halves) back.
+void conversions_agree(const ds::Kernels *const *levels, int num_levels) {
+  std::vector<std::uint16_t> halves(65536), back(65536), other_back(65536);
+  for (int i = 0; i < 65536; i++) halves[static_cast<std::size_t>(i)] = static_cast<std::uint16_t>(i);
+  for (Dtype d : {Dtype::bf16, Dtype::f16}) {
+    std::vector<float> wide(65536), other(65536);
+    levels[0]->convert(wide.data(), Dtype::f32, halves.data(), d, 65536, 1.0f, false);
+    for (int l = 1; l < num_levels; l++) {
+      levels[l]->convert(other.data(), Dtype::f32, halves.data(), d, 65536, 1.0f, false);
+      for (std::size_t i = 0; i < 65536; i++)
+        CHECK(wide[i] != wide[i] ? other[i] != other[i] : !std::memcmp(&wide[i], &other[i], 4));
+    }
+    for (std::uint32_t low : {0x0u, 0x1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      for (std::uint32_t i = 0; i < 65536; i++) {
+        const std::uint32_t u = i << 16 | low;
+        std::memcpy(&wide[i], &u, 4);
+      }
+      levels[0]->convert(back.data(), d, wide.data(), Dtype::f32, 65536, 1.0f, false);
+      for (int l = 1; l < num_levels; l++) {
+        levels[l]->convert(other_back.data(), d, wide.data(), Dtype::f32, 65536, 1.0f, true);
+        for (std::size_t i = 0; i < 65536; i++)
+          if (wide[i] == wide[i]) CHECK(back[i] == other_back[i]);
+      }
+    }
+  }
+}
+
+void sums_agree(const ds::Kernels *const *levels, int num_levels) {
+  Random r{9};
+  std::vector<float> x(ds::norm_block);
+  for (float &v : x) v = r.unit();
+  for (std::int64_t n : {0, 1, 5, 16, 31, 4097, static_cast<int>(ds::norm_block)}) {
+    const double want = levels[0]->sum_squares(x.data(), Dtype::f32, n);
+    double plain = 0.0;
+    for (std::int64_t i = 0; i < n; i++) plain += static_cast<double>(x[static_cast<std::size_t>(i)]) * x[static_cast<std::size_t>(i)];
+    CHECK(want <= plain * (1 + 1e-12) + 1e-300 && want >= plain * (1 - 1e-12));
+    for (int l = 1; l < num_levels; l++) CHECK(levels[l]->sum_squares(x.data(), Dtype::f32, n) == want);
+  }
+}
+
+}  // namespace
+
+int main() {
+  const ds::Kernels *levels[4];
+  const int n = ds::supported_kernels(levels, 4);
+  CHECK(n >= 1);
+  updates_agree(levels, n);
+  conversions_agree(levels, n);
+  sums_agree(levels, n);
+  std::printf("%d levels agree\n", n);
+}

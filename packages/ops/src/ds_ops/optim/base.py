@@ -1,0 +1,226 @@
+"""What every optimizer here has in common: state, grouping into lists, the fused pass, loading.
+
+A subclass says what its states are and what one step does to a bucket of tensors (`UpdateSpec`); this class collects
+parameters into buckets that share a spec and dtypes, and steps each bucket with one call.
+
+Words: *state* is a tensor per parameter; *fusion* is what else the pass does while the data is in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_ops import _call
+from ds_ops.arena import zeros_huge
+from ds_ops.reference.update import update as reference_update
+from ds_ops.rules import UpdateSpec, UpdateTensors
+from ds_ops.update import update
+
+__all__ = ["NO_FUSION", "Fusion", "OpsOptimizer", "Params", "require_rate"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What a step does besides stepping, in the same pass over memory.
+
+    grad_scale: multiplies every gradient first (1/loss_scale x clipping coefficient).
+    zero_grads: leave zeros in the gradients instead of their values.
+    grads: gradients to use instead of `.grad`, by parameter; may be bf16 or fp16 beside fp32 parameters.
+    copies: tensors that receive the new parameters in their own dtype, by parameter.
+    """
+
+    grad_scale: float = 1.0
+    zero_grads: bool = False
+    grads: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+    def grad_of(self, p: Tensor) -> Tensor | None:
+        """The gradient this step uses for `p`; None: it is not stepped."""
+        given = self.grads.get(p)
+        return p.grad if given is None else given
+
+
+NO_FUSION = Fusion()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters that one call steps: one spec, one device, one dtype per stream."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+
+    def tensors(self) -> UpdateTensors:
+        return UpdateTensors(self.params, self.grads, tuple(self.states), self.copies)
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """torch decorates some Optimizer methods so that their first call imports its compiler (over a second); undecorate."""
+    return getattr(method, "__wrapped__", method)
+
+
+def require_rate(name: str, value: Any, *, below: float | None = None) -> None:
+    """Refuse a hyperparameter that is negative, or not below `below`."""
+    number = float(value)
+    if not number >= 0.0 or (below is not None and not number < below):
+        limit = "at least 0" if below is None else f"in [0, {below:g})"
+        raise ConfigError(
+            f"{name}: expected a number {limit}, found {value}.", code="optimizer-value", fix=f"Set {name}."
+        )
+
+
+class OpsOptimizer(Optimizer):
+    """Base of the optimizers of ds_ops; a drop-in `torch.optim.Optimizer`.
+
+    elementwise: each element's update depends only on that element (a sharder may cut tensors anywhere). False:
+        `matrix_params()` must be stepped whole.
+    state_names: the tensors kept per parameter, each shaped like it; beside them `step`, an int.
+    """
+
+    elementwise: ClassVar[bool] = True
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: Params, defaults: dict[str, Any], *, state_dtype: torch.dtype = torch.float32) -> None:
+        """state_dtype: fp32, bf16 or fp16; the dtype of every state tensor (fp64 parameters keep fp64)."""
+        if state_dtype not in _call.DTYPES:
+            raise ConfigError(
+                f"state_dtype: expected one of {[str(d) for d in _call.DTYPES]}, found {state_dtype}.",
+                code="optimizer-value",
+                fix="Set state_dtype=torch.float32.",
+            )
+        self.state_dtype = state_dtype
+        super().__init__(params, defaults)
+
+    def spec(self, group: Group, step: int) -> UpdateSpec:
+        """What step number `step` (from 1) does to the parameters of `group`. Pure."""
+        raise UnsupportedError(
+            f"{type(self).__name__} defines no elementwise rule.",
+            code="optimizer-rule",
+            fix="Override spec() or step_bucket().",
+        )
+
+    def step_bucket(self, spec: UpdateSpec, tensors: UpdateTensors) -> None:
+        """Step one bucket. Override for rules that need more than one pass."""
+        if all(p.is_contiguous() for p in tensors.params):
+            update(spec, tensors)
+        else:
+            reference_update(spec, tensors)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, fusion: Fusion = NO_FUSION) -> Any:
+        """One step over every parameter that has a gradient. Returns what `closure` returned.
+
+        Raises:
+            UnsupportedError: "optimizer-sparse" for a sparse gradient.
+            KernelError: "kernel-argument" for gradients or copies that do not fit their parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group, fusion)
+        return loss
+
+    def step_group(self, group: Group, fusion: Fusion = NO_FUSION) -> None:
+        """Step one parameter group."""
+        params = [p for p in group["params"] if fusion.grad_of(p) is not None]
+        self.ensure_state(params)
+        sign = -1.0 if group.get("maximize") else 1.0
+        for (number, *_), bucket in self._buckets(params, fusion).items():
+            spec = self.spec(group, number)
+            fused = UpdateSpec(spec.rule, spec.coefficients, sign * fusion.grad_scale, fusion.zero_grads)
+            self.step_bucket(fused, bucket.tensors())
+
+    def ensure_state(self, params: Sequence[Tensor]) -> None:
+        """Create the missing states of `params`: zeros, on the CPU in huge-page arenas."""
+        missing = [p for p in params if "step" not in self.state[p]]
+        for p in missing:
+            self.state[p]["step"] = 0
+        for kind in {(p.device, self._state_dtype_of(p)) for p in missing}:
+            some = [p for p in missing if (p.device, self._state_dtype_of(p)) == kind]
+            for i, name in enumerate(self.state_names):
+                for p, t in zip(some, _zeros(some, *kind, stream=i + 1), strict=True):
+                    self.state[p][name] = t
+
+    def _state_dtype_of(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if p.dtype == torch.float64 else self.state_dtype
+
+    def _buckets(self, params: Sequence[Tensor], fusion: Fusion) -> dict[tuple[Any, ...], _Bucket]:
+        """Advance each parameter's step number and sort it by what one native call must share."""
+        buckets: dict[tuple[Any, ...], _Bucket] = {}
+        for p in params:
+            state, grad, copy = self.state[p], fusion.grad_of(p), fusion.copies.get(p)
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{type(self).__name__} takes dense gradients; found layout {grad.layout} for {_call.describe(p)}.",
+                    code="optimizer-sparse",
+                    fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
+                )
+            state["step"] = number = int(state["step"]) + 1
+            kept = [state[name] for name in self.state_names]
+            dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in kept))
+            key = (number, p.device, p.is_contiguous(), *dtypes)
+            bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in kept]))
+            bucket.params.append(p.detach())
+            bucket.grads.append(_like(p, grad))
+            for row, s in zip(bucket.states, kept, strict=True):
+                row.append(s)
+            if copy is not None:
+                bucket.copies.append(copy)
+        return buckets
+
+    def add_param_group(self, param_group: Group) -> None:
+        _plain(Optimizer.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        _plain(Optimizer.zero_grad)(self, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return _plain(Optimizer.state_dict)(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of its torch.optim counterpart; states keep `state_dtype`."""
+        _plain(Optimizer.load_state_dict)(self, state_dict)
+        saved = [i for g in state_dict["param_groups"] for i in g["params"]]
+        ours = [p for g in self.param_groups for p in g["params"]]
+        for index, p in zip(saved, ours, strict=True):
+            if index in state_dict["state"]:
+                self._adopt(p, state_dict["state"][index])
+
+    def _adopt(self, p: Tensor, values: Mapping[str, Any]) -> None:
+        # torch casts loaded states to the parameter's dtype; fp32 moments of a bf16 parameter must not lose bits there.
+        state = self.state[p] = {"step": 0}
+        for i, name in enumerate(self.state_names):
+            (fresh,) = _zeros([p], p.device, self._state_dtype_of(p), stream=i + 1)
+            if name in values:
+                fresh.copy_(values[name])
+            state[name] = fresh
+        state["step"] = int(values.get("step", 0))
+
+
+def _zeros(params: Sequence[Tensor], device: torch.device, dtype: torch.dtype, *, stream: int) -> list[Tensor]:
+    """Zeros shaped and strided like each of `params`."""
+    if device.type != "cpu" or not all(p.is_contiguous() for p in params):
+        return [torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for p in params]
+    flat = zeros_huge([p.numel() for p in params], dtype, stream=stream)
+    return [t.view(p.shape) for t, p in zip(flat, params, strict=True)]
+
+
+def _like(p: Tensor, grad: Tensor) -> Tensor:
+    """The gradient in its parameter's memory order: autograd may hand out another one (an expanded or transposed view)."""
+    return grad.contiguous() if p.is_contiguous() and not grad.is_contiguous() else grad

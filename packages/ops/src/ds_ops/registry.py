@@ -1,0 +1,115 @@
+"""Which implementation of an op runs: chosen once per op, device type and dtype, from data that can be printed.
+
+An *op* is a name with *backends* in order of preference; the last one is the reference in plain torch, which runs
+everywhere. A backend says, for a device type and a dtype, why it cannot run, or nothing. `DS_OPS=reference` (or another
+backend's name) in the environment makes that backend the only choice wherever an op has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_config.errors import KernelError, UnsupportedError
+from ds_ops import _native
+from ds_ops._call import DTYPES
+
+__all__ = ["Backend", "Choice", "Op", "choose", "cpu_backend", "cuda_backend", "ops", "reference_backend", "register"]
+
+Reason = Callable[[str, torch.dtype], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation. `obstacle(device_type, dtype)` is why it cannot run there, empty if it can."""
+
+    name: str
+    run: Callable[..., Any]
+    obstacle: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A named operation and its backends, best first."""
+
+    name: str
+    summary: str
+    backends: tuple[Backend, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that runs, and why each better one does not."""
+
+    backend: Backend
+    rejected: tuple[tuple[str, str], ...]
+
+
+_ops: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Add an op at import of the module that defines it. Names are unique."""
+    if op.name in _ops:
+        raise KernelError(f"op {op.name!r} is registered twice.", code="op-duplicate", fix="Give it another name.")
+    _ops[op.name] = op
+    return op
+
+
+def ops() -> tuple[Op, ...]:
+    """Every registered op, by name."""
+    return tuple(_ops[name] for name in sorted(_ops))
+
+
+def choose(op: Op, device_type: str, dtype: torch.dtype) -> Choice:
+    """The backend of `op` for tensors of this kind. Cached; about a microsecond."""
+    return _choose(op, device_type, dtype, os.environ.get("DS_OPS", ""))
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(op: Op, device_type: str, dtype: torch.dtype, forced: str) -> Choice:
+    rejected: list[tuple[str, str]] = []
+    has_forced = any(b.name == forced for b in op.backends)
+    for backend in op.backends:
+        reason = backend.obstacle(device_type, dtype)
+        if not reason and has_forced and backend.name != forced:
+            reason = f"DS_OPS={forced} forces another backend"
+        if not reason:
+            return Choice(backend, tuple(rejected))
+        rejected.append((backend.name, reason))
+    lines = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    raise UnsupportedError(
+        f"op {op.name} has no backend for {dtype} on {device_type}: {lines}.",
+        code="op-no-backend",
+        fix="Convert the tensors, or unset DS_OPS.",
+    )
+
+
+def cpu_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)) -> Backend:
+    """A backend of the native CPU module."""
+    return Backend("cpu", run, functools.partial(_native_obstacle, "_cpu", "cpu", dtypes))
+
+
+def cuda_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)) -> Backend:
+    """A backend of the native CUDA module."""
+    return Backend("cuda", run, functools.partial(_native_obstacle, "_cuda", "cuda", dtypes))
+
+
+def reference_backend(run: Callable[..., Any]) -> Backend:
+    """The definition in plain torch; runs everywhere."""
+    return Backend("reference", run, lambda _device, _dtype: "")
+
+
+def _native_obstacle(
+    module: str, kind: str, dtypes: tuple[torch.dtype, ...], device_type: str, dtype: torch.dtype
+) -> str:
+    if device_type != kind:
+        return f"runs on {kind} tensors only"
+    if dtype not in dtypes:
+        return f"does not take {dtype}"
+    return _native.load(module).reason

@@ -1,0 +1,125 @@
+"""Elementwise optimizer rules as data: the rule, its coefficients, and what else the one pass over memory does.
+
+A rule's coefficients are pure functions of the hyperparameters and the step number, computed in double precision once
+per step. `native/include/ds/update.h` lists what each position means; `ds_ops/reference/update.py` defines the formulas.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = [
+    "AdamHyper",
+    "Rule",
+    "UpdateSpec",
+    "UpdateTensors",
+    "adagrad_coefficients",
+    "adam_coefficients",
+    "adam_undo_coefficients",
+    "lamb_coefficients",
+    "lion_coefficients",
+    "sgd_coefficients",
+    "sgd_plain_coefficients",
+]
+
+
+class Rule(enum.IntEnum):
+    """The arithmetic of one element. Numbers are shared with native/include/ds/update.h."""
+
+    ADAM = 0
+    LION = 1
+    ADAGRAD = 2
+    SGD = 3
+    SGD_PLAIN = 4
+    ADAM_UNDO = 5
+    LAMB_MOMENTS = 6
+    LAMB_APPLY = 7
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpec:
+    """What one update does to every element.
+
+    grad_scale: multiplies each gradient before use: unscaling, clipping, averaging and `maximize` in one factor.
+    zero_grad: write zeros into the gradients in the same pass.
+    """
+
+    rule: Rule
+    coefficients: tuple[float, ...]
+    grad_scale: float = 1.0
+    zero_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTensors:
+    """The tensors of one update: index i of every list belongs together and has one length.
+
+    params, grads: fp32, bf16 or fp16, each list of one dtype. states: one list per state of the rule, all of one dtype.
+    copies: empty, or tensors that receive the new parameters in their own dtype.
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: tuple[Sequence[Tensor], ...] = ()
+    copies: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Hyperparameters of the Adam family. `decoupled`: AdamW (Loshchilov and Hutter 2019), else L2 in the gradient."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool = True
+    bias_correction: bool = True
+
+
+def adam_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
+    """(decay, l2, 1-b1, b2, 1-b2, lr/(1-b1^t), sqrt(1-b2^t), eps) for step t >= 1."""
+    b1, b2 = h.betas
+    decay = 1 - h.lr * h.weight_decay if h.decoupled else 1.0
+    l2 = 0.0 if h.decoupled else h.weight_decay
+    c1, c2 = (1 - b1**step, 1 - b2**step) if h.bias_correction else (1.0, 1.0)
+    return (decay, l2, 1 - b1, b2, 1 - b2, h.lr / c1, math.sqrt(c2), h.eps)
+
+
+def adam_undo_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
+    """The coefficients of step t and their inverses: takes AdamW's step t back."""
+    c = adam_coefficients(h, step)
+    b1, b2 = h.betas
+    return (*c, 1 / b1 if b1 else 0.0, 1 / b2 if b2 else 0.0, 1 / c[0])
+
+
+def lamb_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
+    """(wd, 0, 1-b1, b2, 1-b2, 1/(1-b1^t), sqrt(1-b2^t), eps, lr)."""
+    b1, b2 = h.betas
+    c1, c2 = (1 - b1**step, 1 - b2**step) if h.bias_correction else (1.0, 1.0)
+    return (h.weight_decay, 0.0, 1 - b1, b2, 1 - b2, 1 / c1, math.sqrt(c2), h.eps, h.lr)
+
+
+def lion_coefficients(lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, ...]:
+    """(decay, b1, 1-b1, b2, 1-b2, lr)."""
+    b1, b2 = betas
+    return (1 - lr * weight_decay, b1, 1 - b1, b2, 1 - b2, lr)
+
+
+def adagrad_coefficients(lr: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    """(l2, lr, eps); `lr` is already decayed for the step."""
+    return (weight_decay, lr, eps)
+
+
+def sgd_coefficients(lr: float, momentum: float, dampening: float, weight_decay: float) -> tuple[float, ...]:
+    """(decay, l2, momentum, 1-dampening, nesterov=0, lr). For Nesterov, replace position 4 by 1."""
+    return (1.0, weight_decay, momentum, 1 - dampening, 0.0, lr)
+
+
+def sgd_plain_coefficients(lr: float, weight_decay: float) -> tuple[float, ...]:
+    """(decay, l2, lr)."""
+    return (1.0, weight_decay, lr)

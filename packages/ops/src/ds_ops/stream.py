@@ -1,0 +1,119 @@
+"""Passes over flat memory: norms, conversions, fill.
+
+Each function takes contiguous tensors; costs are bytes moved per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import KernelError
+from ds_ops import _call
+from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+
+__all__ = ["convert", "fill", "grad_norm", "sum_squares"]
+
+
+def sum_squares(x: Tensor) -> float:
+    """Sum of x^2 in fp64. The same bits on any number of threads and any instruction set.
+
+    Args:
+        x: any shape, contiguous; fp32, bf16, fp16 (others through torch).
+    Cost: one read.
+    """
+    return choose(_SUM_SQUARES, x.device.type, x.dtype).backend.run(x)
+
+
+def grad_norm(tensors: Sequence[Tensor]) -> float:
+    """The 2-norm of all elements of all tensors; not finite exactly if some element, or the sum, is not."""
+    return math.sqrt(math.fsum(sum_squares(t) for t in tensors)) if tensors else 0.0
+
+
+def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """out = cast(x * scale), product in fp32, rounded to nearest even. Returns `out`.
+
+    Args:
+        out: as many elements as `x`; any of fp32, bf16, fp16. May be `x` itself; any other overlap is refused.
+    Cost: one read, one write; large results go past the cache.
+    """
+    if out.numel() != x.numel() or out.device != x.device:
+        raise KernelError(
+            f"convert: expected equal lengths on one device, found {_call.describe(out)} and {_call.describe(x)}.",
+            code="kernel-argument",
+            fix="Allocate `out` with torch.empty_like(x, dtype=...).",
+        )
+    odd = out.dtype if out.dtype not in _call.DTYPES else x.dtype
+    return choose(_CONVERT, x.device.type, odd).backend.run(out, x, scale)
+
+
+def fill(out: Tensor, value: float) -> Tensor:
+    """Set every element to `value`, rounded to out's dtype. Returns `out`. Cost: one write."""
+    return choose(_FILL, out.device.type, out.dtype).backend.run(out, value)
+
+
+def _cpu_sum_squares(x: Tensor) -> float:
+    native = _call.native()
+    _call.require("x", x)
+    partials = torch.empty(-(-x.numel() // native.norm_block), dtype=torch.float64)
+    status, total = native.sum_squares(
+        _call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), torch.get_num_threads()
+    )
+    _call.finish("sum_squares", status)
+    return total
+
+
+def _cpu_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+    _call.require("out", out)
+    _call.require("x", x, device=out.device)
+    if _call.address(out) != _call.address(x) or out.dtype != x.dtype:
+        _call.require_disjoint(out=out, x=x)
+    status = _call.native().convert(
+        _call.address(out),
+        _call.DTYPES[out.dtype],
+        _call.address(x),
+        _call.DTYPES[x.dtype],
+        x.numel(),
+        scale,
+        torch.get_num_threads(),
+    )
+    _call.finish("convert", status)
+    return out
+
+
+def _cpu_fill(out: Tensor, value: float) -> Tensor:
+    _call.require("out", out)
+    status = _call.native().fill(
+        _call.address(out), _call.DTYPES[out.dtype], out.numel(), value, torch.get_num_threads()
+    )
+    _call.finish("fill", status)
+    return out
+
+
+def _reference_sum_squares(x: Tensor) -> float:
+    return float(x.detach().double().square().sum())
+
+
+def _reference_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    return out.copy_((wide * scale if scale != 1.0 else wide).view_as(out))
+
+
+def _reference_fill(out: Tensor, value: float) -> Tensor:
+    return out.fill_(value)
+
+
+_SUM_SQUARES = register(
+    Op(
+        "sum_squares",
+        "deterministic sum of squares",
+        (cpu_backend(_cpu_sum_squares), reference_backend(_reference_sum_squares)),
+    )
+)
+_CONVERT = register(
+    Op("convert", "scaled dtype conversion", (cpu_backend(_cpu_convert), reference_backend(_reference_convert)))
+)
+_FILL = register(Op("fill", "set to one value", (cpu_backend(_cpu_fill), reference_backend(_reference_fill))))

@@ -1,0 +1,78 @@
+"""Norms, conversions, fill: against torch, over shapes and dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ops import convert, fill, grad_norm, sum_squares
+
+pytestmark = pytest.mark.usefixtures("native")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+lengths = st.one_of(st.integers(0, 100), st.sampled_from([2048, 16384, 16385, 100_003]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.sampled_from(DTYPES), st.integers(0, 3))
+def test_sum_squares(n: int, dtype: torch.dtype, offset: int) -> None:
+    x = torch.randn(n + offset).to(dtype)[offset:]
+    assert sum_squares(x) == pytest.approx(float(x.double().square().sum()), rel=1e-12)
+
+
+def test_sum_squares_does_not_overflow_and_shows_what_is_not_finite() -> None:
+    assert sum_squares(torch.full((4,), 1e30)) == pytest.approx(4e60, rel=1e-6)
+    assert math.isinf(sum_squares(torch.tensor([1.0, math.inf])))
+    assert math.isnan(sum_squares(torch.tensor([1.0, math.nan, 2.0])))
+
+
+def test_sum_squares_is_the_same_on_any_number_of_threads() -> None:
+    x = torch.randn(1_000_003)
+    before = torch.get_num_threads()
+    results = set()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.add(sum_squares(x))
+    torch.set_num_threads(before)
+    assert len(results) == 1
+
+
+def test_grad_norm_of_a_list(backend: str) -> None:
+    tensors = [torch.full((3,), 2.0), torch.full((4,), 1.0).bfloat16(), torch.zeros(0)]
+    assert grad_norm(tensors) == 4.0
+    assert grad_norm([]) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from([1.0, 0.3]), st.integers(0, 3))
+def test_convert(n: int, source: torch.dtype, target: torch.dtype, scale: float, offset: int) -> None:
+    x = torch.randn(n + offset).to(source)[offset:]
+    out = torch.empty(n + 1, dtype=target)[1:]
+    expected = (x.float() * torch.tensor(scale)).to(target)
+    assert torch.equal(convert(out, x, scale=scale), expected)
+
+
+def test_convert_streams_large_results() -> None:
+    x = torch.randn(6_000_011)
+    assert torch.equal(convert(torch.empty_like(x, dtype=torch.bfloat16)[1:], x[1:]), x[1:].bfloat16())
+    assert torch.equal(convert(torch.empty_like(x)[1:], x[1:], scale=2.0), x[1:] * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_16_bit_value_and_special_floats(dtype: torch.dtype) -> None:
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 6e-8, 65504.0, 65520.0, 3.4e38])
+    out = convert(torch.empty(11, dtype=dtype), special)
+    assert torch.equal(out.nan_to_num(123.0), special.to(dtype).nan_to_num(123.0))
+    assert torch.equal(torch.signbit(out[:4]), torch.signbit(special[:4]))
+    if dtype != torch.float32:
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        assert torch.equal(convert(torch.empty(2**16), every).nan_to_num(0.5), every.float().nan_to_num(0.5))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_fill(dtype: torch.dtype) -> None:
+    for n in (0, 1, 17, 40_000):
+        assert torch.equal(fill(torch.empty(n, dtype=dtype), 0.3), torch.full((n,), 0.3, dtype=dtype))
