@@ -37,11 +37,15 @@ class Group:
 
 class Work(Protocol):
     def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
 
 
 class _Done:
     def wait(self) -> None:
         pass
+
+    def is_completed(self) -> bool:
+        return True
 
 
 @dataclass
@@ -49,6 +53,9 @@ class _SumOnWait:
     work: Work
     parts: Tensor
     out: Tensor
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()

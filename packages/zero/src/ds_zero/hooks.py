@@ -7,6 +7,11 @@ outermost backward closes whatever is open, so unused, reused, tied and checkpoi
 
 Order between ranks is that of `order.py`; nothing here depends on which rank is faster or on which path it takes.
 
+Note "two orders". Gathers and reductions travel on channels of their own, each in its own order, because a rank cannot
+reduce before it has gathered and computed. Waiting for a reduction inside a backward could therefore wait for a rank that
+waits for our next gather. So such a wait helps: while it lasts, gathers whose turn comes next are started. Gathers that no
+sequence foresees have a third channel, so that helping cannot come between them.
+
 Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
 weight, a functional head), or a module whose results leave it through a side door (an attribute, an unknown container), is
 in a graph that no hook on outputs guards. Such a unit stays gathered until the next optimizer step, which makes older
@@ -16,6 +21,7 @@ unpacks in the first backward of every module, the only time this costs anything
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +41,9 @@ from ds_zero.released import keep, unkeep
 from ds_zero.unit import Full, Unit
 
 __all__ = ["Runtime", "Schedule"]
+
+_PATIENCE_S = 0.02  # a reduction that takes longer may be waiting for us
+_POLL_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +68,13 @@ class Runtime:
         model: Its root module.
         units: In canonical order, the same on every rank.
         schedule: How far to run ahead.
+        unforeseen: The channel for gathers that no sequence foresees; made when first asked for.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule) -> None:
-        self.units, self.schedule = list(units), schedule
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], schedule: Schedule, unforeseen: Callable[[], Group]
+    ) -> None:
+        self.units, self.schedule, self.unforeseen = list(units), schedule, unforeseen
         self.now = True
         self.deferred = False
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
@@ -216,10 +228,12 @@ class Runtime:
 
     def _gather(self, number: int, order: GatherOrder) -> None:
         unit = self.units[number]
-        if unit.state is Full.CURRENT and not order.awaits(number):
-            return
-        for other in order.need(number):
-            self.units[other].start_unshard(again=True)
+        if order.awaits(number):
+            for other in order.need(number):
+                self.units[other].start_unshard(again=True)
+        elif unit.state in (Full.RELEASED, Full.STALE):
+            order.seen.append(number)
+            unit.start_unshard(channel=self.unforeseen())
         unit.finish_unshard()
 
     def _put_back(self, number: int) -> None:
@@ -302,15 +316,28 @@ class Runtime:
         self._inflight.append(number)
         held = sum(self.units[n].bytes["grad_full"] for n in self._inflight)
         while self._inflight and (not self.schedule.overlap or held > self.schedule.inflight_bytes):
-            oldest = self._inflight.popleft()
-            held -= self.units[oldest].bytes["grad_full"]
-            self.units[oldest].finish_reduce()
+            oldest = self.units[self._inflight.popleft()]
+            held -= oldest.bytes["grad_full"]
+            if self.released and self._task is not None:
+                self._wait_and_help(oldest)
+            oldest.finish_reduce()
+
+    def _wait_and_help(self, unit: Unit) -> None:
+        """See the note "two orders"."""
+        since = time.monotonic()
+        while not unit.reduced:
+            if time.monotonic() - since > _PATIENCE_S and (number := self._backward.run_ahead()) is not None:
+                self.units[number].start_unshard(again=True)
+                since = time.monotonic()
+            time.sleep(_POLL_S)
 
     def end_backward(self) -> None:
         """The outermost backward is over: every trained unit has its turn, every released unit goes back."""
         self._task = None
         for number in self.trained:
             self.unused[number] &= self._missing[number]
+        if self.released:
+            self._finish_gathers(self._backward)
         if not self._any:
             pass  # torch.autograd.grad: no parameter took part
         elif self.now:
@@ -341,10 +368,8 @@ class Runtime:
         self._inner.clear()
         for calls in self._calls:
             calls.clear()
-        if self.released:
-            self._finish_gathers(self._backward)
-            for number in self.released:
-                self._put_back(number)
+        for number in self.released:
+            self._put_back(number)
 
     def _end_inner(self, task: int) -> None:
         # A checkpointed segment is done: what it gathered and does not train is not needed for the next one.

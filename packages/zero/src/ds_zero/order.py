@@ -74,6 +74,10 @@ class GatherOrder:
         """Leave `units` out from the next phase on. Same on every rank."""
         self._set(tuple(unit for unit in self.sequence if unit not in units))
 
+    def run_ahead(self) -> int | None:
+        """The next unit in order, to be issued before anyone here needs it; None at the end."""
+        return self._issue() if self._cursor < len(self.sequence) else None
+
     def finish(self) -> list[int]:
         """Units whose turn has not come in this phase: other ranks may be waiting for them."""
         rest = list(self.sequence[self._cursor :])

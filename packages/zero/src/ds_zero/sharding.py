@@ -113,12 +113,13 @@ class Sharding:
         _broadcast_differences([*by_name.values(), *model.buffers()], self.group)
         self.pool = Pool()
         seat = _seat(self.group, residency, self.pool)
-        self._own_groups = [] if seat.gathers.pg is None or seat.gathers is seat.shards else [seat.gathers.pg]
+        self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
+        self._unforeseen: Group | None = None
         self.units = [self._unit(spec, by_name, seat) for spec in self.specs]
         self.seat = seat
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
-        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, 2 * arena))
+        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, 2 * arena), self.unforeseen)
         for unit in self.units:
             unit.reshard()
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
@@ -126,6 +127,15 @@ class Sharding:
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat) -> Unit:
         members = [params[p.name] for p in spec.params]
         return Unit(spec, members, self.precision.resolve(members[0].dtype), seat)
+
+    def unforeseen(self) -> Group:
+        """The channel for gathers outside the recorded order. Made at the first call, which is collective."""
+        if self._unforeseen is None:
+            self._unforeseen = self.seat.gathers
+            if self.seat.gathers is not self.seat.shards:
+                self._unforeseen = _twin(self.seat.shards, "unforeseen")
+                self._own_groups.append(self._unforeseen)
+        return self._unforeseen
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number in it; None for a parameter of another model."""
@@ -178,9 +188,11 @@ class Sharding:
         self.units.clear()
         self._where.clear()
         self.pool.drop()
-        for pg in self._own_groups:
-            dist.destroy_process_group(pg)
+        for group in self._own_groups:
+            if group.pg is not None:
+                dist.destroy_process_group(group.pg)
         self._own_groups.clear()
+        self._unforeseen = None
 
 
 def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
@@ -189,8 +201,13 @@ def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
         return Seat(alone, alone, group, pool)
     gathers = group
     if residency.shard_params and group.pg is not None:
-        gathers = Group(f"{group.name}-gather", group.ranks, group.rank, dist.new_group(list(group.ranks)))
+        gathers = _twin(group, "gather")
     return Seat(group, gathers, alone, pool)
+
+
+def _twin(group: Group, purpose: str) -> Group:
+    """The same ranks over a channel of their own. Collective."""
+    return Group(f"{group.name}-{purpose}", group.ranks, group.rank, dist.new_group(list(group.ranks)))
 
 
 def _check_same(specs: Sequence[UnitSpec], group: Group) -> None:

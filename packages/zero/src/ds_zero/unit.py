@@ -140,16 +140,17 @@ class Unit:
         """This rank's chunk of each segment of a buffer as long as full."""
         return [full[s.start + self.rank * s.chunk :][: s.chunk] for s in self.layout.segments]
 
-    def unshard(self) -> None:
+    def unshard(self, channel: comm.Group | None = None) -> None:
         """Make every parameter usable on this rank. Sends (N-1)/N of full's bytes unless it is current."""
-        self.start_unshard()
+        self.start_unshard(channel=channel)
         self.finish_unshard()
 
-    def start_unshard(self, *, again: bool = False) -> None:
+    def start_unshard(self, *, again: bool = False, channel: comm.Group | None = None) -> None:
         """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`.
 
         Args:
             again: Take part even if full is current: other ranks count on it. It is then written with what it holds.
+            channel: The ranks of the seat over another channel than for foreseen gathers.
         """
         if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
@@ -162,7 +163,8 @@ class Unit:
                     own.copy_(self.shard[segment.at : segment.at + segment.chunk])
                 if self.layout.world > 1:
                     out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
-                    work = comm.all_gather_single(out, own, self.seat.gathers, unit=self.spec.name, async_op=True)
+                    group = channel or self.seat.gathers
+                    work = comm.all_gather_single(out, own, group, unit=self.spec.name, async_op=True)
                     self._gathering.append(work)
         self.state = Full.GATHERING
 
@@ -247,6 +249,11 @@ class Unit:
             works.append(comm.all_reduce(out, self.seat.replicas, unit=self.spec.name, async_op=True))
         self.open = False
         self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether `finish_reduce` would return without waiting for another rank."""
+        return self._reducing is None or all(work.is_completed() for work in self._reducing.works)
 
     def finish_reduce(self) -> None:
         """Wait for `reduce`: `grad` is valid afterwards."""
