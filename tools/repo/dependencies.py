@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from repo.imports import Import, imports, modules
-from repo.projects import Project, requirement_name
+from repo.imports import Import, imports, modules, test_modules
+from repo.projects import Project, closure, group, requirement_name, third_party
 
-__all__ = ["Usage", "changelog_version", "problems", "range_problems", "torch_at_load", "usage"]
+__all__ = ["Usage", "changelog_version", "problems", "range_problems", "test_problems", "torch_at_load", "usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Usage:
 
     Attributes:
         imported: Distribution name -> one import statement that needs it.
-        named: String constants of the source; a program that is run, not imported, is named by one.
+        named: String constants of the source, as distribution names: a program that is run, or a module that is
+            imported by its name, is named by one.
     """
 
     imported: Mapping[str, Import]
@@ -39,7 +41,10 @@ def usage(project: Project, projects: Mapping[str, Project]) -> Usage:
         for found in imports(module):
             if found.top != project.module and found.top not in sys.stdlib_module_names:
                 imported.setdefault(_distribution(found.top, ours), found)
-        named |= {n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        strings = (n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant))
+        named |= {
+            requirement_name(text) for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)
+        }
     return Usage(imported, frozenset(named))
 
 
@@ -58,6 +63,30 @@ def problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
     for name in sorted(optional - needed.imported.keys() - needed.named):
         found.append(f"an extra declares {name}, which no file imports or runs")
     return found
+
+
+def test_problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
+    """One line for each import of a package's tests that its isolated environment would not have.
+
+    That environment holds the package, what it needs, the root's group `isolated`, and the package's group `tests`.
+    Extras count as there: a test of one must skip without it, which only running it can show.
+    """
+    needed = closure([project.name], projects)
+    there = {requirement_name(text) for text in third_party(needed, projects)} | {"ds-testing", *needed}
+    there |= {requirement_name(text) for extra in project.extras.values() for text in extra}
+    there |= {requirement_name(text) for text in (*group("isolated"), *project.test_requires)}
+    ours = {other.module: other.name for other in projects.values()} | {"ds_testing": "ds-testing"}
+    files = test_modules(project)
+    local = {module.path.stem for module in files} | {module.path.parent.name for module in files}
+    return sorted(
+        {
+            f"{found.path.name}:{found.line} imports {found.top}: declare it in pyproject.toml, [dependency-groups] tests"
+            for module in files
+            for found in imports(module)
+            if found.top and found.top not in sys.stdlib_module_names and found.top not in local
+            if _distribution(found.top, ours) not in there
+        }
+    )
 
 
 def range_problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
@@ -95,5 +124,9 @@ def torch_at_load(project: Project) -> list[str]:
 def _distribution(top: str, ours: Mapping[str, str]) -> str:
     if top in ours:
         return ours[top]
-    known = importlib.metadata.packages_distributions().get(top, [top])
-    return requirement_name(known[0])
+    return requirement_name(_installed().get(top, [top])[0])
+
+
+@functools.cache
+def _installed() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from repo.projects import Project
 
-__all__ = ["Import", "Module", "imports", "modules"]
+__all__ = ["Import", "Module", "imports", "modules", "test_modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ def modules(project: Project) -> list[Module]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
     return found
+
+
+def test_modules(project: Project) -> list[Module]:
+    """All Python files under a package's tests, under their own stems."""
+    files = sorted((project.folder / "tests").rglob("*.py"))
+    return [Module(path.stem, path, ast.parse(path.read_text(), str(path))) for path in files]
 
 
 def imports(module: Module) -> list[Import]:

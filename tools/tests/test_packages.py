@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from repo import dependencies
 from repo.dependencies import changelog_version, problems, range_problems, torch_at_load
 from repo.layers import read
 from repo.projects import closure
@@ -11,6 +12,10 @@ from repo.projects import closure
 
 def test_dependencies_are_what_is_imported(project, projects):
     assert problems(project, projects) == []
+
+
+def test_tests_need_only_what_the_isolated_environment_has(project, projects):
+    assert dependencies.test_problems(project, projects) == []
 
 
 def test_sibling_ranges_fit_the_tree(project, projects):
