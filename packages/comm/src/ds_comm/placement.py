@@ -1,18 +1,46 @@
-"""Where the elements of a logical tensor live: the vocabulary that `ds-zero` gives and `ds-ckpt` takes. No torch.
+"""Where the elements of a logical tensor live: the vocabulary that `ds-zero` gives and `ds-ckpt` takes. Pure arithmetic.
 
-Words: a *logical tensor* has a name, a global shape and a dtype, whatever the number of ranks. A *box* is a rectangular
-part of it (offset and size per dim): what tensor or expert parallelism leaves on a rank. An *interval* is a range of the
-flattened box, in elements: what ZeRO leaves on a rank. A `TensorShard` is both, and is all that a checkpoint or a
-reshard needs to know about who owns what.
+Words: a *logical tensor* has a name, a global shape and a dtype, whatever the number of ranks. A *placement* says what
+one mesh axis does to it: `Shard(dim)`, `Replicate()`, `Partial(op)`. A *box* is the rectangular part that placements
+leave a rank (offset and size per dim): tensor or expert parallelism. An *interval* is a range of the flattened box, in
+elements: what ZeRO leaves on a rank. A `TensorShard` is a box and an interval, and is all that a checkpoint or a
+reshard needs to know about who owns what; a `LocalShard` is one together with its elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Box", "Interval", "TensorShard"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Box", "Interval", "LocalShard", "Partial", "Placement", "Replicate", "Shard", "TensorShard", "local_box"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Dim `dim` is cut into equal chunks along the axis (the last ones shorter or empty, as `torch.chunk` and DTensor do)."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank of the axis holds a term; the value is their reduction with `op` (`"sum"`, `"avg"`, `"max"`, `"min"`)."""
+
+    op: str = "sum"
+
+
+Placement = Shard | Replicate | Partial
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,17 +70,19 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: `offset[d] <= index[d] < offset[d] + shape[d]` in every dim."""
+    """A rectangular part of a tensor: `offset[d] <= index[d] < offset[d] + shape[d]` in every dim. A scalar's has no dims."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape) or any(o < 0 for o in self.offset) or any(s < 0 for s in self.shape):
-            raise ValueError(f"a box needs one non-negative offset and size per dim, got {self.offset} and {self.shape}")
+            raise ValueError(
+                f"a box needs one non-negative offset and size per dim, got {self.offset} and {self.shape}"
+            )
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -64,37 +94,18 @@ class Box:
         """The common box, or None when they share no element."""
         lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         hi = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         if any(h <= low for low, h in zip(lo, hi, strict=True)):
             return None
         return Box(lo, tuple(h - low for low, h in zip(lo, hi, strict=True)))
 
-    def runs(self, part: Box) -> Iterator[tuple[Interval, Interval]]:
-        """Contiguous runs of `part` (inside this box): (interval in this box flattened, interval in `part` flattened).
-
-        Trailing dims that `part` covers fully are merged, so a row-sharded matrix is one run.
-        """
-        if (self & part) != part and part.numel:
-            raise ValueError(f"{part} is not inside {self}")
-        if part.numel == 0:
-            return
-        dims = len(self.shape)
-        inner = dims  # dims inner.. are covered fully: they travel as one run with dim inner-1
-        while inner > 0 and part.shape[inner - 1] == self.shape[inner - 1]:
-            inner -= 1
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(dims)]
-        run_dim = max(inner - 1, 0)
-        run = math.prod(part.shape[run_dim:]) if dims else 1
-        outer = part.shape[:run_dim]
-        base = sum((part.offset[d] - self.offset[d]) * strides[d] for d in range(dims))
-        for n in range(math.prod(outer)):
-            rest, start = n, base
-            for d in reversed(range(run_dim)):
-                rest, i = divmod(rest, outer[d])
-                start += i * strides[d]
-            yield Interval(start, start + run), Interval(n * run, (n + 1) * run)
+    def position(self, index: Sequence[int]) -> int:
+        """Where element `index` of the tensor is in this box flattened (row-major)."""
+        at = 0
+        for i, o, n in zip(index, self.offset, self.shape, strict=True):
+            at = at * n + i - o
+        return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +134,14 @@ class TensorShard:
             raise ValueError(f"{self.name}: {self.box} and {self.interval} do not fit shape {self.shape}")
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorShard:
+    def whole(cls, name: str, shape: Sequence[int], dtype: str) -> TensorShard:
         """The shard of a rank that holds everything."""
-        return cls(name, tuple(shape), dtype, Box.whole(tuple(shape)), Interval(0, math.prod(shape)))
+        return cls.flat(name, shape, dtype, Interval(0, math.prod(shape)))
 
     @classmethod
-    def flat(cls, name: str, shape: tuple[int, ...], dtype: str, interval: Interval) -> TensorShard:
+    def flat(cls, name: str, shape: Sequence[int], dtype: str, interval: Interval) -> TensorShard:
         """`interval` of the whole flattened tensor: what ZeRO's flat layout leaves on a rank."""
-        return cls(name, tuple(shape), dtype, Box.whole(tuple(shape)), interval)
+        return cls(name, tuple(shape), dtype, Box.whole(shape), interval)
 
     @property
     def numel(self) -> int:
@@ -140,44 +151,103 @@ class TensorShard:
     def overlap(self, other: TensorShard) -> Iterator[tuple[Interval, Interval]]:
         """Runs of elements that both shards hold: (interval in this shard's data, interval in `other`'s data).
 
-        Positions are relative to each shard's own local elements, in order of this shard. Cost: one run per row of the
-        common box at most; one run in all when both boxes are the whole tensor.
+        Positions are relative to each shard's own local elements, in rising order of both. Every common element is in
+        exactly one run. Cost: one run when the boxes are equal; at most one per row of the common box otherwise, and
+        rows that neither interval reaches are skipped by bisection.
         """
         if self.name != other.name or self.shape != other.shape:
             raise ValueError(f"shards of different tensors: {self.name}{self.shape} and {other.name}{other.shape}")
-        if self.box == other.box:  # the common case, and the only one for scalars
-            both = self.interval & other.interval
-            if both.numel:
-                yield both.shifted(-self.interval.start), both.shifted(-other.interval.start)
-            return
         common = self.box & other.box
         if common is None:
             return
-        for (mine, at), (theirs, _) in zip(self._runs(common), other._runs(common), strict=True):
-            # The run length differs between the boxes; cut both to the finer one below.
-            del at
-            yield from _meet(mine, theirs, self.interval, other.interval)
-
-    def _runs(self, common: Box) -> Iterator[tuple[Interval, Interval]]:
-        # One run per row of the last dim keeps both sides aligned whatever their boxes.
-        rows = math.prod(common.shape[:-1])
-        width = common.shape[-1]
-        strides = [math.prod(self.box.shape[d + 1 :]) for d in range(len(self.box.shape))]
-        base = sum((common.offset[d] - self.box.offset[d]) * strides[d] for d in range(len(strides)))
-        for n in range(rows):
-            rest, start = n, base
-            for d in reversed(range(len(strides) - 1)):
-                rest, i = divmod(rest, common.shape[d])
-                start += i * strides[d]
-            yield Interval(start, start + width), Interval(n * width, (n + 1) * width)
+        rows = _Rows.of(common, self.box, other.box)
+        first = max(rows.first_after(self.box, self.interval.start), rows.first_after(other.box, other.interval.start))
+        for row in range(first, rows.count):
+            mine, theirs = rows.start(self.box, row), rows.start(other.box, row)
+            if mine >= self.interval.stop or theirs >= other.interval.stop:
+                return
+            held = Interval(mine, mine + rows.width) & self.interval
+            both = held.shifted(theirs - mine) & other.interval
+            if both.numel:
+                yield both.shifted(mine - theirs - self.interval.start), both.shifted(-other.interval.start)
 
 
-def _meet(mine: Interval, theirs: Interval, my_part: Interval, their_part: Interval) -> Iterator[tuple[Interval, Interval]]:
-    # Positions in `mine` and `theirs` correspond one to one; keep those that both intervals own.
-    shift = theirs.start - mine.start
-    held = mine & my_part
-    if not held.numel:
-        return
-    both = held.shifted(shift) & their_part
-    if both.numel:
-        yield both.shifted(-shift - my_part.start), both.shifted(-their_part.start)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A common box as `count` runs of `width` elements, each contiguous in both boxes that share it.
+
+    Attributes:
+        common: The common box.
+        outer: How many leading dims are stepped through; the dims after them travel as one run.
+    """
+
+    common: Box
+    outer: int
+    count: int
+    width: int
+
+    @classmethod
+    def of(cls, common: Box, mine: Box, theirs: Box) -> _Rows:
+        outer = len(common.shape)
+        while outer > 0 and common.shape[outer - 1] == mine.shape[outer - 1] == theirs.shape[outer - 1]:
+            outer -= 1  # this dim is covered fully on both sides: it joins the run
+        outer = max(outer - 1, 0)  # the last dim that is not covered fully is still contiguous
+        return cls(common, outer, math.prod(common.shape[:outer]), math.prod(common.shape[outer:]))
+
+    def start(self, box: Box, row: int) -> int:
+        """Where run `row` begins in `box` flattened. Rises with `row`."""
+        index = list(self.common.offset)
+        for dim in reversed(range(self.outer)):
+            row, step = divmod(row, self.common.shape[dim])
+            index[dim] += step
+        return box.position(index)
+
+    def first_after(self, box: Box, element: int) -> int:
+        """The first run that ends after `element` of `box` flattened."""
+        return bisect_right(range(self.count), element - self.width, key=lambda row: self.start(box, row))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShard:
+    """The elements of `shard` that this rank holds.
+
+    Attributes:
+        data: [shard.numel], 1-D, contiguous, of the shard's dtype; reading and writing it reads and writes the owner's memory.
+    """
+
+    shard: TensorShard
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        found = (tuple(self.data.shape), str(self.data.dtype).removeprefix("torch."), self.data.is_contiguous())
+        if found != ((self.shard.numel,), self.shard.dtype, True):
+            raise ValueError(
+                f"{self.shard.name}: data must be contiguous, of shape ({self.shard.numel},) and {self.shard.dtype}; "
+                f"got shape {found[0]}, {found[1]}, contiguous={found[2]}"
+            )
+
+
+def local_box(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """The box that `placements` leave to the rank at `coordinate`.
+
+    Args:
+        shape: Global shape.
+        placements: One per mesh axis, outermost axis first; a dim that two axes shard is cut by the first, then the rest
+            of it by the second.
+        sizes: Size of each of these axes.
+        coordinate: This rank's index along each.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for placement, axis_size, index in zip(placements, sizes, coordinate, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        if not -len(shape) <= placement.dim < len(shape):
+            raise ValueError(f"{placement} of a tensor with shape {tuple(shape)}")
+        dim = placement.dim % len(shape)
+        chunk = -(-size[dim] // axis_size)
+        start = min(chunk * index, size[dim])
+        offset[dim] += start
+        size[dim] = min(chunk, size[dim] - start)
+    return Box(tuple(offset), tuple(size))

@@ -1,0 +1,19 @@
+"""Names of torch that moved between the versions we support, and the private ones we need. No other file has any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names"]
+
+# torch 2.13 renamed both functions; the arguments did not change.
+ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER_SINGLE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
+    """Backend of each device type that `pg` can communicate: `{"cpu": "gloo", "cuda": "nccl"}`."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(pg).split(","))
+    return {device: name for device, _, name in pairs}

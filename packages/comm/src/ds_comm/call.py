@@ -1,0 +1,212 @@
+"""One call of a collective: its checks, its mark in the group's order, its span. What all collectives share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import ds_monitor
+from ds_comm.groups import Group
+from ds_comm.transports import Started, Transport
+from ds_comm.work import DONE, Pending, Work
+from ds_config.errors import CommError
+
+__all__ = ["Call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is called: `op` on `group`, for `unit`. Checks raise before anything is sent; `start` sends.
+
+    Attributes:
+        op: Name of the collective, as users call it.
+        unit: What is communicated; may be empty.
+    """
+
+    op: str
+    group: Group
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.op}[{self.unit}] of group {self.group.name!r}"
+
+    def check(self, *tensors: Tensor) -> None:
+        """Contiguous, and of one dtype and device."""
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise CommError(
+                    f"{self}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous",
+                    code="comm-layout",
+                    fix="Pass tensor.contiguous(), and copy the result back if it is an output.",
+                )
+            if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
+                raise CommError(
+                    f"{self}: tensors of {tensors[0].dtype} on {tensors[0].device} and of {tensor.dtype} on {tensor.device}",
+                    code="comm-layout",
+                    fix="Pass tensors of one dtype on one device.",
+                )
+
+    def check_parts(self, part: str, part_numel: int, whole: str, whole_numel: int, count: int | None = None) -> None:
+        """The whole has `count` (by default as many as ranks) parts."""
+        count = self.group.size if count is None else count
+        if count * part_numel != whole_numel:
+            raise self._size_error(
+                f"{whole} has {whole_numel} elements, {part} {part_numel}; {count} x {part_numel} = {count * part_numel}"
+            )
+
+    def check_count(self, name: str, items: Sequence[object], count: int | None = None) -> None:
+        """`count` (by default as many as ranks) items in a list."""
+        count = self.group.size if count is None else count
+        if len(items) != count:
+            raise self._size_error(f"{name} has {len(items)} places, {count} are needed")
+
+    def check_list(self, name: str, tensors: Sequence[Tensor], numel: int | None = None) -> None:
+        """One tensor per rank, of `numel` elements each if given."""
+        self.check_count(name, tensors)
+        for index, tensor in enumerate(tensors):
+            if numel is not None and tensor.numel() != numel:
+                raise self._size_error(f"{name}[{index}] has {tensor.numel()} elements, {numel} are needed")
+
+    def check_pairs(self, parts: str, part: Sequence[Tensor], wholes: str, whole: Sequence[Tensor]) -> None:
+        """As many parts as wholes, and every whole has a part per rank."""
+        if len(part) != len(whole):
+            raise self._size_error(f"{len(part)} {parts} for {len(whole)} {wholes}")
+        for index, (p, w) in enumerate(zip(part, whole, strict=True)):
+            self.check_parts(f"{parts}[{index}]", p.numel(), f"{wholes}[{index}]", w.numel())
+
+    def split(self, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+        """The rows of `tensor` for each rank."""
+        rows, ranks = tensor.shape[0] if tensor.dim() else 1, self.group.size
+        if not sizes:
+            if rows % ranks:
+                raise self._size_error(f"{name} has {rows} rows, which {ranks} ranks do not divide")
+            sizes = [rows // ranks] * ranks
+        if len(sizes) != ranks or sum(sizes) != rows:
+            raise self._size_error(f"{name}_split_sizes {list(sizes)} for {rows} rows and {ranks} ranks")
+        return tensor.split(list(sizes))
+
+    def root(self, world_rank: int | None, group_rank: int | None, default: int | None = None) -> int:
+        """The rank within the group that either argument names."""
+        if (world_rank is None) == (group_rank is None) and not (world_rank is None and default is not None):
+            raise CommError(
+                f"{self}: got src or dst {world_rank} and group_src or group_dst {group_rank}",
+                code="comm-rank",
+                fix="Pass exactly one: a rank of the world, or a rank within the group.",
+            )
+        if world_rank is not None:
+            return self.group.index(world_rank)
+        root = group_rank if group_rank is not None else default
+        if root is None or not 0 <= root < self.group.size:
+            raise CommError(
+                f"{self}: rank {root} within a group of {self.group.size}",
+                code="comm-rank",
+                fix="Pass a rank below the size of the group.",
+            )
+        return root
+
+    def peer(self, world_rank: int | None, group_rank: int | None) -> int:
+        """The other rank of a message, within the group."""
+        peer = self.root(world_rank, group_rank)
+        if peer == self.group.rank:
+            raise CommError(
+                f"{self}: rank {self.group.ranks[peer]} is this rank itself",
+                code="comm-rank",
+                fix="Copy the tensor; a rank sends itself nothing.",
+            )
+        return peer
+
+    def at_root(self, name: str, tensors: Sequence[Tensor] | None, root: int, numel: int) -> Sequence[Tensor] | None:
+        """The list that only the root passes; None elsewhere."""
+        if (tensors is not None and len(tensors) > 0) != (self.group.rank == root):
+            raise self._size_error(
+                f"{name} is given on rank {root} of the group and nowhere else; this is rank {self.group.rank} and it has "
+                f"{'none' if tensors is None else len(tensors)}"
+            )
+        if tensors is None or self.group.rank != root:
+            return None
+        self.check_list(name, tensors, numel)
+        return tensors
+
+    def copy_alone(self, out: Tensor, inp: Tensor, back: Callable[[], None] | None = None) -> None:
+        """What a group of one does: the result is the argument."""
+        if self.group.pg is not None:
+            return
+        if out.data_ptr() != inp.data_ptr():
+            out.view(-1).copy_(inp.view(-1))
+        if back is not None:
+            back()
+
+    def start(
+        self,
+        tensor: Tensor | None,
+        async_op: bool,
+        launch: Callable[[Transport], Started],
+        back: Callable[[], None] | None = None,
+    ) -> Work:
+        """Run `launch` with this group's transport; a group of one has nothing to do.
+
+        Args:
+            tensor: What decides the device and is recorded; None for a barrier.
+            back: What remains to do on this rank when the operation is complete.
+        """
+        pg, channel = self.group.pg, self.group.channel
+        if pg is None or channel is None:
+            return DONE
+        transport = self._transport(channel.transports, tensor)
+        channel.mark += 1
+        span = self._span(tensor)
+        span.__enter__()
+        started = launch(transport(pg, channel.mark))
+        work = Pending(started if back is None else _then(started, back), span)
+        if async_op:
+            return work
+        work.wait()
+        return DONE
+
+    def _transport(self, by_device: dict[str, type[Transport]], tensor: Tensor | None) -> type[Transport]:
+        if tensor is None:
+            return next(iter(by_device.values()))
+        found = by_device.get(tensor.device.type)
+        if found is None:
+            raise CommError(
+                f"{self}: it communicates tensors on {sorted(by_device)}, got one on {tensor.device}",
+                code="comm-device",
+                fix="Move the tensor, or initialise with a backend for its device (backend='cpu:gloo,cuda:nccl').",
+            )
+        return found
+
+    def _span(self, tensor: Tensor | None) -> AbstractContextManager[None]:
+        if not ds_monitor.active():
+            return _NO_SPAN
+        return ds_monitor.span(
+            f"comm/{self.op}",
+            unit=self.unit,
+            group=self.group.name,
+            ranks=self.group.size,
+            nbytes=0 if tensor is None else tensor.nbytes,
+            dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        )
+
+    def _size_error(self, found: str) -> CommError:
+        return CommError(
+            f"{self} ({self.group.size} ranks): {found}.",
+            code="comm-size",
+            fix="Pass buffers of matching sizes; pad the last part where the ranks do not divide a tensor.",
+        )
+
+
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
+
+
+def _then(started: Started, back: Callable[[], None]) -> Started:
+    first = started.finish
+
+    def finish() -> None:
+        if first is not None:
+            first()
+        back()
+
+    return Started(started.works, finish)

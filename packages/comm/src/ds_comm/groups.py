@@ -1,0 +1,160 @@
+"""`Group`: ranks that communicate, named after what they share.
+
+A group of one has no process group, and every collective runs the same path for it. What torch hands out (a
+ProcessGroup, or None for the world) is looked up and becomes a Group, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ds_comm.transports import Transport, transports
+from ds_config.errors import CommError
+
+__all__ = ["Channel", "Group", "GroupLike", "as_group", "new_group", "single_group", "world_group"]
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """The order of operations on one process group, as this process sees it. Lives as long as the group.
+
+    Attributes:
+        key: torch's name of the group, the same on all its ranks and unique among them.
+        name: The name it was first known by.
+        ranks: Ranks of the world, in group order.
+        mark: Operations started so far; ranks that agree have the same operation at the same mark.
+        transports: How tensors of each device type travel.
+    """
+
+    key: str
+    name: str
+    ranks: tuple[int, ...]
+    transports: dict[str, type[Transport]]
+    mark: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Group:
+    """Ranks that communicate.
+
+    Attributes:
+        name: What the ranks share (`"data"`, `"tensor"`), as messages and traces show it.
+        ranks: Their ranks in the world, in group order.
+        rank: This process's index in `ranks`.
+        pg: torch's group; None for a group of one.
+        channel: What all Groups over `pg` share in this process; None for a group of one.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    pg: dist.ProcessGroup | None = None
+    channel: Channel | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.ranks) or (self.pg is None) != (len(self.ranks) == 1):
+            raise ValueError(
+                f"group {self.name!r}: rank {self.rank} of {self.ranks}; a process group is needed exactly above one rank"
+            )
+        object.__setattr__(self, "channel", None if self.pg is None else _channel(self.pg, self.name))
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, ranks={_short(self.ranks)}, rank={self.rank})"
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self.ranks[self.rank]
+
+    def index(self, global_rank: int) -> int:
+        """Index in this group of a rank of the world."""
+        if global_rank not in self.ranks:
+            raise CommError(
+                f"rank {global_rank} is not in group {self.name!r}, which has ranks {_short(self.ranks)}",
+                code="comm-rank",
+                fix="Pass a rank of the world as src or dst, or a rank within the group as group_src or group_dst.",
+            )
+        return self.ranks.index(global_rank)
+
+
+GroupLike = Group | dist.ProcessGroup | None
+
+
+def single_group(name: str = "single", rank: int = 0) -> Group:
+    """A group of one: this process, rank `rank` of the world."""
+    return Group(name, (rank,), 0)
+
+
+def world_group() -> Group:
+    """All ranks; a group of one when no process group was initialised."""
+    if not dist.is_initialized():
+        return single_group("world")
+    return as_group(dist.group.WORLD)
+
+
+def as_group(group: GroupLike | Any) -> Group:
+    """What collectives work with: `group` itself, the Group of a ProcessGroup, or the world for None."""
+    if isinstance(group, Group):
+        return group
+    if group is None:
+        return world_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommError(
+            f"this process is not in the group it was asked to use ({group!r})",
+            code="comm-not-member",
+            fix="Call collectives of a group on its members only.",
+        )
+    channel = _channel(group, "world" if group is dist.group.WORLD else group.group_desc)
+    size = len(channel.ranks)
+    return Group(channel.name, channel.ranks, group.rank(), group if size > 1 else None)
+
+
+def new_group(ranks: Sequence[int], name: str) -> Group | None:
+    """A group of `ranks`; None on ranks outside it. Collective over the world: all ranks call it, in the same order.
+
+    No process group is made for a single rank, and none again for all ranks of the world.
+    """
+    world = world_group()
+    members = tuple(sorted(ranks))
+    if any(rank not in world.ranks for rank in members):
+        raise CommError(
+            f"group {name!r} with ranks {_short(members)} in a world of {world.size}",
+            code="comm-rank",
+            fix="Use ranks below the world size.",
+        )
+    if members == world.ranks:
+        return Group(name, members, world.rank, world.pg)
+    inside = world.global_rank in members
+    if len(members) == 1:
+        return Group(name, members, 0) if inside else None
+    pg = dist.new_group(list(members), group_desc=name)
+    if not inside:
+        return None
+    return Group(name, members, members.index(world.global_rank), pg)
+
+
+# Nothing here keeps a process group alive: destroy_process_group() ends it, and its channel with it.
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+
+
+def _channel(pg: dist.ProcessGroup, name: str) -> Channel:
+    found = _channels.get(pg)
+    if found is None:
+        found = Channel(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
+        _channels[pg] = found
+    return found
+
+
+def _short(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 8:
+        return str(tuple(ranks))
+    return f"({', '.join(map(str, ranks[:4]))}, ... {ranks[-1]}: {len(ranks)} in all)"

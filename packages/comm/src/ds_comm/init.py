@@ -1,0 +1,131 @@
+"""Start and end communication: from what the launcher says (`launch.read_launch`) to torch's default process group.
+
+A process that no launcher started is a world of one: nothing is made, every group has one rank, every collective runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_comm.groups import Group, world_group
+from ds_comm.launch import Launch, read_launch
+from ds_config.errors import CommError, set_place
+
+__all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_POLL_S = 0.02
+
+
+def init_distributed(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> Group:
+    """Make the default process group, once; later calls return the same world.
+
+    The ranks come from torchrun, Slurm, OpenMPI, MPICH, Intel MPI, PALS, AzureML or SageMaker (`ds_comm.launch`). Variables
+    that torch's own functions read (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set where they are not.
+
+    Args:
+        backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`); the device's own by default.
+        timeout: How long the rendezvous and a collective of torch may take.
+    Returns:
+        The world; a group of one, without a process group, when no launcher started this process.
+    Raises:
+        CommError: a variable is missing or wrong ("comm-env"); the others did not come ("comm-rendezvous").
+    """
+    if not dist.is_initialized():
+        launch = read_launch(os.environ)
+        if launch is None:
+            return world_group()
+        store = _meet(launch, timeout)
+        for name, value in launch.environment().items():
+            os.environ.setdefault(name, value)
+        dist.init_process_group(
+            backend or _default_backend(),
+            store=dist.PrefixStore("ds_comm", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    world = world_group()
+    if world.size > 1:
+        set_place(f"rank {world.rank}/{world.size}")
+    return world
+
+
+def destroy_process_group() -> None:
+    """End communication: all process groups are destroyed. Does nothing in a world of one."""
+    set_place("")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def local_rank() -> int:
+    """Index of this process among those of its host; 0 without a launcher."""
+    launch = read_launch(os.environ)
+    return 0 if launch is None else launch.local_rank
+
+
+def _default_backend() -> str:
+    device = torch.accelerator.current_accelerator()
+    return "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store on which all ranks of the job are."""
+    address = launch.address or "127.0.0.1"
+    try:
+        if launch.port == 0:
+            return _meet_on_free_port(launch, timeout)
+        os.environ.setdefault("MASTER_ADDR", address)
+        os.environ.setdefault("MASTER_PORT", str(launch.port))
+        # torch knows when the launcher's own store is to be used and who serves it.
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    except (dist.DistError, OSError, ValueError) as error:
+        raise CommError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) could not meet the others at "
+            f"{address}:{launch.port} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}",
+            code="comm-rendezvous",
+            fix="Check that all ranks were started, that rank 0's host is reachable and that no other job uses this port.",
+        ) from error
+    return store
+
+
+def _meet_on_free_port(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Rank 0 takes a free port and tells the others of this host through a file that only this job knows.
+
+    No two jobs can clash: the kernel gives each its own port, and the file is named after the job and its starter.
+    """
+    note = Path(tempfile.gettempdir()) / f"ds-comm-{os.getuid()}-{launch.job or 'job'}-{os.getppid()}.port".replace(
+        "/", "_"
+    )
+    if launch.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        draft = note.with_suffix(f".{os.getpid()}")
+        draft.write_text(f"{socket.gethostname()} {store.port}")
+        draft.replace(note)  # others see all of it or nothing
+        store.wait([f"here/{rank}" for rank in range(1, launch.world_size)], timeout)
+        note.unlink()
+    else:
+        store = dist.TCPStore("127.0.0.1", _read_note(note, timeout), is_master=False, timeout=timeout)
+        store.set(f"here/{launch.rank}", "")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(store.port))
+    return store
+
+
+def _read_note(note: Path, timeout: timedelta) -> int:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return int(note.read_text().split()[1])
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)

@@ -1,0 +1,225 @@
+"""Where this process stands in its job, read from the variables that launchers set. Pure: environment in, record out.
+
+In order, the first launcher whose variables are there:
+
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (also `ds run`, Kubernetes operators, by hand)
+    SageMaker   SM_TRAINING_ENV, over OpenMPI
+    AzureML     AZUREML_EXPERIMENT_ID and AZ_BATCH_* or AZ_BATCHAI_*, over OpenMPI
+    OpenMPI     OMPI_COMM_WORLD_*
+    MPICH       PMI_RANK, PMI_SIZE; also Intel MPI (MPI_LOCALRANKID), Cray PALS (PALS_*)
+    Slurm       SLURM_PROCID and SLURM_STEP_NUM_TASKS, which only processes that srun started have
+
+MASTER_ADDR and MASTER_PORT, when set, win over what a launcher implies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_config.errors import CommError
+
+__all__ = ["Launch", "first_host", "read_launch"]
+
+_PORTS = range(20_000, 32_000)  # below the ephemeral range of Linux, which a busy host hands out to anyone
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process of a job.
+
+    Attributes:
+        launcher: Who started it, as in the table above.
+        rank: Rank in the world.
+        local_rank: Index among the processes of this host.
+        local_size: Processes on this host; 0 when the launcher does not tell.
+        address: Host of rank 0; empty when all processes are on one host and the launcher does not tell.
+        port: Where the rendezvous listens there; 0 when the ranks of one host shall agree on a free one.
+        job: Distinguishes this job from others of the same user on the same hosts; may be empty.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    job: str
+
+    @property
+    def one_host(self) -> bool:
+        """Whether it is known that all ranks are on this host."""
+        return self.local_size == self.world_size
+
+    def environment(self) -> dict[str, str]:
+        """The variables that torch's own functions read, for those that the launcher did not set."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            **({"LOCAL_WORLD_SIZE": str(self.local_size)} if self.local_size else {}),
+        }
+
+
+def read_launch(env: Mapping[str, str]) -> Launch | None:
+    """Who started this process and as what; None when no launcher did: a world of one.
+
+    Raises:
+        CommError: variables of a launcher are there but some are missing or no numbers ("comm-env").
+    """
+    for reader in (_torchrun, _sagemaker, _azure, _openmpi, _mpich, _slurm):
+        found = reader(env)
+        if found is not None:
+            _check(found)
+            return found
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],login1` gives `gpu07`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist.strip())
+    if not found:
+        raise CommError(
+            f"SLURM_STEP_NODELIST={nodelist!r} has no first host",
+            code="comm-env",
+            fix="Set MASTER_ADDR to the host of rank 0.",
+        )
+    prefix, numbers, suffix = found.groups()
+    return prefix if numbers is None else f"{prefix}{re.split('[-,]', numbers)[0]}{suffix}"
+
+
+def _torchrun(env: Mapping[str, str]) -> Launch | None:
+    if "RANK" not in env and not ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
+        return None
+    read = _Reader("torchrun", env)
+    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    local = read.number("LOCAL_RANK", default=rank if size == 1 else None)
+    if size > 1:
+        read.text("MASTER_ADDR")
+        read.text("MASTER_PORT")
+    return read.launch(
+        (rank, size), (local, read.number("LOCAL_WORLD_SIZE", default=0)), env.get("TORCHELASTIC_RUN_ID", "")
+    )
+
+
+def _sagemaker(env: Mapping[str, str]) -> Launch | None:
+    if "SM_TRAINING_ENV" not in env:
+        return None
+    try:
+        hosts = sorted(json.loads(env["SM_TRAINING_ENV"])["hosts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommError(
+            "SM_TRAINING_ENV is not JSON with a list `hosts`",
+            code="comm-env",
+            fix="Start through SageMaker's MPI launcher, or with torchrun.",
+        ) from error
+    return _Reader("SageMaker", env).over_mpi(hosts[0], _port(env.get("TRAINING_JOB_NAME", "sagemaker")))
+
+
+def _azure(env: Mapping[str, str]) -> Launch | None:
+    if "AZUREML_EXPERIMENT_ID" not in env or "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    read = _Reader("AzureML", env)
+    if "AZ_BATCH_MASTER_NODE" in env:
+        host, _, port = env["AZ_BATCH_MASTER_NODE"].partition(":")
+        return read.over_mpi(host, int(port) if port.isdigit() else _port(env["AZUREML_EXPERIMENT_ID"]))
+    return read.over_mpi(read.text("AZ_BATCHAI_MPI_MASTER_NODE"), _port(env["AZUREML_EXPERIMENT_ID"]))
+
+
+def _openmpi(env: Mapping[str, str]) -> Launch | None:
+    return _Reader("OpenMPI", env).over_mpi("", 0) if "OMPI_COMM_WORLD_RANK" in env else None
+
+
+def _mpich(env: Mapping[str, str]) -> Launch | None:
+    if "PMI_RANK" not in env and "PALS_RANKID" not in env:
+        return None
+    read = _Reader("MPICH", env)
+    rank = read.number("PMI_RANK", "PALS_RANKID")
+    size = read.number("PMI_SIZE", "PALS_SIZE")
+    alone = 0 if size == 1 else None
+    local = read.number("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID", default=alone)
+    on_host = read.number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", default=size if size == 1 else 0)
+    return read.launch((rank, size), (local, on_host), env.get("PALS_APID", ""))
+
+
+def _slurm(env: Mapping[str, str]) -> Launch | None:
+    if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
+        return None
+    read = _Reader("Slurm", env)
+    size = read.number("SLURM_STEP_NUM_TASKS")
+    nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=0)
+    job = f"{read.text('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}"
+    address = env.get("MASTER_ADDR") or first_host(
+        read.text("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    )
+    here = (read.number("SLURM_LOCALID"), size if nodes == 1 else 0)
+    return read.launch((read.number("SLURM_PROCID"), size), here, job, address, _port(job))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    launcher: str
+    env: Mapping[str, str]
+
+    def text(self, *names: str) -> str:
+        """The first of these variables that is set."""
+        for name in names:
+            if self.env.get(name):
+                return self.env[name]
+        raise CommError(
+            f"{self.launcher} started this process, but {' or '.join(names)} is not set",
+            code="comm-env",
+            fix=f"Set {names[0]}, or start with torchrun or `ds run`, which set everything.",
+        )
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        if default is not None and not any(self.env.get(name) for name in names):
+            return default
+        value = self.text(*names)
+        if not value.strip().isdigit():
+            raise CommError(
+                f"{' or '.join(names)} is {value!r}, which is no number",
+                code="comm-env",
+                fix="Set it to a number from 0.",
+            )
+        return int(value)
+
+    def over_mpi(self, address: str, port: int) -> Launch:
+        world = self.number("OMPI_COMM_WORLD_RANK"), self.number("OMPI_COMM_WORLD_SIZE")
+        here = self.number("OMPI_COMM_WORLD_LOCAL_RANK"), self.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=0)
+        job = self.env.get("PMIX_NAMESPACE", self.env.get("OMPI_MCA_ess_base_jobid", ""))
+        return self.launch(world, here, job, address, port)
+
+    def launch(
+        self, world: tuple[int, int], here: tuple[int, int], job: str, address: str = "", port: int = 0
+    ) -> Launch:
+        address = self.env.get("MASTER_ADDR") or address
+        port = self.number("MASTER_PORT", default=port)
+        if not port and here[1] != world[1]:  # no common host on which to agree on a free one
+            port = _port(job)
+        return Launch(self.launcher, *world, *here, address, port, job)
+
+
+def _port(job: str) -> int:
+    """The port of a job that has no free-port agreement: the same on all hosts, another for the next job."""
+    number = int(job.split(".")[0]) if job.split(".")[0].isdigit() else zlib.crc32(job.encode())
+    return _PORTS[number % len(_PORTS)]
+
+
+def _check(launch: Launch) -> None:
+    if not 0 <= launch.rank < launch.world_size:
+        raise CommError(
+            f"{launch.launcher} says rank {launch.rank} in a world of {launch.world_size}",
+            code="comm-env",
+            fix="Start all processes with the same world size and ranks from 0.",
+        )
+    if launch.world_size > 1 and not launch.address and not launch.one_host:
+        raise CommError(
+            f"{launch.launcher} started {launch.world_size} ranks on several hosts and does not tell where rank 0 is",
+            code="comm-env",
+            fix="Set MASTER_ADDR (and MASTER_PORT) to the host of rank 0 and a free port there, on all ranks.",
+        )

@@ -1,0 +1,271 @@
+"""The ranks of a job as a mesh of named axes: `MeshSpec` decides, in integers; `Mesh` holds the groups.
+
+Axes, outermost first:
+
+    pipe            pipeline stages
+    data_replicate  copies of the sharded model (hybrid sharding, MiCS); gradients are reduced over it
+    data_shard      the ranks that share one copy of parameters and optimizer state (ZeRO)
+    sequence        parts of one sequence (Ulysses, ring attention)
+    tensor          parts of one layer; neighbours, because they talk most
+
+Experts see the same ranks in another way: the data_replicate x data_shard x sequence ranks of a stage are
+expert_data x expert, so that one copy of all experts is on neighbours. Besides its axes a mesh names combinations
+(`GROUPS`): `data` is what the batch is split over, `gradient` what a dense parameter's gradient is summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ds_comm.grid import Grid
+from ds_comm.groups import Group, new_group, world_group
+from ds_config.errors import CommError, PlanError, set_place
+
+__all__ = ["AXES", "GROUPS", "Mesh", "MeshSpec"]
+
+AXES = ("pipe", "data_replicate", "data_shard", "sequence", "tensor")
+_EXPERT_AXES = ("pipe", "expert_data", "expert", "tensor")
+
+# Every group that a mesh has and the axes along which its members differ, in the order in which they are made.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "world": AXES,
+        "pipe": ("pipe",),
+        "data_replicate": ("data_replicate",),
+        "data_shard": ("data_shard",),
+        "data": ("data_replicate", "data_shard"),
+        "sequence": ("sequence",),
+        "gradient": ("data_replicate", "data_shard", "sequence"),
+        "shard": ("data_shard", "sequence"),
+        "tensor": ("tensor",),
+        "model": ("pipe", "tensor"),
+        "expert": ("expert",),
+        "expert_data": ("expert_data",),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """Degrees of the axes. Their product is the world size; `expert` divides data_replicate x data_shard x sequence."""
+
+    pipe: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        bad = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1]
+        if bad:
+            raise PlanError(
+                f"mesh degrees must be at least 1, got {', '.join(bad)}",
+                code="mesh-size",
+                fix="Leave an axis out to have degree 1.",
+            )
+        if self._batch_ranks % self.expert:
+            raise PlanError(
+                f"mesh.expert {self.expert} does not divide the ranks that share a pipeline stage's experts:\n"
+                f"  data_replicate {self.data_replicate} x data_shard {self.data_shard} x sequence {self.sequence}"
+                f" = {self._batch_ranks}",
+                code="mesh-expert",
+                fix=f"Set mesh.expert to a divisor of {self._batch_ranks}.",
+            )
+
+    @classmethod
+    def fit(cls, world_size: int, **degrees: int) -> MeshSpec:
+        """The mesh of `world_size` ranks with these degrees; data_shard is inferred when it is left out.
+
+        Raises:
+            PlanError: the degrees do not multiply to the world size ("mesh-size").
+        """
+        inferred = "data_shard" not in degrees
+        others = math.prod(n for axis, n in degrees.items() if axis not in ("data_shard", "expert"))
+        if inferred and others >= 1 and world_size % others == 0:
+            degrees["data_shard"] = world_size // others
+        spec = cls(**degrees)
+        spec.check(world_size)
+        return spec
+
+    def check(self, world_size: int) -> None:
+        """Raise unless the degrees multiply to `world_size`."""
+        if self.world_size == world_size:
+            return
+        given = " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(self, axis)) > 1) or "no degree above 1"
+        others = self.world_size // self.data_shard
+        fix = (
+            f"Set mesh.data_shard = {world_size // others}, or leave it out to infer it."
+            if world_size % others == 0
+            else f"Start a multiple of {others} ranks, or lower a degree."
+        )
+        raise PlanError(
+            f"mesh degrees do not multiply to the world size:\n  {given} = {self.world_size}, world size {world_size}.",
+            code="mesh-size",
+            fix=fix,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def expert_data(self) -> int:
+        """Copies of each expert within a pipeline stage and tensor slice."""
+        return self._batch_ranks // self.expert
+
+    @property
+    def data(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def grid(self) -> Grid:
+        """Ranks by `AXES`."""
+        return Grid(AXES, tuple(getattr(self, axis) for axis in AXES))
+
+    @property
+    def expert_grid(self) -> Grid:
+        """The same ranks as experts see them: pipe, expert_data, expert, tensor."""
+        return Grid(_EXPERT_AXES, tuple(getattr(self, axis) for axis in _EXPERT_AXES))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along every axis, the expert axes included."""
+        return self.grid.coordinate(rank) | self.expert_grid.coordinate(rank)
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """All groups of `name` (a key of `GROUPS`): lists of ranks in the order in which they are made."""
+        return self._grid_of(name).groups(*GROUPS[name])
+
+    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group of `name` that `rank` is in."""
+        return self._grid_of(name).group_of(rank, *GROUPS[name])
+
+    def filter_match(self, **coordinate: int) -> list[int]:
+        """Ranks with these indices along axes, in rising order; expert axes may be named, too."""
+        own = {axis: index for axis, index in coordinate.items() if axis in AXES}
+        rest = {axis: index for axis, index in coordinate.items() if axis not in AXES}
+        if not rest:
+            return self.grid.filter_match(**own)
+        experts = set(self.expert_grid.filter_match(**rest))
+        return [rank for rank in self.grid.filter_match(**own) if rank in experts]
+
+    def describe(self, rank: int) -> str:
+        """`rank 3/8 data_shard=1 tensor=1`: what error messages start with."""
+        return f"rank {rank}/{self.world_size} {self.grid.describe(rank)}".rstrip()
+
+    def _grid_of(self, name: str) -> Grid:
+        if name not in GROUPS:
+            raise ValueError(f"no group {name!r}; a mesh has {tuple(GROUPS)}")
+        return self.expert_grid if name.startswith("expert") else self.grid
+
+    @property
+    def _batch_ranks(self) -> int:
+        return self.data_replicate * self.data_shard * self.sequence
+
+
+class Mesh(Mapping[str, Group]):
+    """The groups of this rank, by name: `mesh["tensor"]`. Made once by `Mesh.build`, in one order on every rank.
+
+    Attributes:
+        spec: The degrees.
+        rank: This process's rank in the world.
+    """
+
+    def __init__(self, spec: MeshSpec, rank: int, groups: Mapping[str, Group]) -> None:
+        missing = set(GROUPS) - set(groups)
+        if missing:
+            raise ValueError(f"a mesh needs every group of GROUPS, got none for {sorted(missing)}")
+        self.spec, self.rank, self._groups = spec, rank, MappingProxyType(dict(groups))
+
+    @classmethod
+    def build(cls, spec: MeshSpec) -> Mesh:
+        """Make all groups. Collective over the world. Names the rank's place in later error messages.
+
+        Groups with the same ranks share one process group; groups of one have none.
+        Raises:
+            PlanError: the degrees do not fit the world size ("mesh-size").
+        """
+        world = world_group()
+        spec.check(world.size)
+        set_place(spec.describe(world.global_rank) if world.size > 1 else "")
+        made: dict[tuple[int, ...], Group | None] = {}
+        own: dict[str, Group] = {}
+        for name in GROUPS:
+            for ranks in spec.groups(name):
+                if ranks not in made:
+                    made[ranks] = new_group(ranks, name)
+                if (group := made[ranks]) is not None:
+                    own[name] = Group(name, group.ranks, group.rank, group.pg)
+        return cls(spec, world.global_rank, own)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The mesh of a torch DeviceMesh whose dims are named after our axes, in our order. Collective over the world.
+
+        Groups that torch made are used; only combinations it lacks are made.
+        """
+        names = device_mesh.mesh_dim_names or ()
+        layout = device_mesh.mesh
+        if [axis for axis in AXES if axis in names] != list(names) or layout.flatten().tolist() != list(
+            range(layout.numel())
+        ):
+            raise CommError(
+                f"a DeviceMesh with dims {tuple(names)} and ranks {layout.tolist()} has no counterpart",
+                code="mesh-layout",
+                fix=f"Name its dims from {AXES}, in this order, with ranks 0, 1, 2, ... in row-major order.",
+            )
+        spec = MeshSpec(**dict(zip(names, layout.shape, strict=True)))
+        world = world_group()
+        spec.check(world.size)
+        given = {spec.group_of(name, world.global_rank): device_mesh.get_group(name) for name in names}
+        made: dict[tuple[int, ...], Group | None] = {}
+        own: dict[str, Group] = {}
+        along = {ranks for name in names for ranks in spec.groups(name)}  # torch made these, whoever is in them
+        for name in GROUPS:
+            for ranks in spec.groups(name):
+                if ranks not in along and ranks not in made:
+                    made[ranks] = new_group(ranks, name)
+            mine = spec.group_of(name, world.global_rank)
+            pg = given[mine] if mine in given else getattr(made.get(mine), "pg", None)
+            own[name] = Group(name, mine, mine.index(world.global_rank), pg if len(mine) > 1 else None)
+        return cls(spec, world.global_rank, own)
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The same groups as a torch DeviceMesh: one dim per axis of degree above 1 (`data_shard` when there is none).
+
+        Raises:
+            CommError: there is no process group at all ("comm-world"), so torch has nothing to hold.
+        """
+        axes = [axis for axis in AXES if self._groups[axis].size > 1] or ["data_shard"]
+        world = dist.group.WORLD if dist.is_initialized() else None
+        groups = [pg for axis in axes if (pg := self._groups[axis].pg or world) is not None]
+        if len(groups) < len(axes):
+            raise CommError(
+                "a DeviceMesh needs a process group, and this is a world of one without any",
+                code="comm-world",
+                fix="Start through a launcher (torchrun --nproc-per-node 1), or do without the DeviceMesh.",
+            )
+        shape = [self._groups[axis].size for axis in axes]
+        layout = torch.arange(self.spec.world_size).reshape(shape)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(axes))
+        return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=tuple(axes))
+
+    def __getitem__(self, name: str) -> Group:
+        if name not in self._groups:
+            raise KeyError(f"no group {name!r}; a mesh has {tuple(self._groups)}")
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)

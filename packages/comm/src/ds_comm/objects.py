@@ -1,0 +1,171 @@
+"""Collectives of Python objects, by pickle: for metadata, not for data. Only between ranks of one job that trust each other.
+
+Every rank learns the sizes first, then the bytes travel as one padded tensor: two small collectives each.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_comm import collectives, p2p
+from ds_comm.call import Call
+from ds_comm.groups import Group, GroupLike, as_group
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None, *, unit: str = "") -> None:
+    """`object_list[r]` becomes rank r's `obj`. The list has one place per rank."""
+    group = as_group(group)
+    Call("all_gather_object", group, unit).check_count("object_list", object_list)
+    mine = _pack(obj, group)
+    sizes = _all_sizes(mine, group, unit)
+    rows = mine.new_empty((group.size, max(sizes)))
+    collectives.all_gather_single(rows, _padded(mine, max(sizes)), group, unit=unit)
+    object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: GroupLike = None,
+    group_dst: int | None = None,
+    *,
+    unit: str = "",
+) -> None:
+    """On rank `dst` (default 0) `object_gather_list[r]` becomes rank r's `obj`. The others pass no list."""
+    group = as_group(group)
+    call = Call("gather_object", group, unit)
+    root = call.root(dst, group_dst, default=0)
+    mine = _pack(obj, group)
+    sizes = _all_sizes(mine, group, unit)
+    rows = list(mine.new_empty((group.size, max(sizes)))) if group.rank == root else None
+    collectives.gather(_padded(mine, max(sizes)), rows, group_dst=root, group=group, unit=unit)
+    if rows is not None and object_gather_list is not None:
+        object_gather_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: GroupLike = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    *,
+    unit: str = "",
+) -> None:
+    """Every rank's list becomes rank `src`'s (default 0), element by element. Lists are of one length."""
+    group = as_group(group)
+    call = Call("broadcast_object_list", group, unit)
+    root = call.root(src, group_src, default=0)
+    packed = _pack(list(object_list) if group.rank == root else None, group, device)
+    size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
+    collectives.broadcast(size, group_src=root, group=group, unit=unit)
+    if group.rank != root:
+        packed = packed.new_empty(int(size))
+    collectives.broadcast(packed, group_src=root, group=group, unit=unit)
+    received = _unpack(packed)
+    call.check_count("object_list", object_list, len(received))
+    object_list[:] = received
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: GroupLike = None,
+    group_src: int | None = None,
+    *,
+    unit: str = "",
+) -> None:
+    """`scatter_object_output_list[0]` becomes element `rank` of the list that rank `src` (default 0) passes."""
+    group = as_group(group)
+    call = Call("scatter_object_list", group, unit)
+    root = call.root(src, group_src, default=0)
+    parts: list[Tensor] | None = None
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=_device(group))
+    if group.rank == root:
+        given = list(scatter_object_input_list or ())
+        call.check_count("scatter_object_input_list", given)
+        packed = [_pack(obj, group) for obj in given]
+        sizes.copy_(torch.tensor([part.numel() for part in packed]))
+        parts = [_padded(part, int(sizes.max())) for part in packed]
+    collectives.broadcast(sizes, group_src=root, group=group, unit=unit)
+    mine = torch.empty(int(sizes.max()), dtype=torch.uint8, device=sizes.device)
+    collectives.scatter(mine, parts, group_src=root, group=group, unit=unit)
+    scatter_object_output_list[:1] = [_unpack(mine[: int(sizes[group.rank])])]
+
+
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: GroupLike = None,
+    group_dst: int | None = None,
+    *,
+    unit: str = "",
+) -> None:
+    """Send the objects to rank `dst`, which calls `recv_object_list`."""
+    group = as_group(group)
+    packed = _pack(list(object_list), group)
+    size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
+    p2p.send(size, dst, group, group_dst=group_dst, unit=unit)
+    p2p.send(packed, dst, group, group_dst=group_dst, unit=unit)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: GroupLike = None,
+    group_src: int | None = None,
+    *,
+    unit: str = "",
+) -> None:
+    """Fill the list with what rank `src` sends; it has as many places as objects come."""
+    group = as_group(group)
+    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    p2p.recv(size, src, group, group_src=group_src, unit=unit)
+    packed = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    p2p.recv(packed, src, group, group_src=group_src, unit=unit)
+    received = _unpack(packed)
+    Call("recv_object_list", group, unit).check_count("object_list", object_list, len(received))
+    object_list[:] = received
+
+
+def _device(group: Group) -> torch.device:
+    kinds = {} if group.channel is None else group.channel.transports
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
+
+
+def _pack(obj: Any, group: Group, device: torch.device | None = None) -> Tensor:
+    data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device if device is not None else _device(group))
+
+
+def _unpack(packed: Tensor) -> Any:
+    return pickle.loads(packed.cpu().numpy().tobytes())
+
+
+def _padded(packed: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(packed, (0, size - packed.numel()))
+
+
+def _all_sizes(packed: Tensor, group: Group, unit: str) -> list[int]:
+    sizes = torch.empty(group.size, dtype=torch.int64, device=packed.device)
+    mine = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
+    collectives.all_gather_single(sizes, mine, group, unit=unit)
+    return [int(size) for size in sizes.tolist()]

@@ -1,0 +1,255 @@
+"""How one collective reaches the other ranks: torch's own way, or better where a backend leaves something to gain.
+
+A `Transport` starts an operation and returns what to wait for. It sees ranks within the group, checked arguments and
+groups of at least two ranks; sizes, stamps and spans are the business of `collectives`.
+
+gloo. Its ring algorithms move every byte through extra copies; each rank sending its parts straight to their owners
+needs none. 2 ranks, 64 MiB, 2-core machine, torch 2.13, medians of 9 alternating rounds in ms:
+
+                    torch   direct
+    all_gather       64.0     19.3
+    reduce_scatter   85.3     20.2
+
+Sums are made in rank order, in fp32 for fp16 and bf16, so they are the same bits in every run and on every chunking; for
+two ranks they are the bits of torch's all_reduce, which DDP uses. A direct message carries what it is (operation,
+sequence number, dtype, size) in its tag: ranks that disagree never match, so they wait and the recorder tells why, where
+gloo would fill a buffer in part, or abort the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_comm._torch import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, backend_names
+
+__all__ = ["GlooTransport", "Started", "Transport", "transports"]
+
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_NARROW = (torch.float16, torch.bfloat16)
+_FAN_OUT = 8  # up to this many ranks, one sends to all of them itself
+_SMALL_BYTES = 64 << 10  # up to this size a sum on every rank from everything is faster than two phases
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An operation on its way.
+
+    Attributes:
+        works: torch handles; the operation is complete when all are.
+        finish: What remains to do on this rank after that (a local sum, a copy back).
+    """
+
+    works: Sequence[Any]
+    finish: Callable[[], None] | None = None
+
+
+class Transport:
+    """torch.distributed as it is. An object is made per operation.
+
+    Attributes:
+        mark: Number of the operation in its group's order.
+    """
+
+    __slots__ = ("mark", "pg", "rank", "size")
+
+    def __init__(self, pg: dist.ProcessGroup, mark: int) -> None:
+        self.pg, self.mark = pg, mark
+        self.rank, self.size = pg.rank(), pg.size()
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Started:
+        return Started([dist.all_reduce(tensor, op, group=self.pg, async_op=True)])
+
+    def reduce(self, tensor: Tensor, dst: int, op: Any) -> Started:
+        return Started([dist.reduce(tensor, group_dst=dst, op=op, group=self.pg, async_op=True)])
+
+    def reduce_scatter(self, out: Tensor, inp: Tensor, op: Any) -> Started:
+        return Started([REDUCE_SCATTER_SINGLE(out, inp, op=op, group=self.pg, async_op=True)])
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Started:
+        return Started([ALL_GATHER_SINGLE(out, inp, group=self.pg, async_op=True)])
+
+    def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
+        return Started([dist.all_gather(list(parts), inp, group=self.pg, async_op=True)])
+
+    def broadcast(self, tensor: Tensor, src: int) -> Started:
+        return Started([dist.broadcast(tensor, group_src=src, group=self.pg, async_op=True)])
+
+    def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
+        return Started([dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=True)])
+
+    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:
+        into = None if parts is None else list(parts)
+        return Started([dist.gather(tensor, into, group_dst=dst, group=self.pg, async_op=True)])
+
+    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, src: int) -> Started:
+        of = None if parts is None else list(parts)
+        return Started([dist.scatter(tensor, of, group_src=src, group=self.pg, async_op=True)])
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
+        return Started([self.pg.send([tensor], dst, tag)])
+
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> Started:
+        return Started([self.pg.recv_anysource([tensor], tag) if src is None else self.pg.recv([tensor], src, tag)])
+
+    def barrier(self) -> Started:
+        return Started([dist.barrier(self.pg, async_op=True)])
+
+
+class GlooTransport(Transport):
+    """Straight to the owner, with a tag that only the same operation has."""
+
+    __slots__ = ()
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Started:
+        size = self.size
+        if op not in _SUMS or (size > 2 and (size > _FAN_OUT or tensor.nbytes > _SMALL_BYTES)):
+            return super().all_reduce(tensor, op)
+        flat = tensor.view(-1)
+        terms = _rows(flat, size)
+        works = self._exchange(_Tag(self.mark, 1), terms, [flat] * size)
+        terms[self.rank] = flat
+        return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
+
+    def reduce(self, tensor: Tensor, dst: int, op: Any) -> Started:
+        size, rank = self.size, self.rank
+        if op not in _SUMS or size > _FAN_OUT:
+            return super().reduce(tensor, dst, op)
+        flat = tensor.view(-1)
+        if rank != dst:
+            return Started(self._fan_out(_Tag(self.mark, 2), [dst], [flat] * size))
+        terms = _rows(flat, size)
+        works = self._fan_in(_Tag(self.mark, 2), [r for r in range(size) if r != rank], terms)
+        terms[rank] = flat
+        return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
+
+    def reduce_scatter(self, out: Tensor, inp: Tensor, op: Any) -> Started:
+        if op not in _SUMS:
+            return super().reduce_scatter(out, inp, op)
+        size, rank, flat = self.size, self.rank, out.view(-1)
+        sent = list(inp.view(size, flat.numel()).unbind())
+        # With two ranks the one term that comes can arrive where the sum will be, unless a term is there already.
+        terms = [flat] * size if size == 2 and not _overlap(flat, inp) else _rows(flat, size)
+        works = self._exchange(_Tag(self.mark, 3), terms, sent)
+        terms[rank] = sent[rank]
+        return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> Started:
+        return self.all_gather_parts(out.view(self.size, inp.numel()).unbind(), inp.view(-1))
+
+    def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
+        works = self._exchange(_Tag(self.mark, 4), parts, [inp] * self.size)
+        mine = parts[self.rank]
+        if mine.data_ptr() != inp.data_ptr():
+            mine.copy_(inp)
+        return Started(works)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Started:
+        size, rank = self.size, self.rank
+        if size > _FAN_OUT:
+            return super().broadcast(tensor, src)
+        if rank != src:
+            return Started(self._fan_in(_Tag(self.mark, 5), [src], [tensor] * size))
+        return Started(self._fan_out(_Tag(self.mark, 5), [r for r in range(size) if r != rank], [tensor] * size))
+
+    def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
+        works = self._exchange(_Tag(self.mark, 6), outs, inps)
+        outs[self.rank].copy_(inps[self.rank])
+        return Started(works)
+
+    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:
+        if parts is None:
+            return Started(self._fan_out(_Tag(self.mark, 7), [dst], [tensor] * self.size))
+        works = self._fan_in(_Tag(self.mark, 7), [r for r in range(self.size) if r != dst], parts)
+        parts[dst].copy_(tensor)
+        return Started(works)
+
+    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, src: int) -> Started:
+        if parts is None:
+            return Started(self._fan_in(_Tag(self.mark, 8), [src], [tensor] * self.size))
+        works = self._fan_out(_Tag(self.mark, 8), [r for r in range(self.size) if r != src], parts)
+        tensor.copy_(parts[src])
+        return Started(works)
+
+    def barrier(self) -> Started:
+        size = self.size
+        if size > _FAN_OUT:
+            return super().barrier()
+        # One empty message to and from each rank.
+        tokens = torch.zeros(size + 1, dtype=torch.uint8).split(1)
+        return Started(self._exchange(_Tag(self.mark, 9), tokens[:size], tokens[size:] * size))
+
+    def _exchange(self, tag: _Tag, received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Any]:
+        """`sent[r]` goes to rank r and `received[r]` comes from it, for every other rank r; nothing is copied here."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one first
+        return self._fan_in(tag, others, received) + self._fan_out(tag, others, sent)
+
+    def _fan_in(self, tag: _Tag, ranks: Sequence[int], received: Sequence[Tensor]) -> list[Any]:
+        return [self.pg.recv([_carrier(received[r])], r, tag.of(received[r])) for r in ranks]
+
+    def _fan_out(self, tag: _Tag, ranks: Sequence[int], sent: Sequence[Tensor]) -> list[Any]:
+        return [self.pg.send([_carrier(sent[r])], r, tag.of(sent[r])) for r in ranks]
+
+
+def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
+    """The transport of each device type that `pg` communicates."""
+    return {device: _BEST.get((name, device), Transport) for device, name in backend_names(pg).items()}
+
+
+_BEST: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport}
+_DTYPE_CODES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.bool),
+        1,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """What a message is, as the number gloo matches it by. Users' own sends have small tags; these are above 2**30."""
+
+    mark: int
+    kind: int
+
+    def of(self, tensor: Tensor) -> int:
+        dtype = _DTYPE_CODES.get(tensor.dtype, 0)
+        mixed = ((self.mark * 1_000_003 + self.kind) * 1_000_003 + dtype) * 1_000_003 + tensor.numel()
+        return 1 << 30 | (mixed ^ mixed >> 30) & (1 << 30) - 1
+
+
+def _carrier(tensor: Tensor) -> Tensor:
+    # An empty message still has to meet its peer, or ranks that disagree about an empty tensor would pass each other.
+    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
+
+
+def _rows(like: Tensor, count: int) -> list[Tensor]:
+    return list(torch.empty((count, like.numel()), dtype=like.dtype, device=like.device).unbind())
+
+
+def _sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
+    """`out` = terms[0] + terms[1] + ... (divided by their number for AVG). `out` may be one of the terms."""
+    if out.dtype == torch.bool:
+        torch.any(torch.stack(list(terms)), 0, out=out)  # what a sum of booleans is in torch
+        return
+    if len(terms) == 2 and op == dist.ReduceOp.SUM:
+        torch.add(terms[0], terms[1], out=out)  # one rounding, whatever the dtype
+        return
+    total = terms[0].float() if out.dtype in _NARROW else terms[0].clone()
+    for term in terms[1:]:
+        total.add_(term)
+    if op == dist.ReduceOp.AVG:
+        total.div_(len(terms))
+    out.copy_(total)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    # Both contiguous. A shared storage is not enough: a shard and its flat buffer may share it and still be apart.
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes
