@@ -152,3 +152,13 @@ def test_a_deprecated_section_with_a_model_type() -> None:
         load(Outer, {"o1": 1, "o2": 2})
     assert load(Outer, {"o2": 2}).other == 2
     assert load(Outer, {"gone": None}).gone is None
+
+
+def test_false_is_not_off_where_the_default_is_true() -> None:
+    class Model(StrictModel):
+        corrected: Annotated[bool, Unbuilt("true")] = True
+
+    assert load(Model, {"corrected": True}).corrected is True
+    with pytest.raises(ConfigError) as caught:
+        load(Model, {"corrected": False})
+    assert caught.value.code == "config-unbuilt"

@@ -119,6 +119,8 @@ def _adapter(model: Model, name: str) -> TypeAdapter[Any]:
 
 
 def _is_off(value: Any, default: Any) -> bool:
-    if value is None or value is False or value == default:
+    if value is None or value == default:
+        return True
+    if value is False and not isinstance(default, bool):  # a section that is switched off; a default of true is no section
         return True
     return isinstance(value, Mapping) and value.get("enabled") is False
