@@ -39,24 +39,10 @@ def compare(ratchet: Ratchet) -> list[str]:
 
 def config_keys() -> list[str]:
     """Every configuration key as a dotted path, from the engine's composed model."""
+    from ds_config import keys
     from ds_engine import Config
 
-    return sorted(_model_keys(Config, ""))
-
-
-def _model_keys(model: type[Any], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        yield key
-        for inner in _models_in(field.annotation):
-            yield from _model_keys(inner, f"{key}.")
-
-
-def _models_in(annotation: Any) -> Iterator[type[Any]]:
-    if hasattr(annotation, "model_fields"):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _models_in(argument)
+    return sorted({".".join(map(str, key.path)) for key in keys(Config)})
 
 
 def public_symbols() -> dict[str, list[str]]:
