@@ -61,6 +61,7 @@ class _Bucket:
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
+    owners: list[Tensor] = field(default_factory=list)  # the parameters as the optimizer's state knows them
 
     def tensors(self) -> UpdateTensors:
         return UpdateTensors(self.params, self.grads, tuple(self.states), self.copies)
@@ -84,8 +85,8 @@ def require_rate(name: str, value: Any, *, below: float | None = None) -> None:
 class OpsOptimizer(Optimizer):
     """Base of the optimizers of ds_ops; a drop-in `torch.optim.Optimizer`.
 
-    elementwise: each element's update depends only on that element (a sharder may cut tensors anywhere). False:
-        `matrix_params()` must be stepped whole.
+    elementwise: each element's update depends only on that element, so a sharder may cut tensors anywhere. If False,
+        `needs_whole()` says which parameters must not be cut.
     state_names: the tensors kept per parameter, each shaped like it; beside them `step`, an int.
     """
 
@@ -103,6 +104,14 @@ class OpsOptimizer(Optimizer):
         self.state_dtype = state_dtype
         super().__init__(params, defaults)
 
+    def needs_whole(self, group: Group, p: Tensor) -> bool:
+        """Whether `p` must be stepped as one tensor, on one rank."""
+        return not self.elementwise
+
+    def states_of(self, group: Group, p: Tensor) -> tuple[str, ...]:
+        """The state tensors that `p` has in `group`."""
+        return self.state_names
+
     def spec(self, group: Group, step: int) -> UpdateSpec:
         """What step number `step` (from 1) does to the parameters of `group`. Pure."""
         raise UnsupportedError(
@@ -111,7 +120,7 @@ class OpsOptimizer(Optimizer):
             fix="Override spec() or step_bucket().",
         )
 
-    def step_bucket(self, spec: UpdateSpec, tensors: UpdateTensors) -> None:
+    def step_bucket(self, group: Group, spec: UpdateSpec, tensors: UpdateTensors) -> None:
         """Step one bucket. Override for rules that need more than one pass."""
         if all(p.is_contiguous() for p in tensors.params):
             update(spec, tensors)
@@ -137,29 +146,35 @@ class OpsOptimizer(Optimizer):
     def step_group(self, group: Group, fusion: Fusion = NO_FUSION) -> None:
         """Step one parameter group."""
         params = [p for p in group["params"] if fusion.grad_of(p) is not None]
-        self.ensure_state(params)
+        self.ensure_state(group, params)
         sign = -1.0 if group.get("maximize") else 1.0
-        for (number, *_), bucket in self._buckets(params, fusion).items():
+        for (number, *_), bucket in self._buckets(group, params, fusion).items():
             spec = self.spec(group, number)
             fused = UpdateSpec(spec.rule, spec.coefficients, sign * fusion.grad_scale, fusion.zero_grads)
-            self.step_bucket(fused, bucket.tensors())
+            self.step_bucket(group, fused, bucket.tensors())
+            for p in bucket.owners:  # a refused call has changed nothing, not even the step number
+                self.state[p]["step"] = number
 
-    def ensure_state(self, params: Sequence[Tensor]) -> None:
-        """Create the missing states of `params`: zeros, on the CPU in huge-page arenas."""
-        missing = [p for p in params if "step" not in self.state[p]]
-        for p in missing:
+    def ensure_state(self, group: Group, params: Sequence[Tensor]) -> list[Tensor]:
+        """Create the missing states of `params`: zeros, on the CPU in huge-page arenas. Returns those without any before."""
+        fresh = [p for p in params if "step" not in self.state[p]]
+        for p in fresh:
             self.state[p]["step"] = 0
-        for kind in {(p.device, self._state_dtype_of(p)) for p in missing}:
-            some = [p for p in missing if (p.device, self._state_dtype_of(p)) == kind]
-            for i, name in enumerate(self.state_names):
-                for p, t in zip(some, _zeros(some, *kind, stream=i + 1), strict=True):
-                    self.state[p][name] = t
+        missing: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in params:
+            for i, name in enumerate(self.states_of(group, p)):
+                if name not in self.state[p]:
+                    missing.setdefault((i, name, p.device, self._state_dtype_of(p)), []).append(p)
+        for (i, name, device, dtype), some in missing.items():
+            for p, t in zip(some, _zeros(some, device, dtype, stream=i + 1), strict=True):
+                self.state[p][name] = t
+        return fresh
 
     def _state_dtype_of(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else self.state_dtype
 
-    def _buckets(self, params: Sequence[Tensor], fusion: Fusion) -> dict[tuple[Any, ...], _Bucket]:
-        """Advance each parameter's step number and sort it by what one native call must share."""
+    def _buckets(self, group: Group, params: Sequence[Tensor], fusion: Fusion) -> dict[tuple[Any, ...], _Bucket]:
+        """Sort parameters by what one native call must share: the number of the coming step comes first."""
         buckets: dict[tuple[Any, ...], _Bucket] = {}
         for p in params:
             state, grad, copy = self.state[p], fusion.grad_of(p), fusion.copies.get(p)
@@ -171,11 +186,11 @@ class OpsOptimizer(Optimizer):
                     code="optimizer-sparse",
                     fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
                 )
-            state["step"] = number = int(state["step"]) + 1
-            kept = [state[name] for name in self.state_names]
+            kept = [state[name] for name in self.states_of(group, p)]
             dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in kept))
-            key = (number, p.device, p.is_contiguous(), *dtypes)
+            key = (int(state["step"]) + 1, p.device, p.is_contiguous(), *dtypes)
             bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in kept]))
+            bucket.owners.append(p)
             bucket.params.append(p.detach())
             bucket.grads.append(_like(p, grad))
             for row, s in zip(bucket.states, kept, strict=True):
@@ -197,17 +212,17 @@ class OpsOptimizer(Optimizer):
         """Load a state of this class or of its torch.optim counterpart; states keep `state_dtype`."""
         _plain(Optimizer.load_state_dict)(self, state_dict)
         saved = [i for g in state_dict["param_groups"] for i in g["params"]]
-        ours = [p for g in self.param_groups for p in g["params"]]
-        for index, p in zip(saved, ours, strict=True):
+        ours = [(g, p) for g in self.param_groups for p in g["params"]]
+        for index, (group, p) in zip(saved, ours, strict=True):
             if index in state_dict["state"]:
-                self._adopt(p, state_dict["state"][index])
+                self._adopt(group, p, state_dict["state"][index])
 
-    def _adopt(self, p: Tensor, values: Mapping[str, Any]) -> None:
+    def _adopt(self, group: Group, p: Tensor, values: Mapping[str, Any]) -> None:
         # torch casts loaded states to the parameter's dtype; fp32 moments of a bf16 parameter must not lose bits there.
         state = self.state[p] = {"step": 0}
-        for i, name in enumerate(self.state_names):
+        for i, name in enumerate(self.states_of(group, p)):
             (fresh,) = _zeros([p], p.device, self._state_dtype_of(p), stream=i + 1)
-            if name in values:
+            if values.get(name) is not None:
                 fresh.copy_(values[name])
             state[name] = fresh
         state["step"] = int(values.get("step", 0))

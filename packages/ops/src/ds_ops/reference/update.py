@@ -97,7 +97,8 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _lion(c: tuple[float, ...], p: Tensor, g: Tensor, s: list[Tensor]) -> Tensor:
-    direction = torch.sign((s[0] * c[1]).add(g, alpha=c[2]))  # sign(0) is 0
+    u = (s[0] * c[1]).add(g, alpha=c[2])
+    direction = torch.where(u.isnan(), u, u.sign())  # sign(0) is 0; torch's sign(nan) is 0 too, which would hide it
     s[0].mul_(c[3]).add_(g, alpha=c[4])
     return p * c[0] - direction * c[5]
 

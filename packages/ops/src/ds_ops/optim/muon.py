@@ -1,0 +1,186 @@
+"""Muon (Jordan et al. 2024): momentum whose matrices are replaced by their nearest orthogonal ones.
+
+m = m + (1-mu)(g - m);  u = g + mu (m - g);  o = orthogonalize(u);  p = p (1 - lr wd) - lr sqrt(max(1, rows/cols)) o.
+
+Words: a *matrix* parameter has two or more dims (a convolution's weight is one matrix [out, rest]; a 3-D tensor is a
+stack of matrices, as experts are). Everything else (biases, norms, and groups with `use_muon=False`: embeddings, heads)
+takes an AdamW step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import ConfigError
+from ds_ops.optim.base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
+from ds_ops.rules import AdamHyper, Rule, UpdateSpec, adam_coefficients
+
+__all__ = ["Muon", "orthogonalize"]
+
+# The quintic a x + b x^3 + c x^5 of Jordan et al.: steep at 0, and maps [0, 1] into about [0.7, 1.2] within five steps.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+Method = Literal["standard", "gram"]
+
+
+def orthogonalize(
+    x: Tensor, *, steps: int = 5, method: Method = "standard", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Replace the singular values of each matrix by values near 1 (0.7 to 1.2): Newton-Schulz.
+
+    Args:
+        x: [..., rows, cols]; leading dims are batched.
+        method: `standard` multiplies the matrix at every step; `gram` iterates on the small Gram matrix and multiplies
+            the matrix twice in all, which is cheaper the less square it is. Equal in exact arithmetic.
+        dtype: of the multiplications; default bf16 on accelerators, fp32 on the CPU.
+    Returns: same shape and dtype as `x`. All-zero matrices stay zero.
+    Cost: with m = min(rows, cols), n = max: standard steps (4 m^2 n + 2 m^3) FLOP; gram 4 m^2 n + steps 6 m^3.
+    """
+    work = dtype or (torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    y = x.to(work)
+    tall = y.size(-2) > y.size(-1)
+    y = y.mT if tall else y
+    y = y / (torch.linalg.matrix_norm(y.float(), keepdim=True) + 1e-7).to(work)
+    y = _standard(y, steps) if method == "standard" or y.size(-2) == y.size(-1) else _gram(y, steps)
+    return (y.mT if tall else y).to(x.dtype)
+
+
+def _standard(y: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = _A * y + (_B * gram + _C * (gram @ gram)) @ y
+    return y
+
+
+def _gram(y: Tensor, steps: int) -> Tensor:
+    """y_k = q_k y_0 with q a product of polynomials of the Gram matrix: only small matrices inside the loop.
+
+    Restarted once from the multiplied matrix: rounding in the Gram matrix grows with the number of steps taken on it.
+    """
+    for part in (min(2, steps), steps - min(2, steps)):
+        gram, q = y.float() @ y.float().mT, None
+        for _ in range(part):
+            poly = _B * gram + _C * (gram @ gram)
+            poly.diagonal(dim1=-2, dim2=-1).add_(_A)
+            q = poly if q is None else poly @ q
+            gram = poly @ gram @ poly  # commuting and symmetric: the Gram matrix of the next iterate
+        y = y if q is None else (q @ y.float()).to(y.dtype)
+    return y
+
+
+class Muon(OpsOptimizer):
+    """Muon for matrices, AdamW for the rest; `elementwise` is False: matrices are stepped whole.
+
+    A group with `use_muon=False` is stepped by AdamW with its own `lr`, `betas`, `eps`; `adam_lr` and `muon_lr` set the
+    defaults of the two kinds. Parameters with fewer than two dims are AdamW's in every group.
+
+    State: `momentum_buffer` (matrices), or `exp_avg` and `exp_avg_sq`.
+    """
+
+    elementwise: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2e-2,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        adam_lr: float = 3e-4,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-10,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_method: Method = "gram",
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        for name, value in {"lr": lr, "adam_lr": adam_lr, "adam_eps": adam_eps, "weight_decay": weight_decay}.items():
+            require_rate(name, value)
+        require_rate("momentum", momentum, below=1.0)
+        if ns_method not in ("standard", "gram"):
+            raise ConfigError(
+                f"ns_method: expected 'standard' or 'gram', found {ns_method!r}.", code="optimizer-value", fix="Set it."
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "use_muon": True,
+            "adam_lr": adam_lr,
+            "betas": adam_betas,
+            "eps": adam_eps,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_method": ns_method,
+        }
+        super().__init__(params, defaults, state_dtype=state_dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # A group of AdamW's parameters has one learning rate like any other, so that schedulers scale it.
+        if param_group.get("use_muon") is False:
+            param_group.setdefault("lr", param_group.get("adam_lr", self.defaults["adam_lr"]))
+        super().add_param_group(param_group)
+
+    def needs_whole(self, group: dict[str, Any], p: Tensor) -> bool:
+        return self.is_matrix(group, p)
+
+    def states_of(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.is_matrix(group, p) else self.state_names
+
+    def is_matrix(self, group: dict[str, Any], p: Tensor) -> bool:
+        """Whether Muon, not AdamW, steps `p`."""
+        return bool(group["use_muon"]) and p.ndim >= 2
+
+    def step_group(self, group: dict[str, Any], fusion: Fusion = NO_FUSION) -> None:
+        matrices = [p for p in group["params"] if self.is_matrix(group, p) and fusion.grad_of(p) is not None]
+        others = [p for p in group["params"] if not self.is_matrix(group, p)]
+        super().step_group({**group, "params": others}, fusion)
+        self.ensure_state(group, matrices)
+        shapes: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in matrices:
+            shapes.setdefault((p.shape, p.device, p.dtype), []).append(p)
+        for same in shapes.values():
+            self._step_matrices(group, same, fusion)
+
+    def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
+        lr = float(group["lr"]) if not group["use_muon"] else float(group["adam_lr"]) * self._schedule(group)
+        b1, b2 = group["betas"]
+        hyper = AdamHyper(lr, (float(b1), float(b2)), float(group["eps"]), float(group["weight_decay"]))
+        return UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step))
+
+    @staticmethod
+    def _schedule(group: dict[str, Any]) -> float:
+        """How far a scheduler has moved the group's rate: vectors inside a Muon group follow it."""
+        initial = float(group.get("initial_lr", group["lr"]))
+        return float(group["lr"]) / initial if initial else 1.0
+
+    def _step_matrices(self, group: dict[str, Any], params: Sequence[Tensor], fusion: Fusion) -> None:
+        """Step matrices of one shape together: their Newton-Schulz iterations are one batched product."""
+        directions = torch.stack([self._direction(group, p, fusion) for p in params])
+        flat = directions.reshape(*directions.shape[:2], -1) if directions.ndim == 5 else directions
+        rows, cols = flat.shape[-2:]
+        flat = orthogonalize(flat, steps=group["ns_steps"], method=group["ns_method"])
+        lr, scale = float(group["lr"]), max(1.0, rows / cols) ** 0.5
+        for p, o in zip(params, flat, strict=True):
+            p.mul_(1 - lr * float(group["weight_decay"])).add_(o.view(p.shape).to(p.dtype), alpha=-lr * scale)
+            if p in fusion.copies:
+                fusion.copies[p].copy_(p)
+            grad = fusion.grad_of(p)
+            if fusion.zero_grads and grad is not None:
+                grad.zero_()
+
+    def _direction(self, group: dict[str, Any], p: Tensor, fusion: Fusion) -> Tensor:
+        state, grad = self.state[p], fusion.grad_of(p)
+        if grad is None:
+            return torch.zeros_like(p)
+        state["step"] += 1
+        g = grad.to(torch.promote_types(torch.float32, p.dtype)) * fusion.grad_scale
+        momentum = state["momentum_buffer"]
+        new = torch.lerp(momentum.to(g.dtype), g, 1 - group["momentum"])
+        momentum.copy_(new)
+        return torch.lerp(g, new, group["momentum"]) if group["nesterov"] else new
