@@ -1,0 +1,113 @@
+"""How the nodes of a job are reached: each backend is a pure function from a job to the processes that start it.
+
+On every node the same thing runs: `python -m ds_launcher run --world-info ... --node-rank I script`, so supervision, output
+and exit codes are the local ones everywhere; a backend only carries it there. A remote node started through ssh watches
+its standard input: when the ssh ends, for whatever reason, the node stops its ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ds_launcher.inventory import Inventory, encode
+from ds_launcher.plan import Process
+
+__all__ = ["BACKENDS", "Backend", "Job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every backend is told.
+
+    Attributes:
+        options: of `ds run` on the node, without those that say which node it is.
+        command: script and its arguments.
+        exports: variables that travel.
+        launcher_args: extra arguments for ssh, pdsh, srun or mpirun, split.
+        ssh_port: None: ssh's own choice.
+    """
+
+    inventory: Inventory
+    python: str
+    cwd: str
+    options: tuple[str, ...]
+    command: tuple[str, ...]
+    exports: Mapping[str, str]
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A way to reach nodes.
+
+    Attributes:
+        tool: the program that must be on PATH.
+        build: the processes that start the job.
+    """
+
+    tool: str
+    build: Callable[[Job], tuple[Process, ...]]
+
+
+def _node_argv(job: Job, node_rank: str, *extra: str) -> tuple[str, ...]:
+    world = ("--world-info", encode(job.inventory), "--node-rank", node_rank)
+    return (job.python, "-P", "-m", "ds_launcher", "run", *world, *extra, *job.options, *job.command)
+
+
+def _with_exports(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
+    return ("env", *(f"{name}={value}" for name, value in job.exports.items()), *argv) if job.exports else argv
+
+
+def _shell(job: Job, argv: tuple[str, ...]) -> str:
+    """One line for a login shell on the node."""
+    return f"cd {shlex.quote(job.cwd)} && exec {shlex.join(_with_exports(job, argv))}"
+
+
+def _ssh(job: Job) -> tuple[Process, ...]:
+    port = ("-p", str(job.ssh_port)) if job.ssh_port is not None else ()
+    # BatchMode: a question for a password would wait for ever. Keep-alives notice a dead host within a minute.
+    base = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3", *port)
+    return tuple(
+        Process(
+            f"host {host.name}",
+            (*base, *job.launcher_args, host.name, _shell(job, _node_argv(job, str(index), "--stop-on-eof"))),
+            stdin="hold",
+        )
+        for index, host in enumerate(job.inventory)
+    )
+
+
+def _pdsh(job: Job) -> tuple[Process, ...]:
+    names = ",".join(host.name for host in job.inventory)
+    # pdsh puts the host's position in the list for %n; a % of the user's is written %%.
+    mark = "@NODE-RANK@"
+    line = _shell(job, _node_argv(job, mark)).replace("%", "%%").replace(mark, "%n")
+    env = {"PDSH_RCMD_TYPE": "ssh"}
+    if job.ssh_port is not None:
+        env["PDSH_SSH_ARGS_APPEND"] = f"-p {job.ssh_port}"
+    # -S: the largest exit code of the hosts; -N: no host names before lines, ranks carry their own.
+    return (Process("pdsh", ("pdsh", "-S", "-N", "-f", "1024", "-w", names, *job.launcher_args, line), env),)
+
+
+def _slurm(job: Job) -> tuple[Process, ...]:
+    count, names = str(len(job.inventory)), ",".join(host.name for host in job.inventory)
+    base = ("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names)
+    ends = ("--kill-on-bad-exit=1", "--chdir", job.cwd, *job.launcher_args)
+    return (Process("srun", (*base, *ends, *_with_exports(job, _node_argv(job, "auto")))),)
+
+
+def _openmpi(job: Job) -> tuple[Process, ...]:
+    names = ",".join(f"{host.name}:1" for host in job.inventory)
+    base = ("mpirun", "-n", str(len(job.inventory)), "--host", names, "--map-by", "ppr:1:node", "-wdir", job.cwd)
+    return (Process("mpirun", (*base, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto")))),)
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "ssh": Backend("ssh", _ssh),
+    "pdsh": Backend("pdsh", _pdsh),
+    "slurm": Backend("srun", _slurm),
+    "openmpi": Backend("mpirun", _openmpi),
+}

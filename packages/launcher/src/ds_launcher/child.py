@@ -1,0 +1,135 @@
+"""One process of a launch as the keeper holds it: started to die with the keeper, its output read in lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import IO
+
+from ds_launcher.blame import Ending, starts_traceback
+from ds_launcher.output import LineSplitter, Screen
+from ds_launcher.plan import Process
+from ds_launcher.procfs import die_with
+
+__all__ = ["HANDLED", "Child", "Stream", "start_child"]
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TAIL_LINES, _TAIL_WIDTH = 400, 4096
+
+
+@dataclass(slots=True)
+class Child:
+    """A process while and after it runs. Until `code` is set it is not reaped, so its id means nobody else."""
+
+    process: Process
+    popen: subprocess.Popen[bytes]
+    pidfd: int | None  # readable when it ended; None where the system has no such thing
+    log: IO[bytes] | None
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))  # of its standard error
+    traceback_s: float | None = None
+    asked: bool = False
+    code: int | None = None
+    ended_s: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended, or nobody noticed yet."""
+        return self.code is None
+
+    def ending(self, index: int) -> Ending:
+        """How it ended, for the blame. Only when it has."""
+        return Ending(index, self.code or 0, self.ended_s, self.traceback_s, self.asked)
+
+    def reap(self) -> None:
+        """Note how it ended; it has."""
+        self.code, self.ended_s = self.popen.wait(), time.monotonic()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class Stream:
+    """One output of one child, on its way to the screen, the log file and the tail.
+
+    Args:
+        name: `out` or `err`.
+        pipe: the reading end.
+        raw: show bytes as they come instead of whole lines (the one plain process on a terminal: its bars move).
+    """
+
+    def __init__(self, child: Child, name: str, pipe: IO[bytes], *, raw: bool) -> None:
+        self._child, self._name, self.pipe, self._raw = child, name, pipe, raw
+        self._splitter = LineSplitter()
+        os.set_blocking(pipe.fileno(), False)
+
+    def read(self, screen: Screen) -> bool:
+        """Pass on what there is. False when the stream has come to its end, and is closed."""
+        try:
+            data = os.read(self.pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        process = self._child.process
+        if self._raw and data:
+            screen.raw(self._name, data)
+        for line in self._splitter.feed(data) if data else self._splitter.finish():
+            self._keep(line)
+            if process.shown and not self._raw:
+                # torch marks its tracebacks with the rank itself; once is enough.
+                prefix = process.prefix.encode()
+                screen.line(self._name, b"" if prefix and line.startswith(prefix.rstrip()) else prefix, line)
+        if not data:
+            self.pipe.close()
+        return bool(data)
+
+    def _keep(self, line: bytes) -> None:
+        if self._child.log is not None:
+            self._child.log.write(line + b"\n")
+        if self._name == "err":
+            self._child.tail.append(line[:_TAIL_WIDTH])
+            if starts_traceback(line):
+                self._child.traceback_s = time.monotonic()
+
+
+def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
+    """Start it in a session of its own, to be killed when this process dies. No thread may exist yet.
+
+    Raises:
+        OSError: the command or its log file cannot be opened.
+    """
+    plain = process.shown and not process.prefix
+    keeper = os.getpid()
+    log = open(process.log, "ab", buffering=0) if process.log else None  # noqa: SIM115
+    popen = subprocess.Popen(
+        process.argv,
+        env={**os.environ, **process.env},
+        stdin=_stdin(process.stdin),
+        # A plain process keeps the terminal itself: colours, progress bars, the width.
+        stdout=None if plain and log is None and screen.is_terminal("out") else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: _before_exec(keeper),
+    )
+    child = Child(process, popen, os.pidfd_open(popen.pid) if hasattr(os, "pidfd_open") else None, log)
+    streams = [
+        Stream(child, name, pipe, raw=plain and screen.is_terminal(name))
+        for name, pipe in (("out", popen.stdout), ("err", popen.stderr))
+        if pipe is not None
+    ]
+    return child, streams
+
+
+def _stdin(kind: str) -> int | None:
+    if kind == "inherit" and sys.stdin is not None and not sys.stdin.isatty():
+        return None
+    return subprocess.PIPE if kind == "hold" else subprocess.DEVNULL
+
+
+def _before_exec(keeper: int) -> None:
+    die_with(keeper)
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_DFL)  # the keeper ignores some, and exec would keep that

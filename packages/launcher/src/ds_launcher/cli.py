@@ -1,0 +1,54 @@
+"""`ds`: find the command, parse its options, run it. Errors a user can cause are shown without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ds_config.errors import DsError
+from ds_config.names import nearest
+from ds_launcher.discovery import commands, help_line
+
+__all__ = ["main"]
+
+_USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ds` with `argv` (default: the process's); return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else _USAGE_ERROR
+    if words[0] == "--version":
+        print(f"ds {version('ds-launcher')}")
+        return 0
+    name, rest = words[0], words[1:]
+    known = commands()
+    if name not in known:
+        hint = "".join(f"; did you mean `ds {near}`?" for near in nearest(name, known))
+        print(f"ds: there is no command `{name}`{hint}  (`ds --help` lists them)", file=sys.stderr)
+        return _USAGE_ERROR
+    try:
+        module = importlib.import_module(known[name].module)
+        parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
+        module.register(parser)
+        status: int = module.main(parser.parse_args(rest))
+        return status
+    except DsError as error:
+        print(f"ds {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _overview() -> str:
+    found = commands()
+    width = max((len(name) for name in found), default=0)
+    lines = [f"  {name:{width}}  {help_line(point.module)}".rstrip() for name, point in found.items()]
+    return "\n".join(["usage: ds <command> [options]", "", *lines, "", "`ds <command> --help` says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

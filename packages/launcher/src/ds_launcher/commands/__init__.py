@@ -1,0 +1,1 @@
+"""The commands that ds-launcher brings itself."""

@@ -1,0 +1,120 @@
+"""`ds run`: start the ranks of a script, on this host or on many, and leave none behind."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import uuid
+from pathlib import Path
+
+from ds_config.errors import LaunchError
+from ds_config.names import nearest
+from ds_launcher.backends import BACKENDS
+from ds_launcher.devices import find_devices
+from ds_launcher.exports import collect, read_env_files
+from ds_launcher.inventory import read_hostfile
+from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts
+from ds_launcher.options import RunOptions, options_of
+from ds_launcher.options import register as register_options
+from ds_launcher.plan import describe
+from ds_launcher.ports import hold_port
+from ds_launcher.supervise import supervise
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "start a training script on several ranks, here or on many hosts"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    register_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Start it, wait for its end, return the exit status of the first rank that failed.
+
+    Raises:
+        ConfigError, LaunchError: nothing was started.
+    """
+    options = options_of(args)
+    if sys.platform == "win32":
+        raise LaunchError(
+            "`ds run` needs signals and process groups, which Windows lacks",
+            code="launch-platform",
+            fix="Use torchrun there, or run under WSL.",
+        )
+    facts = _facts(options, port=0)
+    elastic, remote = is_elastic(options), bool(remote_hosts(options, facts))
+    if elastic or remote:
+        if not options.dry_run:
+            _check_tools(options, elastic)
+        launch = make_launch(options, facts)
+        return _show(describe(launch)) if options.dry_run else supervise(launch)
+    _check_script(options)
+    with hold_port(_wanted_port(options)) as port:
+        launch = make_launch(options, _facts(options, port))
+        if options.dry_run:
+            return _show(describe(launch))
+        if options.log_dir:
+            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+        return supervise(launch)
+
+
+def _facts(options: RunOptions, port: int) -> Facts:
+    env = dict(os.environ)
+    return Facts(
+        env=env,
+        hostname=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        devices=find_devices(env),
+        python=sys.executable,
+        cwd=os.getcwd(),
+        run_id=options.run_id or uuid.uuid4().hex,
+        port=port,
+        hosts=read_hostfile(options.hostfile) if options.hostfile else None,
+        exports=collect(env, options.export, read_env_files(env, Path.home(), Path.cwd())),
+    )
+
+
+def _wanted_port(options: RunOptions) -> int:
+    """0: any free one. A job of several hosts cannot choose: the others must know it too."""
+    many = bool(options.world_info) or options.nnodes not in ("", "1", "-1") or options.no_ssh
+    return options.master_port or (MANY_HOSTS_PORT if many else 0)
+
+
+def _check_script(options: RunOptions) -> None:
+    path = Path(options.script)
+    if options.module or (options.no_python and shutil.which(options.script)) or path.exists():
+        return
+    there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = "".join(f" Did you mean {path.parent / near}?" for near in nearest(path.name, there))
+    raise LaunchError(
+        f"there is no script {options.script} (working directory {os.getcwd()})",
+        code="launch-script",
+        fix=f"Check the path.{hint} Options of `ds run` stand before the script.",
+    )
+
+
+def _check_tools(options: RunOptions, elastic: bool) -> None:
+    if elastic and importlib.util.find_spec("torch") is None:
+        raise LaunchError(
+            "--max-restarts, --rdzv-endpoint and --nnodes MIN:MAX run on torch's elastic agent; torch is not installed",
+            code="launch-torch",
+            fix="Install it: pip install 'ds-launcher[elastic]'.",
+        )
+    tool = BACKENDS[options.launcher].tool
+    if not elastic and shutil.which(tool) is None:
+        raise LaunchError(
+            f"hosts are reached through {options.launcher}, and there is no `{tool}` on PATH",
+            code="launch-tool",
+            fix=f"Install {tool}, or choose another way with --launcher ({', '.join(BACKENDS)}).",
+        )
+
+
+def _show(text: str) -> int:
+    print(text)
+    return 0

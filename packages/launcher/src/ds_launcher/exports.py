@@ -1,0 +1,68 @@
+"""Which environment variables travel to other hosts, and from where. Pure, but for reading the file.
+
+Nothing travels unless it is on the list, named with `-x`, or in the `.deepspeed_env` file: a login shell's environment is
+full of what is true on one host only, and of secrets. `ds run --dry-run` prints what would travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ds_config.errors import ConfigError
+
+__all__ = ["ALLOWED", "collect", "parse_env_file", "read_env_files"]
+
+# Prefixes. Not CUDA_VISIBLE_DEVICES and its like: slots say which devices, host by host.
+ALLOWED = (
+    "DS_", "FI_", "GLOO_", "I_MPI_", "MLFLOW", "MV2", "NCCL_", "OMP_", "PYTHON", "RCCL_", "TORCH_", "UCX",
+)  # fmt: skip
+
+
+def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str]) -> dict[str, str]:
+    """The variables to export, sorted by name; `named` (`NAME` or `NAME=value`) wins over the file, the file over `env`.
+
+    Raises:
+        ConfigError: `-x NAME` of a variable that is not set ("launch-export").
+    """
+    chosen = {name: value for name, value in env.items() if name.startswith(ALLOWED)}
+    chosen.update(file)
+    for item in named:
+        name, given, value = item.partition("=")
+        if not given and name not in env:
+            raise ConfigError(
+                f"-x {name}: the variable is not set here",
+                code="launch-export",
+                fix=f"Set it, or give its value: -x {name}=...",
+            )
+        chosen[name] = value if given else env[name]
+    return dict(sorted(chosen.items()))
+
+
+def parse_env_file(text: str, source: str) -> dict[str, str]:
+    """Read lines `KEY=VALUE`; empty lines and lines that start with `#` are skipped. Values are taken as they stand.
+
+    Raises:
+        ConfigError: a line without `=` or without a name ("launch-export").
+    """
+    values = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(
+                f"{source}:{number}: found {line!r}, expected KEY=VALUE", code="launch-export", fix="Correct the line."
+            )
+        values[name.strip()] = value
+    return values
+
+
+def read_env_files(env: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
+    """The variables of `.deepspeed_env` (or the name in DS_ENV_FILE) in the home directory, then in the working directory."""
+    values: dict[str, str] = {}
+    for folder in (home, here):
+        path = folder / env.get("DS_ENV_FILE", ".deepspeed_env")
+        if path.is_file():
+            values.update(parse_env_file(path.read_text(encoding="utf-8"), str(path)))
+    return values

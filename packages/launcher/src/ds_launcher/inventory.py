@@ -1,0 +1,230 @@
+"""Hosts and their slots: from a hostfile or Slurm, narrowed by filters. Pure, but for reading the file.
+
+Words: a *slot* is a place for one rank, numbered on its host; on a host with devices it is a position among the devices that
+are visible there. Global ranks go host by host, slot by slot, in the order of the inventory.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_config.errors import ConfigError
+from ds_config.names import nearest
+
+__all__ = [
+    "Host",
+    "Inventory",
+    "decode",
+    "encode",
+    "expand_nodelist",
+    "from_slurm",
+    "limit",
+    "parse_filter",
+    "parse_hostfile",
+    "read_hostfile",
+    "select",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and the slots that are used on it, ascending."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+Inventory = tuple[Host, ...]
+_LINE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+
+
+def parse_hostfile(text: str, source: str = "hostfile") -> Inventory:
+    """Read lines `host slots=n`; `#` starts a comment.
+
+    Raises:
+        ConfigError: every bad line, host given twice, host without slots, or an empty file, in one error ("launch-hostfile").
+    """
+    hosts: dict[str, Host] = {}
+    problems = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.split("#", 1)[0].strip()
+        match = _LINE.fullmatch(line)
+        if not line:
+            continue
+        if match is None:
+            problems.append(f"{source}:{number}: found {line!r}, expected `host slots=n`")
+        elif match["host"] in hosts:
+            problems.append(f"{source}:{number}: host {match['host']!r} is given a second time")
+        elif int(match["slots"]) == 0:
+            problems.append(f"{source}:{number}: host {match['host']!r} has no slots")
+        else:
+            hosts[match["host"]] = Host(match["host"], tuple(range(int(match["slots"]))))
+    if not hosts and not problems:
+        problems.append(f"{source}: names no host")
+    if problems:
+        raise ConfigError("\n  ".join(problems), code="launch-hostfile", fix="One line per host: `node1 slots=8`.")
+    return tuple(hosts.values())
+
+
+def read_hostfile(path: str | Path) -> Inventory:
+    """`parse_hostfile` of a file.
+
+    Raises:
+        ConfigError: also when there is no such file ("launch-hostfile").
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the hostfile {path} cannot be read: {error.strerror}",
+            code="launch-hostfile",
+            fix="Give its path with --hostfile, or leave that out to run on this host.",
+        ) from error
+    return parse_hostfile(text, str(path))
+
+
+def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
+    """Read `host[:slot[,slot]...][@host...]`; an empty tuple means all slots of the host.
+
+    Raises:
+        ConfigError: not of this form ("launch-filter").
+    """
+    chosen: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        numbers = slots.split(",") if colon else []
+        if not name or not all(number.strip().isdecimal() for number in numbers) or name in chosen:
+            raise ConfigError(
+                f"the filter {text!r} has the part {part!r}"
+                + (", a host it named before" if name in chosen else ", which is not `host` or `host:slot,slot`"),
+                code="launch-filter",
+                fix="Write it as host1@host2:0,2 - hosts separated by @, slots after a colon.",
+            )
+        chosen[name] = tuple(sorted({int(number) for number in numbers}))
+    return chosen
+
+
+def select(inventory: Inventory, include: str = "", exclude: str = "") -> Inventory:
+    """Keep what `include` names, or drop what `exclude` names; the inventory's order stays.
+
+    Raises:
+        ConfigError: both are given, they name a host or a slot that is not there, or nothing is left ("launch-filter").
+    """
+    if include and exclude:
+        raise ConfigError(
+            f"include ({include!r}) and exclude ({exclude!r}) are both given",
+            code="launch-filter",
+            fix="Give one of them.",
+        )
+    chosen = parse_filter(include or exclude) if include or exclude else {}
+    _check_known(inventory, chosen)
+    kept = []
+    for host in inventory:
+        named = set(chosen.get(host.name, ())) or set(host.slots)
+        if include:
+            slots = tuple(slot for slot in host.slots if host.name in chosen and slot in named)
+        else:
+            slots = tuple(slot for slot in host.slots if host.name not in chosen or slot not in named)
+        if slots:
+            kept.append(Host(host.name, slots))
+    if not kept:
+        raise ConfigError(
+            f"the filter {include or exclude!r} leaves no slot of {_listed(inventory)}",
+            code="launch-filter",
+            fix="Keep at least one slot.",
+        )
+    return tuple(kept)
+
+
+def _check_known(inventory: Inventory, chosen: Mapping[str, Sequence[int]]) -> None:
+    known = {host.name: host for host in inventory}
+    problems = []
+    for name, slots in chosen.items():
+        if name not in known:
+            hint = "".join(f"; did you mean {near!r}?" for near in nearest(name, known))
+            problems.append(f"host {name!r} is not in the inventory{hint}")
+        elif missing := sorted(set(slots) - set(known[name].slots)):
+            problems.append(f"host {name!r} has no slot {', '.join(map(str, missing))}")
+    if problems:
+        raise ConfigError(
+            "the filter does not fit: " + "; ".join(problems),
+            code="launch-filter",
+            fix=f"The inventory is {_listed(inventory)}.",
+        )
+
+
+def _listed(inventory: Inventory) -> str:
+    return ", ".join(f"{host.name} (slots {host.slots[0]}-{host.slots[-1]})" for host in inventory)
+
+
+def limit(inventory: Inventory, num_hosts: int = -1, num_slots: int = -1) -> Inventory:
+    """Keep the first `num_hosts` hosts and use slots 0..num_slots-1 on each; -1 leaves that as it is.
+
+    Raises:
+        ConfigError: fewer hosts than asked for, or a number below 1 other than -1 ("launch-filter").
+    """
+    if 0 in (num_hosts, num_slots) or min(num_hosts, num_slots) < -1 or num_hosts > len(inventory):
+        raise ConfigError(
+            f"{num_hosts} hosts with {num_slots} slots each were asked for; the inventory has {len(inventory)} hosts",
+            code="launch-filter",
+            fix="Ask for at least 1 (-1 means all) and at most what the inventory has.",
+        )
+    kept = inventory if num_hosts == -1 else inventory[:num_hosts]
+    return kept if num_slots == -1 else tuple(Host(host.name, tuple(range(num_slots))) for host in kept)
+
+
+def encode(inventory: Inventory) -> str:
+    """URL-safe text of an inventory, for a command line."""
+    return base64.urlsafe_b64encode(json.dumps([[h.name, list(h.slots)] for h in inventory]).encode()).decode()
+
+
+def decode(text: str) -> Inventory:
+    """What `encode` wrote.
+
+    Raises:
+        ConfigError: it was not written by `encode` ("launch-filter").
+    """
+    try:
+        return tuple(
+            Host(str(name), tuple(int(s) for s in slots)) for name, slots in json.loads(base64.urlsafe_b64decode(text))
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--world-info is not what `ds run` writes: {error}",
+            code="launch-filter",
+            fix="It is for commands that `ds run` makes; give --hostfile instead.",
+        ) from error
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Slurm's `node[01-03,7],login` as `node01 node02 node03 node7 login`; several brackets in a name multiply."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        expanded = [""]
+        for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part):
+            choices = _expand_ranges(piece[1:-1]) if piece.startswith("[") else [piece]
+            expanded = [head + choice for head in expanded for choice in choices]
+        names += expanded
+    return names
+
+
+def _expand_ranges(text: str) -> list[str]:
+    choices = []
+    for item in text.split(","):
+        first, dash, last = item.partition("-")
+        if dash:
+            choices += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        else:
+            choices.append(item)
+    return choices
+
+
+def from_slurm(env: Mapping[str, str], slots: int) -> Inventory | None:
+    """The hosts of the allocation that `env` describes, `slots` on each; None outside of one."""
+    nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    return tuple(Host(name, tuple(range(slots))) for name in expand_nodelist(nodelist)) if nodelist else None

@@ -1,0 +1,221 @@
+"""From what was asked to what will be started. Pure: everything about this host comes in as `Facts`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_config.errors import ConfigError
+from ds_launcher.backends import BACKENDS, Job
+from ds_launcher.devices import Devices, restrict
+from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select
+from ds_launcher.options import RunOptions, node_options, parse_nnodes
+from ds_launcher.plan import Launch, Process
+from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
+
+__all__ = ["MANY_HOSTS_PORT", "Facts", "is_elastic", "make_launch", "remote_hosts"]
+
+MANY_HOSTS_PORT = 29500
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is true here.
+
+    Attributes:
+        hosts: what the hostfile says; None when none was given.
+        exports: variables that would travel to other hosts.
+        port: for rank 0; held by the caller while the job runs.
+    """
+
+    env: Mapping[str, str]
+    hostname: str
+    cores: int
+    devices: Devices
+    python: str
+    cwd: str
+    run_id: str
+    port: int
+    hosts: Inventory | None = None
+    exports: Mapping[str, str] | None = None
+
+
+def is_elastic(options: RunOptions) -> bool:
+    """Whether ranks may be started again or hosts may come and go: then torch's elastic agent runs the job."""
+    low, high = parse_nnodes(options.nnodes)
+    return low != high or options.max_restarts > 0 or bool(options.rdzv_endpoint)
+
+
+def make_launch(options: RunOptions, facts: Facts) -> Launch:
+    """Decide everything.
+
+    Raises:
+        ConfigError: what was asked contradicts itself or does not fit this host or the inventory.
+    """
+    if is_elastic(options):
+        processes: tuple[Process, ...] = (_elastic(options, facts),)
+    elif remote := remote_hosts(options, facts):
+        processes = BACKENDS[options.launcher].build(_remote_job(options, facts, remote))
+    else:
+        processes = _local(options, facts)
+    return Launch(processes, options.grace, options.stop_on_eof)
+
+
+# -- this host
+
+
+def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
+    inventory, node_rank = _world(options, facts)
+    host = inventory[node_rank]
+    world = World(
+        tuple(len(other.slots) for other in inventory),
+        node_rank,
+        options.master_addr or ("127.0.0.1" if len(inventory) == 1 else inventory[0].name),
+        facts.port,
+        options.run_id or facts.run_id,
+    )
+    shared = _restricted(facts.devices, host) if _slots_matter(options, facts) else {}
+    if len(host.slots) > 1 and "OMP_NUM_THREADS" not in facts.env:
+        shared["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, len(host.slots)))
+    return tuple(_rank(options, facts, world, (local, shared)) for local in range(len(host.slots)))
+
+
+def _rank(options: RunOptions, facts: Facts, world: World, local: tuple[int, Mapping[str, str]]) -> Process:
+    local_rank, shared = local
+    rank = world.first_rank + local_rank
+    return Process(
+        f"rank {rank}",
+        (*_command(options, facts.python), *([f"--local_rank={local_rank}"] if options.local_rank_arg else [])),
+        {**shared, **rank_env(world, local_rank), "DS_RUN_ID": world.run_id},
+        prefix="" if rank == 0 else f"[rank{rank}] ",
+        shown=rank == 0 or not options.log_dir,
+        log=f"{options.log_dir}/rank{rank}.log" if options.log_dir else "",
+        stdin="inherit" if rank == 0 and not options.stop_on_eof else "null",
+        group=options.no_python,
+    )
+
+
+def _command(options: RunOptions, python: str) -> tuple[str, ...]:
+    if options.no_python:
+        return (options.script, *options.script_args)
+    # -u: a line is on the screen when it is printed, and not lost when the rank is killed.
+    return (python, "-u", *(["-m"] if options.module else []), options.script, *options.script_args)
+
+
+def _world(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
+    """All hosts of the job with their slots, and which one this is."""
+    low, _ = parse_nnodes(options.nnodes)
+    if options.world_info:
+        inventory = decode(options.world_info)
+    elif facts.hosts is not None:
+        inventory = _narrowed(options, facts.hosts)
+    elif low > 1:
+        if not options.master_addr or options.node_rank == "auto":
+            raise ConfigError(
+                f"--nnodes {low} without a hostfile needs --master-addr and --node-rank on every host",
+                code="launch-node-rank",
+                fix="Give both, or --hostfile to have the other hosts started from here.",
+            )
+        inventory = tuple(Host(f"node{i}", tuple(range(_local_slots(options, facts)))) for i in range(low))
+    else:
+        inventory = _narrowed(options, (Host("localhost", tuple(range(_local_slots(options, facts)))),))
+    names = tuple(host.name for host in inventory)
+    auto = options.node_rank == "auto"
+    node_rank = node_rank_from(facts.env, names, facts.hostname) if auto else int(options.node_rank)
+    if node_rank >= len(inventory):
+        raise ConfigError(
+            f"node rank {node_rank} was asked for; the job has {len(inventory)} hosts, numbered from 0",
+            code="launch-node-rank",
+            fix="Give --node-rank below the number of hosts.",
+        )
+    return inventory, node_rank
+
+
+def _local_slots(options: RunOptions, facts: Facts) -> int:
+    return options.nproc if options.nproc > 0 else max(1, len(facts.devices.visible))
+
+
+def _narrowed(options: RunOptions, inventory: Inventory) -> Inventory:
+    if options.include or options.exclude:
+        return select(inventory, options.include, options.exclude)
+    low, _ = parse_nnodes(options.nnodes)
+    return limit(inventory, low, options.nproc)
+
+
+def _slots_matter(options: RunOptions, facts: Facts) -> bool:
+    return bool(options.world_info or options.include or options.exclude or facts.hosts is not None)
+
+
+def _restricted(devices: Devices, host: Host) -> dict[str, str]:
+    everything = host.slots == tuple(range(len(devices.visible)))
+    return {} if everything else restrict(devices, host.slots)
+
+
+# -- other hosts
+
+
+def remote_hosts(options: RunOptions, facts: Facts) -> Inventory:
+    """The hosts that are started from here; empty when the job runs on this host, or this is one node of it."""
+    if options.no_ssh or options.world_info:
+        return ()
+    found = facts.hosts
+    if found is None and options.launcher == "slurm":
+        found = from_slurm(facts.env, _local_slots(options, facts))
+    if found is None:
+        return ()
+    inventory = _narrowed(options, found)
+    local = len(inventory) == 1 and inventory[0].name in (*_LOCAL_NAMES, facts.hostname, facts.hostname.split(".")[0])
+    return inventory if options.force_multi or not local else ()
+
+
+def _remote_job(options: RunOptions, facts: Facts, inventory: Inventory) -> Job:
+    addr = options.master_addr or inventory[0].name
+    return Job(
+        inventory,
+        facts.python,
+        facts.cwd,
+        node_options(options, addr, options.master_port or MANY_HOSTS_PORT, facts.run_id),
+        (options.script, *options.script_args),
+        facts.exports or {},
+        tuple(shlex.split(options.launcher_args)),
+        None if options.ssh_port == -1 else options.ssh_port,
+    )
+
+
+# -- hosts that come and go
+
+
+def _elastic(options: RunOptions, facts: Facts) -> Process:
+    low, high = parse_nnodes(options.nnodes)
+    nproc = _local_slots(options, facts)
+    if high > 1 and not options.rdzv_endpoint:
+        raise ConfigError(
+            f"--nnodes {options.nnodes} needs a place where the hosts meet",
+            code="launch-options",
+            fix="Give --rdzv-endpoint HOST:PORT, the same on every host; HOST is one of them.",
+        )
+    if facts.hosts is not None or options.include or options.exclude:
+        raise ConfigError(
+            "--hostfile, --include and --exclude fix the hosts; --max-restarts, --rdzv-endpoint and --nnodes MIN:MAX let "
+            "them come and go",
+            code="launch-options",
+            fix="Leave one side out. Hosts that come and go start `ds run` themselves.",
+        )
+    spec = {
+        "min_nodes": max(low, 1),
+        "max_nodes": max(high, 1),
+        "nproc": nproc,
+        "endpoint": options.rdzv_endpoint or "127.0.0.1:0",
+        "run_id": options.run_id or ("ds" if options.rdzv_endpoint else facts.run_id),
+        "max_restarts": options.max_restarts,
+        "log_dir": options.log_dir,
+        "local_rank_arg": options.local_rank_arg,
+        "command": _command(options, facts.python),
+    }
+    env = {"DS_RUN_ID": facts.run_id}
+    if nproc > 1 and "OMP_NUM_THREADS" not in facts.env:
+        env["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, nproc))
+    return Process("the elastic agent", (facts.python, "-P", "-m", "ds_launcher.elastic", json.dumps(spec)), env)

@@ -1,0 +1,303 @@
+"""The keeper: one small process that starts the processes of a launch, watches them, and ends them together.
+
+    ds run  --socket-->  keeper  --forks-->  rank 0, rank 1, ...  -->  their own children
+
+- It is the *subreaper* of everything below it: whatever a rank leaves behind becomes the keeper's child, so "no survivor"
+  is a fact it can check (it has no child left) and not a guess by name or group.
+- The ranks die with it (PDEATHSIG). `ds run` is a subreaper too: it gets what the ranks leave if the keeper is killed.
+- The socket carries the launch in, then one byte per signal. Its end means that `ds run` is gone: everything is stopped.
+- It leads a session of its own and its command line names no script, so neither Ctrl-C nor `pkill -f train.py` hits it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from ds_launcher.blame import closing_lines, exit_status, explain, first_failure
+from ds_launcher.child import HANDLED, Child, Stream, start_child
+from ds_launcher.link import receive_launch
+from ds_launcher.output import Screen
+from ds_launcher.plan import Launch
+from ds_launcher.procfs import Proc, adopt_orphans, descendants, kill_descendants, send
+
+__all__ = ["Keeper", "main"]
+
+_LEAST_SETTLE_S, _SETTLE_S = 0.1, 3.0
+_LEAVE_S = 2.0
+_KILL_S = 5.0
+_TICK_S = 0.02
+_CANNOT_START = 127
+
+
+class _State(Enum):
+    """In this order, never back; some are left out."""
+
+    RUNNING = "nobody failed, nobody asked us to stop"
+    SETTLING = "one failed; those that began to fail at the same time may end by themselves, to see who was first"
+    STOPPING = "all were asked to end"
+    LEAVING = "all ended by themselves; what they left behind was asked to end"
+    KILLING = "whoever is left is killed"
+
+
+class Keeper:
+    """Runs one launch to its end.
+
+    Args:
+        launch: what to run.
+        control: the socket to `ds run`.
+        screen: where output goes; not started yet.
+    """
+
+    def __init__(self, launch: Launch, control: socket.socket, screen: Screen) -> None:
+        self._launch, self._control, self._screen = launch, control, screen
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._open_streams = 0
+        self._state, self._began_s = _State.RUNNING, time.monotonic()
+        self._signal = 0  # the first one that asked us to stop
+        self._status: int | None = None  # decided without any rank's ending
+        self._caught = _caught_signals()
+
+    def run(self) -> int:
+        """Start everything, wait until nobody is left, say who failed first, return the exit status."""
+        adopt_orphans()
+        self._watch(self._control, self._on_control)
+        self._watch(self._caught[0], self._on_own_signal)
+        if self._launch.stop_on_eof:
+            self._watch(sys.stdin, self._on_stdin)
+        self._start_all()
+        self._screen.start()  # a thread: nothing is forked after it
+        while not self._finished():
+            self._dispatch(self._patience_s())
+            self._reap()
+            self._advance()
+        while self._open_streams and self._dispatch(1.0):
+            pass  # nobody can write any more: each pipe comes to its end
+        status = self._report()
+        self._screen.finish(timeout_s=_KILL_S)
+        return status
+
+    # -- events
+
+    def _watch(self, file: object, callback: Callable[[], None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, callback)  # type: ignore[arg-type]
+
+    def _start_all(self) -> None:
+        for process in self._launch.processes:
+            try:
+                child, streams = start_child(process, self._screen)
+            except OSError as error:
+                self._say(f"{process.name} could not be started: {error}")
+                self._status = _CANNOT_START
+                self._stop(signal.SIGTERM)
+                return
+            self._children.append(child)
+            for stream in streams:
+                self._open_streams += 1
+                self._watch(stream.pipe, lambda stream=stream: self._on_output(stream))  # type: ignore[misc]
+            if child.pidfd is not None:
+                self._watch(child.pidfd, lambda child=child: self._on_exit(child))  # type: ignore[misc]
+
+    def _dispatch(self, timeout_s: float) -> bool:
+        """Handle what happened, in the order in which it did. False when nothing did."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            key.data()
+        if self._screen.full:
+            time.sleep(_TICK_S)  # nobody reads us: let the ranks wait too, but keep watching
+        return bool(events)
+
+    def _on_output(self, stream: Stream) -> None:
+        if self._screen.full:
+            return
+        pipe = stream.pipe
+        fd = pipe.fileno()
+        if not stream.read(self._screen):
+            self._selector.unregister(fd)
+            self._open_streams -= 1
+
+    def _on_control(self) -> None:
+        try:
+            data = self._control.recv(64)
+        except ConnectionError:
+            data = b""
+        for number in data:
+            self._on_signal(number)
+        if not data:
+            self._selector.unregister(self._control)
+            if self._state in (_State.RUNNING, _State.SETTLING):
+                self._on_signal(signal.SIGTERM)
+
+    def _on_own_signal(self) -> None:
+        for number in self._caught[0].recv(64):
+            if number != signal.SIGCHLD:
+                self._on_signal(number)
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            self._selector.unregister(sys.stdin)
+            self._on_signal(signal.SIGTERM)
+
+    def _on_signal(self, number: int) -> None:
+        self._signal = self._signal or number
+        if self._state in (_State.RUNNING, _State.SETTLING):
+            self._stop(number)
+        else:
+            self._enter(_State.KILLING)  # asked again: no more waiting
+
+    def _on_exit(self, child: Child) -> None:
+        if child.pidfd is not None:
+            self._selector.unregister(child.pidfd)
+        child.reap()
+        if child.code != 0 and self._state is _State.RUNNING:
+            self._enter(_State.SETTLING)
+
+    # -- the way to the end
+
+    def _enter(self, state: _State) -> None:
+        if state is not self._state:
+            self._state, self._began_s = state, time.monotonic()
+
+    def _advance(self) -> None:
+        since_s = time.monotonic() - self._began_s
+        running = self._running()
+        if self._state is _State.RUNNING and not running:
+            self._leave()
+        elif self._state is _State.SETTLING:
+            failing = [
+                child for child in running if child.traceback_s and child.traceback_s > self._began_s - _SETTLE_S
+            ]
+            if not running or since_s > (_SETTLE_S if failing else _LEAST_SETTLE_S):
+                self._stop(signal.SIGTERM)
+        elif (self._state is _State.STOPPING and (not running or since_s > self._launch.grace_s)) or (
+            self._state is _State.LEAVING and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
+        ):
+            self._enter(_State.KILLING)
+        if self._state is _State.KILLING:
+            self._kill()
+
+    def _stop(self, number: int) -> None:
+        """Ask every process to end."""
+        self._enter(_State.STOPPING)
+        for child in self._running():
+            child.asked = True
+            with contextlib.suppress(ProcessLookupError):
+                # Not reaped, so the id is still this child's, and so is the group of that number, which it leads.
+                (os.killpg if child.process.group else os.kill)(child.popen.pid, number)
+
+    def _leave(self) -> None:
+        """All ended well: a clean job leaves nothing running either."""
+        self._enter(_State.LEAVING)
+        left = self._others()
+        if left:
+            self._say(f"all ranks ended; stopping what they left running: process {_ids(left)}")
+        for proc in left:
+            send(proc, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for child in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.popen.pid, signal.SIGKILL)
+        for proc in self._others():
+            send(proc, signal.SIGKILL)
+
+    def _running(self) -> list[Child]:
+        return [child for child in self._children if child.running]
+
+    def _others(self) -> list[Proc]:
+        """Living descendants that are not processes of the launch."""
+        own = {child.popen.pid for child in self._running()}
+        return [proc for proc in descendants(os.getpid()) if not proc.zombie and proc.pid not in own]
+
+    def _reap(self) -> None:
+        """Reap what we adopted; where there is no pidfd, notice the ends of our own."""
+        for child in self._running():
+            if child.pidfd is None and os.waitid(os.P_PID, child.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._on_exit(child)
+        own = {child.popen.pid for child in self._running()}
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in own:
+                    return  # its turn comes with its pidfd
+                os.waitpid(ended.si_pid, 0)
+
+    def _patience_s(self) -> float:
+        watched = all(child.pidfd is not None for child in self._children)
+        return 1.0 if self._state is _State.RUNNING and watched and self._running() else _TICK_S
+
+    def _finished(self) -> bool:
+        if self._state is not _State.KILLING:
+            return False
+        left = [child.popen.pid for child in self._running()] + [proc.pid for proc in self._others()]
+        if left and time.monotonic() - self._began_s < _KILL_S:
+            return False
+        if left:
+            self._say(f"could not be killed: process {', '.join(map(str, left))}")
+        return True
+
+    # -- the last words
+
+    def _report(self) -> int:
+        endings = [child.ending(index) for index, child in enumerate(self._children)]
+        first = first_failure(endings)
+        if self._status is not None:
+            return self._status
+        if first is None:
+            # Stopped on request: a job that ended its ranks well on the signal did what was asked.
+            return 128 + self._signal if any(ending.code for ending in endings) else 0
+        child = self._children[first.index]
+        last = closing_lines(list(child.tail))
+        if len(self._children) > 1 or not last:
+            others = "; the others were stopped" if len(self._children) > 1 else ""
+            log = f"; its output is in {child.process.log}" if child.process.log else ""
+            silent = "" if last else " without a word on standard error"
+            self._say(f"{child.process.name} failed first{silent} ({explain(first.code)}){others}{log}")
+            for line in last:
+                self._screen.line("err", b"", line)
+        return exit_status(first.code)
+
+    def _say(self, text: str) -> None:
+        self._screen.line("err", b"ds run: ", text.encode(errors="replace"))
+
+
+def _ids(processes: list[Proc]) -> str:
+    return ", ".join(str(proc.pid) for proc in processes)
+
+
+def _caught_signals() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a socket: the numbers of caught signals arrive at the first. SIGCHLD is among them, to wake us."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda number, frame: None)
+    return reading, writing
+
+
+def main(argv: list[str]) -> int:
+    """`python -m ds_launcher.keeper FD`: FD is the socket to `ds run`."""
+    control = socket.socket(fileno=int(argv[0]))
+    for number in HANDLED:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        launch = receive_launch(control)
+    except EOFError:
+        return 128 + signal.SIGTERM
+    screen = Screen({"out": sys.stdout.buffer, "err": sys.stderr.buffer})
+    try:
+        return Keeper(launch, control, screen).run()
+    finally:
+        kill_descendants(timeout_s=_KILL_S)  # nobody is left, unless this is an error of our own
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""The command line of `ds run`: torchrun's options, and those of DeepSpeed's launcher as other spellings of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_launcher.backends import BACKENDS
+
+__all__ = ["UNBUILT", "RunOptions", "node_options", "options_of", "parse_nnodes", "register"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What was asked of `ds run`, as parsed. Absent numbers are -1, absent texts empty."""
+
+    script: str
+    script_args: tuple[str, ...] = ()
+    nproc: int = -1
+    nnodes: str = ""
+    node_rank: str = "auto"
+    master_addr: str = ""
+    master_port: int = 0
+    module: bool = False
+    no_python: bool = False
+    local_rank_arg: bool = False
+    log_dir: str = ""
+    grace: float = 5.0
+    dry_run: bool = False
+    max_restarts: int = 0
+    rdzv_endpoint: str = ""
+    run_id: str = ""
+    hostfile: str = ""
+    include: str = ""
+    exclude: str = ""
+    launcher: str = "ssh"
+    launcher_args: str = ""
+    ssh_port: int = -1
+    no_ssh: bool = False
+    force_multi: bool = False
+    export: tuple[str, ...] = ()
+    world_info: str = ""
+    stop_on_eof: bool = False
+
+
+# Options of DeepSpeed's launcher that are known and not built, and what to do without them.
+UNBUILT: Mapping[str, str] = {
+    "--autotuning": "Leave it out; there is no tuner in this command.",
+    "--elastic_training": "Give --nnodes MIN:MAX and --max-restarts.",
+    "--min_elastic_nodes": "Give --nnodes MIN:MAX.",
+    "--max_elastic_nodes": "Give --nnodes MIN:MAX.",
+    "--bind_cores_to_rank": "Start the script under numactl or taskset with --no-python.",
+    "--bind_core_list": "Start the script under numactl or taskset with --no-python.",
+    "--save_pid": "The shell's $! is the launcher's process id, and ending it ends everything.",
+    "--venv_script": "Start `ds` from the environment's own bin directory; nodes use the same interpreter.",
+}
+_UNBUILT_LAUNCHERS = ("mpich", "impi", "mvapich")
+
+
+class _Unbuilt(argparse.Action):
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        raise UnsupportedError(
+            f"`ds run` has no {option_string}", code="launch-unbuilt", fix=UNBUILT[option_string or ""]
+        )
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options. All after the script's name belongs to the script."""
+    parser.allow_abbrev = False
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--nproc", "--nproc-per-node", "--nproc_per_node", "--num_gpus", "--num-gpus", "--num_accelerators",
+        type=int, default=-1, metavar="N", help="ranks on each host (default: one per visible device, or 1)",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--nnodes",
+        "--num_nodes",
+        default="",
+        metavar="N|MIN:MAX",
+        help="number of hosts; MIN:MAX lets them come and go",
+    )
+    ranks.add_argument("--node-rank", "--node_rank", default="auto", metavar="I", help="which of the hosts this one is")
+    ranks.add_argument("--master-addr", "--master_addr", default="", metavar="HOST", help="where rank 0 runs")
+    ranks.add_argument(
+        "--master-port", "--master_port", type=int, default=0, metavar="PORT",
+        help="where rank 0 listens (default: a free port; 29500 on several hosts)",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks again after a failure",
+    )
+    ranks.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        default="",
+        metavar="HOST:PORT",
+        help="meeting point of hosts that come and go",
+    )
+    script = parser.add_argument_group("script")
+    script.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    script.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
+    script.add_argument("--local-rank-arg", action="store_true", help="add --local_rank=N to the script's arguments")
+    script.add_argument(
+        "--no_local_rank", "--no-local-rank", action="store_false", dest="local_rank_arg", help=argparse.SUPPRESS
+    )
+    screen = parser.add_argument_group("output and end")
+    screen.add_argument(
+        "--log-dir", "--log_dir", "--enable_each_rank_log", default="", metavar="DIR",
+        help="write rank<r>.log files there; the screen shows rank 0 only",
+    )  # fmt: skip
+    screen.add_argument(
+        "--grace", type=float, default=5.0, metavar="S", help="seconds between asking ranks to end and killing them (5)"
+    )
+    screen.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="print what would be started, start nothing"
+    )
+    hosts = parser.add_argument_group("hosts")
+    hosts.add_argument("--hostfile", "-H", default="", metavar="FILE", help="lines `host slots=n`")
+    hosts.add_argument("--include", "-i", default="", metavar="FILTER", help="use only these: host1@host2:0,2")
+    hosts.add_argument("--exclude", "-e", default="", metavar="FILTER", help="use all but these")
+    hosts.add_argument(
+        "--launcher", default="ssh", metavar="NAME", help=f"how hosts are reached: {', '.join(BACKENDS)} (ssh)"
+    )
+    hosts.add_argument(
+        "--launcher-args",
+        "--launcher_args",
+        default="",
+        metavar="ARGS",
+        help="more arguments for ssh, pdsh, srun or mpirun",
+    )
+    hosts.add_argument("--ssh-port", "--ssh_port", type=int, default=-1, metavar="PORT", help="port of the ssh servers")
+    hosts.add_argument(
+        "--no-ssh", "--no_ssh", action="store_true", help="start this host's ranks only; do the same on each host"
+    )
+    hosts.add_argument("--force-multi", "--force_multi", action="store_true", help="use the launcher for one host too")
+    hosts.add_argument(
+        "--export",
+        "-x",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="also export this variable to the hosts",
+    )
+    for flag in ("--world-info", "--run-id"):
+        parser.add_argument(flag, default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
+    parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # there is no check
+    for flag in UNBUILT:
+        parser.add_argument(flag, nargs="?", action=_Unbuilt, help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT", help="what every rank runs")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def options_of(args: argparse.Namespace) -> RunOptions:
+    """The parsed arguments as a record.
+
+    Raises:
+        ConfigError: options that contradict each other, or numbers out of range ("launch-options").
+        UnsupportedError: a way to reach hosts that is not built ("launch-unbuilt").
+    """
+    values = {field.name: getattr(args, field.name) for field in fields(RunOptions)}
+    for name in ("script_args", "export"):
+        values[name] = tuple(values[name])
+    options = RunOptions(**values)
+    if options.launcher in _UNBUILT_LAUNCHERS:
+        raise UnsupportedError(
+            f"hosts cannot be reached through {options.launcher}",
+            code="launch-unbuilt",
+            fix=f"Use one of {', '.join(BACKENDS)}; openmpi's mpirun options are close.",
+        )
+    _check(options)
+    return options
+
+
+def _check(options: RunOptions) -> None:
+    problems = []
+    if options.nproc == 0 or options.nproc < -1:
+        problems.append(f"--nproc is {options.nproc}; it must be at least 1")
+    if options.module and options.no_python:
+        problems.append("--module and --no-python are both given; a module is Python")
+    if options.launcher not in BACKENDS:
+        problems.append(f"--launcher is {options.launcher!r}; known are {', '.join(BACKENDS)}")
+    if (options.include or options.exclude) and (options.nproc != -1 or options.nnodes not in ("", "-1")):
+        problems.append("--include/--exclude and --nproc/--nnodes are both given; each says how many ranks run where")
+    if options.grace < 0:
+        problems.append(f"--grace is {options.grace}; it cannot be negative")
+    if options.max_restarts < 0:
+        problems.append(f"--max-restarts is {options.max_restarts}; it cannot be negative")
+    if not 0 <= options.master_port < 65536:
+        problems.append(f"--master-port is {options.master_port}; ports are 1 to 65535")
+    if options.node_rank != "auto" and not options.node_rank.isdecimal():
+        problems.append(f"--node-rank is {options.node_rank!r}; it is a number from 0, or auto")
+    if problems:
+        raise ConfigError("\n  ".join(problems), code="launch-options", fix="See `ds run --help`.")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`4` -> (4, 4), `1:4` -> (1, 4), empty or `-1` -> (-1, -1): not said.
+
+    Raises:
+        ConfigError: anything else ("launch-options").
+    """
+    if text in ("", "-1"):
+        return -1, -1
+    low, colon, high = text.partition(":")
+    if not low.isdecimal() or (colon and not high.isdecimal()) or not 1 <= int(low) <= int(high or low):
+        raise ConfigError(
+            f"--nnodes is {text!r}; it is a number from 1, or MIN:MAX",
+            code="launch-options",
+            fix="For example --nnodes 4, or --nnodes 2:4.",
+        )
+    return int(low), int(high or low)
+
+
+def node_options(options: RunOptions, master_addr: str, master_port: int, run_id: str) -> tuple[str, ...]:
+    """The options that a node of this job is started with, besides those that say which node it is."""
+    flags = [
+        name
+        for name, given in (
+            ("--module", options.module),
+            ("--no-python", options.no_python),
+            ("--local-rank-arg", options.local_rank_arg),
+        )
+        if given
+    ]
+    log_dir = ["--log-dir", options.log_dir] if options.log_dir else []
+    where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
+    return (*where, "--grace", str(options.grace), *log_dir, *flags)

@@ -1,0 +1,78 @@
+"""What will be started, as data: made by pure functions, printed by `--dry-run`, executed by the keeper.
+
+Words: a *process* is something the keeper starts and watches: a rank on this host, or an `ssh` that holds a node; a
+*launch* is all of them and how they end together.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["Launch", "Process", "describe", "from_json", "to_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process to start.
+
+    Attributes:
+        name: what messages call it: `rank 1`, `host node2`.
+        argv: the command; argv[0] is looked up on PATH.
+        env: variables added to the keeper's environment.
+        prefix: put before every line it writes; empty for plain output.
+        shown: whether its output reaches the screen (it always reaches the log file, where there is one).
+        log: file that gets both its streams; empty for none.
+        stdin: "null"; "inherit" (the launcher's, unless that is a terminal); "hold" (an open pipe that ends when the
+            keeper does: a remote end that watches it learns of our death).
+        group: whether polite signals go to its whole process group. For shells and wrappers, which do not pass them on;
+            a Python rank takes care of its own workers.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    shown: bool = True
+    log: str = ""
+    stdin: str = "null"
+    group: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All processes of a job on this host.
+
+    Attributes:
+        grace_s: seconds between asking the processes to end and killing them.
+        stop_on_eof: also stop when our own standard input ends (we are the remote end of an `ssh`).
+    """
+
+    processes: tuple[Process, ...]
+    grace_s: float = 5.0
+    stop_on_eof: bool = False
+
+
+def to_json(launch: Launch) -> str:
+    """Text that `from_json` reads back."""
+    return json.dumps(asdict(launch))
+
+
+def from_json(text: str) -> Launch:
+    """The launch that `to_json` wrote."""
+    raw = json.loads(text)
+    processes = tuple(Process(**{**process, "argv": tuple(process["argv"])}) for process in raw.pop("processes"))
+    return Launch(processes, **raw)
+
+
+def describe(launch: Launch) -> str:
+    """One paragraph per process: its name and a line that a shell would take."""
+    lines = []
+    for process in launch.processes:
+        settings = [f"{key}={value}" for key, value in sorted(process.env.items())]
+        command = shlex.join(["env", *settings, *process.argv] if settings else process.argv)
+        log = f"  > {shlex.quote(process.log)}" if process.log else ""
+        lines.append(f"# {process.name}{'' if process.shown else ' (not shown)'}\n{command}{log}")
+    return "\n".join(lines)

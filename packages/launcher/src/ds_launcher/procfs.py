@@ -1,0 +1,114 @@
+"""Processes of this host: who descends from whom, and signals that reach the process they are meant for.
+
+On Linux a process id may be given to another process as soon as its owner is reaped, so nothing here signals by number
+alone: a pidfd is opened first, then the start time is compared, then the signal goes through the pidfd. Elsewhere
+(`descendants` finds nothing without /proc) the keeper falls back to process groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "send"]
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_LINUX = sys.platform == "linux"
+_prctl = ctypes.CDLL(None, use_errno=True).prctl if _LINUX else None
+
+
+@dataclass(frozen=True, slots=True)
+class Proc:
+    """One process at one moment. `start` (clock ticks since boot) tells it from a later one with the same id."""
+
+    pid: int
+    parent: int
+    start: int
+    zombie: bool
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of every descendant whose own parent dies. Whether the system can."""
+    return _prctl is not None and _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def die_with(parent: int) -> None:
+    """Called in a new child before exec: be killed when the process `parent` dies. Survives exec."""
+    if _prctl is None:
+        return
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(128 + signal.SIGKILL)
+
+
+def descendants(root: int) -> list[Proc]:
+    """Every process below `root`, parents first, zombies included. Cost: one read per process of the host."""
+    children: dict[int, list[Proc]] = {}
+    for entry in Path("/proc").glob("[0-9]*") if _LINUX else ():
+        proc = _read(int(entry.name))
+        if proc is not None:
+            children.setdefault(proc.parent, []).append(proc)
+    found: list[Proc] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += [proc.pid for proc in below]
+    return found
+
+
+def send(proc: Proc, number: int) -> bool:
+    """Signal exactly this process. False when it is gone."""
+    try:
+        handle = os.pidfd_open(proc.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        now = _read(proc.pid)
+        if now is None or now.start != proc.start:
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def kill_descendants(timeout_s: float) -> list[int]:
+    """Kill everything below this process and reap it; return the ids that are still there after `timeout_s`.
+
+    Run by a process that adopted its orphans: what is killed hands its children to us, so the loop ends with nobody left.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        alive = [proc for proc in descendants(os.getpid()) if not proc.zombie]
+        for proc in alive:
+            send(proc, signal.SIGKILL)
+        _reap_all()
+        if not alive or time.monotonic() > deadline_s:
+            return [proc.pid for proc in alive]
+        time.sleep(0.01)
+
+
+def _reap_all() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _read(pid: int) -> Proc | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # "pid (name) state ppid ..."; the name may hold spaces and brackets.
+    fields = text[text.rindex(")") + 2 :].split()
+    return Proc(pid, int(fields[1]), int(fields[19]), fields[0] in "ZX")

@@ -1,0 +1,78 @@
+"""`ds run`'s side of the keeper: start it, pass signals on, wait, clean up if it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from ds_launcher.blame import exit_status, explain
+from ds_launcher.child import HANDLED
+from ds_launcher.link import send_launch
+from ds_launcher.plan import Launch
+from ds_launcher.procfs import adopt_orphans, kill_descendants
+
+__all__ = ["supervise"]
+
+
+class _Link:
+    """The socket to the keeper; signals that come before the launch is written wait for it."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._early: list[int] | None = []
+
+    def start(self, launch: Launch) -> None:
+        """Send the launch and what waited."""
+        with contextlib.suppress(BrokenPipeError):  # the keeper was killed already; its exit code says so
+            send_launch(self._control, launch)
+            early, self._early = self._early, None
+            self._control.sendall(bytes(early or ()))
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        if self._early is not None:
+            self._early.append(number)
+            return
+        with contextlib.suppress(OSError):
+            self._control.send(bytes([number]))
+
+
+def supervise(launch: Launch) -> int:
+    """Run the launch to its end; return the exit status for the shell. Signals are handled meanwhile; main thread only."""
+    adopt_orphans()
+    ours, theirs = socket.socketpair()
+    link = _Link(ours)
+    with ours, _handling(link):
+        keeper = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ds_launcher.keeper", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        link.start(launch)
+        code = keeper.wait()
+        if code < 0:
+            left = kill_descendants(timeout_s=5.0)
+            sys.stderr.write(f"ds run: the keeper process was ended ({explain(code)}); every rank was killed\n")
+            if left:
+                sys.stderr.write(f"ds run: could not be killed: process {', '.join(map(str, left))}\n")
+    return exit_status(code)
+
+
+@contextlib.contextmanager
+def _handling(link: _Link) -> Iterator[None]:
+    """While inside, signals go to the keeper. Those that were ignored (`nohup`) stay ignored."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, link.pass_on)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
