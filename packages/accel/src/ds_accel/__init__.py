@@ -1,1 +1,34 @@
-"""One accelerator interface over torch.accelerator, described by a table of facts per device."""
+"""One accelerator interface over torch's device modules, described by a table of facts per device."""
+
+from ds_accel.accelerator import Accelerator
+from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
+from ds_accel.facts import TABLE, Backend, Facts, Rule, Verdict
+from ds_accel.memory import HostMemory, MemoryStats, host_memory
+from ds_accel.pinned import PinnedBuffer, PinnedMemoryError, PinnedPool, PoolStats
+from ds_accel.rng import RngError, RngStreams, derive_seed
+from ds_accel.timing import Timer
+
+__all__ = [
+    "TABLE",
+    "Accelerator",
+    "Backend",
+    "Detection",
+    "Facts",
+    "HostMemory",
+    "MemoryStats",
+    "PinnedBuffer",
+    "PinnedMemoryError",
+    "PinnedPool",
+    "PoolStats",
+    "RngError",
+    "RngStreams",
+    "Rule",
+    "Timer",
+    "Verdict",
+    "derive_seed",
+    "detect",
+    "get_accelerator",
+    "host_memory",
+    "known_devices",
+    "set_accelerator",
+]

@@ -1,0 +1,168 @@
+"""Which device this process uses: forced by `DS_ACCELERATOR`, or the first in the detection order that works.
+
+Nothing happens at import. Detection counts devices the cheap way (`device_count`, which torch answers from the management
+library where it can), so it does not start a device in this process and does not spoil a later fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_accel.accelerator import Accelerator
+from ds_accel.facts import DETECTION_ORDER, TABLE, Facts, Verdict
+from ds_accel.probes import present
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.names import nearest
+
+__all__ = [
+    "ENTRY_POINTS",
+    "Detection",
+    "detect",
+    "facts_of",
+    "get_accelerator",
+    "known_devices",
+    "load_device",
+    "set_accelerator",
+]
+
+ENTRY_POINTS = "ds_accel.devices"
+FORCE = "DS_ACCELERATOR"
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What was chosen, and what each device that was asked answered, in the order of asking."""
+
+    accelerator: Accelerator
+    tried: tuple[tuple[str, Verdict], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'yes' if verdict else 'no ':3} {verdict.reason}" for _, verdict in self.tried]
+        return "\n".join([*lines, f"using {self.accelerator.name}"])
+
+
+def known_devices() -> tuple[str, ...]:
+    """The names of every device, in the order of asking: third parties by name, then `DETECTION_ORDER`. Imports nothing."""
+    others = sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+    return (*others, *(name for name in DETECTION_ORDER if name not in others))
+
+
+def facts_of(name: str) -> Facts:
+    """The facts of a known device: those of a third party's entry point of this name, or of the table.
+
+    An entry point that cannot be imported gives facts whose device does not load, so that the reason is told where the
+    device is asked for, and other devices are not held up.
+
+    Raises:
+        ConfigError: the entry point's value is no `Facts`, or one of another name ("accel-plugin").
+        KeyError: no device has this name.
+    """
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    if not entries:
+        return TABLE[name]
+    entry = next(iter(entries))
+    try:
+        facts = entry.load()
+    except (ImportError, AttributeError):
+        return Facts(name=name, torch_type=name, module=entry.module)
+    if not isinstance(facts, Facts) or facts.name != name:
+        found = f"the Facts of {facts.name!r}" if isinstance(facts, Facts) else f"a {type(facts).__name__}"
+        raise ConfigError(
+            f"the entry point {name} = {entry.value} of {ENTRY_POINTS} is {found}, not the Facts of {name!r}.",
+            code="accel-plugin",
+            fix="Correct the package that brings it, or uninstall it.",
+        )
+    return facts
+
+
+def load_device(facts: Facts, environ: Mapping[str, str] = os.environ) -> tuple[Any, Verdict]:
+    """Import what a device needs and count its devices: (module, verdict). The module is None where the verdict is no."""
+    verdict = present(facts, environ)
+    if not verdict:
+        return None, verdict
+    try:
+        if facts.vendor_package:
+            importlib.import_module(facts.vendor_package)
+        module = importlib.import_module(facts.module) if facts.module else torch.get_device_module(facts.torch_type)
+    except (ImportError, OSError, RuntimeError) as error:
+        # RuntimeError: torch does not know the type. OSError: a shared library of the vendor is missing.
+        return None, Verdict(False, f"{facts.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    try:
+        count = int(module.device_count())
+        if count > 0 and facts.probe:
+            getattr(module, facts.probe)()
+    except (RuntimeError, AttributeError) as error:
+        return None, Verdict(False, f"{facts.name}: asking for devices failed: {error}")
+    if count < 1:
+        return None, Verdict(False, f"{facts.name}: torch {torch.__version__} finds no device")
+    return module, Verdict(True, f"{facts.name}: {count} device{'s' if count > 1 else ''}")
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Detection:
+    """Choose the device for this process.
+
+    Args:
+        environ: Read for `DS_ACCELERATOR` and for what vendors need; never changed.
+    Raises:
+        ConfigError: `DS_ACCELERATOR` names no known device ("accel-unknown"; lists them).
+        UnsupportedError: the forced device does not work here ("accel-unavailable"; says what is missing).
+    """
+    forced = environ.get(FORCE, "").strip().lower()
+    if forced:
+        return _forced(forced, environ)
+    tried: list[tuple[str, Verdict]] = []
+    for name in known_devices():
+        facts = facts_of(name)
+        module, verdict = load_device(facts, environ)
+        tried.append((name, verdict))
+        if verdict:
+            return Detection(Accelerator(facts, module), tuple(tried))
+    raise UnsupportedError(
+        "no device works here, not even the CPU:\n" + "\n".join(f"  {verdict.reason}" for _, verdict in tried),
+        code="accel-unavailable",
+        fix="Reinstall torch.",
+    )
+
+
+def _forced(name: str, environ: Mapping[str, str]) -> Detection:
+    known = known_devices()
+    if name not in known:
+        close = nearest(name, known)
+        raise ConfigError(
+            f"{FORCE}={name!r} is no known device; known are {', '.join(sorted(known))}.",
+            code="accel-unknown",
+            fix=f"Did you mean {close[0]!r}?"
+            if close
+            else f"Unset {FORCE}, or install the package that brings the device.",
+        )
+    facts = facts_of(name)
+    module, verdict = load_device(facts, environ)
+    if not verdict:
+        raise UnsupportedError(
+            f"{FORCE}={name!r} cannot be used here. {verdict.reason}.",
+            code="accel-unavailable",
+            fix=f"Install what is missing, or unset {FORCE} to take what is there.",
+        )
+    return Detection(Accelerator(facts, module), ((name, verdict),))
+
+
+_current: list[Accelerator] = []
+
+
+def get_accelerator() -> Accelerator:
+    """Return the accelerator of this process; the first call detects it (see `detect`)."""
+    if not _current:
+        _current.append(detect().accelerator)
+    return _current[0]
+
+
+def set_accelerator(accelerator: Accelerator | None) -> None:
+    """Use `accelerator` in this process from now on; None: detect again at the next call."""
+    _current[:] = [] if accelerator is None else [accelerator]

@@ -1,0 +1,126 @@
+"""Rules applied to one machine: verdicts with their reasons.
+
+A probe is a plain function of facts, a device module and an index, so that a fake module tests it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ds_accel.facts import Backend, Facts, Rule, Verdict
+
+__all__ = [
+    "comm_backend",
+    "find_package",
+    "graphs",
+    "judge",
+    "present",
+    "supports",
+    "triton",
+    "visible_devices",
+    "visible_env",
+]
+
+
+def find_package(name: str) -> bool:
+    """Whether `name` (dotted) can be imported, without importing it; its parents are."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def judge(rule: Rule, module: Any, index: int, what: str) -> Verdict:
+    """Apply a rule to device `index` of `module`; `what` names the capability in the reason."""
+    if rule.ask:
+        ask = getattr(module, rule.ask, None)
+        if ask is None:
+            return Verdict(False, f"{what}: {_name(module)} has no {rule.ask}() to ask")
+        return Verdict(bool(ask()), f"{what}: {rule.ask}() says so")
+    if not rule.ok:
+        return Verdict(False, f"{what}: {rule.note}")
+    needed = rule.min_capability or rule.native_from
+    if needed is None:
+        return Verdict(True, f"{what}: {rule.note or 'supported'}")
+    capability = _capability(module, index)
+    if capability is None:
+        return Verdict(rule.native_from is not None, f"{what}: {_name(module)} does not tell its compute capability")
+    enough = capability >= needed
+    found = f"compute capability {_dots(capability)} {'>=' if enough else '<'} {_dots(needed)}"
+    if rule.min_capability is None:
+        return Verdict(True, f"{what}: {'native' if enough else 'emulated'}, {found}")
+    return Verdict(enough, f"{what}: {found}")
+
+
+def supports(facts: Facts, module: Any, dtype: str, index: int = 0) -> Verdict:
+    """Whether tensors of `dtype` ("bfloat16") can be computed with on device `index`."""
+    rule = facts.dtypes.get(dtype, facts.dtypes.get("float32", Rule()))
+    return judge(rule, module, index, f"{dtype} on {facts.name}")
+
+
+def graphs(facts: Facts, module: Any) -> Verdict:
+    """Whether work can be recorded once and replayed."""
+    if not facts.graph_class:
+        return Verdict(False, f"graphs on {facts.name}: this device has none")
+    if not hasattr(module, facts.graph_class):
+        return Verdict(False, f"graphs on {facts.name}: {_name(module)} has no {facts.graph_class}")
+    return Verdict(True, f"graphs on {facts.name}: {facts.graph_class}")
+
+
+def triton(facts: Facts, module: Any, index: int = 0) -> Verdict:
+    """Whether Triton kernels can run on device `index`."""
+    verdict = judge(facts.triton, module, index, f"Triton on {facts.name}")
+    if verdict and not find_package("triton"):
+        return Verdict(False, f"Triton on {facts.name}: the package triton is not installed")
+    return verdict
+
+
+def comm_backend(facts: Facts, platform: str = sys.platform) -> str:
+    """The torch.distributed backend for this device; empty when the facts name none that fits this machine."""
+
+    def fits(backend: Backend) -> bool:
+        return backend.platform in ("", platform) and (not backend.package or find_package(backend.package))
+
+    return next((backend.name for backend in facts.backends if fits(backend)), "")
+
+
+def present(facts: Facts, environ: Mapping[str, str] = os.environ) -> Verdict:
+    """Whether the vendor's software for the device is there, as far as can be told without importing or starting it."""
+    if facts.vendor_package and not find_package(facts.vendor_package):
+        return Verdict(False, f"{facts.name}: the package {facts.vendor_package} is not installed")
+    missing = [name for name in facts.needs_env if name not in environ]
+    if missing:
+        return Verdict(False, f"{facts.name}: the environment has no {', '.join(missing)}")
+    return Verdict(True, f"{facts.name}: its software is installed")
+
+
+def visible_devices(facts: Facts, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The devices that `environ` lets a process see, as written there (ids, UUIDs); None when it does not say."""
+    text = environ.get(facts.visible_env) if facts.visible_env else None
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def visible_env(facts: Facts, devices: tuple[str, ...]) -> dict[str, str]:
+    """The environment that shows a process only `devices`; empty where the device has no such variable."""
+    return {facts.visible_env: ",".join(devices)} if facts.visible_env else {}
+
+
+def _capability(module: Any, index: int) -> tuple[int, int] | None:
+    read = getattr(module, "get_device_capability", None)
+    capability = read(index) if read is not None else None
+    # xpu and others answer with a dictionary of properties, which has no order.
+    return (int(capability[0]), int(capability[1])) if isinstance(capability, tuple) else None
+
+
+def _dots(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _name(module: Any) -> str:
+    return str(getattr(module, "__name__", type(module).__name__))
