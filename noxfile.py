@@ -7,6 +7,7 @@ Most sessions work in `.venv`, the environment that tools/bootstrap.py makes: on
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -140,9 +141,13 @@ def wheels(session: nox.Session) -> None:
     """Every sdist, every wheel from its sdist, into dist/; installed in a clean environment, imported and run."""
     builder = developing(session, "wheels")
     dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
     for project in PACKAGES.values():
         flags = ("-q", "--no-isolation", "-o", str(dist))
         session.run(builder, "-m", "build", *flags, str(project.folder), external=True)
+        # An installation falls back to pure Python where nothing compiles; a wheel that we publish must not.
+        if project.native and list(dist.glob(f"{project.module}-{project.version}-*-none-any.whl")):
+            session.error(f"{project.name} was built without its native modules: the output above says why")
     put_into(session, "-c", CONSTRAINTS, *projects.third_party(PACKAGES, PACKAGES))
     again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
     ours = [f"{project.name}=={project.version}" for project in PACKAGES.values()]

@@ -1,4 +1,4 @@
-"""Wheels of our packages, built once per state of their sources and kept in .nox/wheels."""
+"""Wheels of our packages, built once per state of their sources and kept in .nox/wheelhouse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from repo.projects import Project, closure, load, read_project
 
 __all__ = ["HOUSE", "ensure_wheels"]
 
-HOUSE = ROOT / ".nox" / "wheels"
+HOUSE = ROOT / ".nox" / "wheelhouse"
 
 
 def ensure_wheels(names: Iterable[str], python: str, extra_folders: Iterable[Path] = ()) -> list[Path]:
