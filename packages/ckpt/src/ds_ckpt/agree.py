@@ -33,6 +33,13 @@ class Ranks:
         self.size = dist.get_world_size(self._group) if live else 1
 
     @staticmethod
+    def alone() -> Ranks:
+        """A world of one, whatever process groups there are."""
+        made = Ranks.__new__(Ranks)
+        made._group, made.rank, made.size = None, 0, 1
+        return made
+
+    @staticmethod
     def of(group: Any) -> Ranks:
         """`group` itself when it is one (a caller that keeps it, or a test that replaces `exchange`), else a new one."""
         return group if isinstance(group, Ranks) else Ranks(group)
@@ -40,7 +47,7 @@ class Ranks:
     def twin(self) -> Ranks:
         """The same ranks over a CPU group of their own, for another thread. Collective; `close` it."""
         if self.size == 1:
-            return Ranks.of(self)
+            return Ranks.alone()
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
 

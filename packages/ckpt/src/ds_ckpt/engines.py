@@ -22,7 +22,7 @@ import ds_monitor
 from ds_ckpt.agree import Ranks
 from ds_ckpt.catalog import prune
 from ds_ckpt.jsontext import Json
-from ds_ckpt.saving import Job, PlanCache, Saved, prepare, publish
+from ds_ckpt.saving import Gathered, Job, PlanCache, Saved, prepare, publish
 from ds_ckpt.storage import At
 from ds_ckpt.tensors import Local, copier
 from ds_ckpt.writer import Copy, Pool, Stream
@@ -87,9 +87,10 @@ class Synchronous:
         behind: bool = False,
     ) -> Pending:
         with ds_monitor.span("ckpt.save", checkpoint=str(path)):
-            job, local = prepare(self._ranks, path, shards, (meta, aliases or {}), self._cache)
+            gathered = Gathered(shards)
+            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
             stream = job.stream(self._pool)
-            saved = publish(self._ranks, job, lambda: stream.through(copier(local), job.write))
+            saved = publish(self._ranks, job, lambda: stream.through(copier(gathered.local), job.write))
             _retain(self._ranks, job, self._keep)
         copied = threading.Event()
         copied.set()
@@ -147,14 +148,15 @@ class Asynchronous:
             )
         self._raise_failed()
         with ds_monitor.span("ckpt.snapshot", checkpoint=str(path)):
-            job, local = prepare(self._ranks, path, shards, (meta, aliases or {}), self._cache)
+            gathered = Gathered(shards)
+            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
             stream = job.stream(self._pool)
             if self._rooms:
                 self._pool.at_least(self._rooms * self._pool.room(stream.nbytes))
             future = self._writer.submit(self._publish, job, stream)
             pending = Pending(stream.filled, future)
             self._saves.append(pending)
-            copy = copier(local)
+            copy = copier(gathered.local)
             if behind:
                 self._copier.submit(stream.fill, copy)
             else:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 import ds_monitor
 from ds_ckpt.agree import Ranks
 from ds_ckpt.catalog import next_sequence
@@ -27,12 +29,12 @@ from ds_ckpt.format import BLOCK_BYTES, FileRecord, Manifest, PartRecord, PieceR
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.plan import Item, SavePlan, plan_save
 from ds_ckpt.storage import At, Draft, locate
-from ds_ckpt.tensors import Local, check_local, copier
+from ds_ckpt.tensors import Local, byte_view, check_local, copier
 from ds_ckpt.writer import Pool, Stream, Written
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Job", "PlanCache", "Saved", "prepare", "publish", "save", "undo"]
+__all__ = ["Gathered", "Job", "PlanCache", "Saved", "prepare", "publish", "save", "save_from", "undo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,45 +117,91 @@ def save(
     """
     ranks = Ranks.of(group)
     with ds_monitor.span("ckpt.save", checkpoint=str(path)):
-        job, local = prepare(ranks, path, shards, (meta, aliases or {}), PlanCache())
+        gathered = Gathered(shards)
+        job = prepare(ranks, path, gathered, (meta, aliases or {}), PlanCache())
         stream = job.stream(Pool())
-        return publish(ranks, job, lambda: stream.through(copier(local), job.write))
+        return publish(ranks, job, lambda: stream.through(copier(gathered.local), job.write))
+
+
+def save_from(
+    path: str | os.PathLike[str] | At,
+    readers: Mapping[TensorShard, Callable[[], Tensor]],
+    meta: Mapping[str, Json],
+    aliases: Mapping[str, str],
+) -> Saved:
+    """`save` from one process, of tensors that are read when their turn comes and dropped after it.
+
+    Cost: the largest tensor, and 32 MiB, of host memory.
+    """
+    ranks = Ranks.alone()
+    job = prepare(ranks, path, lambda: list(readers), (meta, aliases), PlanCache())
+    stream, read = job.stream(Pool()), list(readers.values())
+    present: list[tuple[int, memoryview]] = []
+
+    def copy(target: memoryview, item: Item, start: int) -> None:
+        index = item.piece.shard
+        if not present or present[0][0] != index:
+            present.clear()  # before the next one is read: one at a time
+            present.append((index, byte_view(read[index]())))
+        if present[0][1].nbytes != item.nbytes:
+            raise CheckpointError(
+                f"{item.key!r} has {present[0][1].nbytes} bytes, its description {item.nbytes}",
+                code="ckpt-shard",
+                fix="The source changed or is damaged.",
+            )
+        target[:] = present[0][1][start : start + target.nbytes]
+
+    return publish(ranks, job, lambda: stream.through(copy, job.write))
 
 
 def prepare(
     ranks: Ranks,
     path: str | os.PathLike[str] | At,
-    shards: Iterable[Local],
+    shards: Callable[[], list[TensorShard]],
     record: tuple[Mapping[str, Json], Mapping[str, str]],
     cache: PlanCache,
-) -> tuple[Job, list[Local]]:
-    """Steps 1 and 2 of a save. `record` is (meta, aliases). Collective; one exchange while the layout stays the same."""
-    local: list[Local] = []
+) -> Job:
+    """Steps 1 and 2 of a save. `record` is (meta, aliases). Collective; one exchange while the layout stays the same.
+
+    `shards` gives this rank's; an error it raises is an error on every rank.
+    """
+    own: list[TensorShard] = []
 
     def describe() -> Json:
-        local.extend(check_local(shards))
+        own.extend(shards())
         at = locate(path)
         meta = to_json(record[0])
         return {
             "where": at.storage.where(at.tag),
             "meta": {key: crc32(dump(value).encode()) for key, value in meta.items()},
             "aliases": dict(record[1]),
-            "shards": None if cache.shards == [item.shard for item in local] else _described(local),
+            "shards": None if cache.shards == own else [_shard_json(shard) for shard in own],
             "token": secrets.token_hex(8),
         }
 
     answers = ranks.agree(describe)
     _check_same(answers)
     described = [answer["shards"] for answer in answers]
-    if any(described) or cache.shards is None:
+    if any(found is not None for found in described):
         if None in described:
-            described = ranks.agree(lambda: _described(local))
-        cache.plan = plan_save([[_shard_from_json(s) for s in shards] for shards in described])
-        cache.shards = [item.shard for item in local]
+            described = ranks.agree(lambda: [_shard_json(shard) for shard in own])
+        cache.plan = plan_save([[_shard_from_json(s) for s in found] for found in described])
+        cache.shards = own
     aliases = _merged_aliases([answer["aliases"] for answer in answers], cache.plan)
     at = locate(path)
     draft = at.storage.draft(at.tag, answers[0]["token"])
-    return Job(at, draft, cache.plan, ranks.rank, to_json(record[0]), aliases), local
+    return Job(at, draft, cache.plan, ranks.rank, to_json(record[0]), aliases)
+
+
+class Gathered:
+    """The checked shards of this rank, as `prepare` asks for them."""
+
+    def __init__(self, shards: Iterable[Local]) -> None:
+        self._shards, self.local = shards, list[Local]()
+
+    def __call__(self) -> list[TensorShard]:
+        self.local = check_local(self._shards)
+        return [item.shard for item in self.local]
 
 
 def publish(ranks: Ranks, job: Job, write: Callable[[], Json]) -> Saved:
@@ -178,10 +226,6 @@ def undo(draft: Draft, error: BaseException) -> None:
             f"The unfinished checkpoint could not be removed ({left}); the next save into this directory will."
         )
         ds_monitor.event("ckpt.leftover", why=str(left))
-
-
-def _described(local: Sequence[Local]) -> Json:
-    return [_shard_json(item.shard) for item in local]
 
 
 def _check_same(answers: Sequence[Json]) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Disk",
     "Draft",
     "LocalStorage",
+    "LocalWriteFile",
     "MemoryStorage",
     "ObjectStorage",
     "ReadFile",
@@ -208,7 +209,7 @@ class Disk:
         shutil.rmtree(path)
 
 
-class _LocalWriteFile:
+class LocalWriteFile:
     """Whole pages go past the page cache where the file system lets them (O_DIRECT), the rest through it."""
 
     parallel = True
@@ -310,11 +311,11 @@ class _LocalDraft:
                 code="ckpt-not-shared",
                 fix="Save into a directory that all ranks share.",
             )
-        return _LocalWriteFile(self._disk, os.path.join(self._path, name), nbytes)
+        return LocalWriteFile(self._disk, os.path.join(self._path, name), nbytes)
 
     def commit(self, manifest: bytes) -> None:
         disk, root = self._disk, self._storage.root
-        file = _LocalWriteFile(disk, os.path.join(self._path, MANIFEST), 0)
+        file = LocalWriteFile(disk, os.path.join(self._path, MANIFEST), 0)
         try:
             file.write(0, memoryview(manifest))
             file.close()

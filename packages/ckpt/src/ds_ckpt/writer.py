@@ -12,6 +12,7 @@ snapshot and never waits; with a small one it proceeds at the speed of the disk,
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import queue
 import threading
@@ -21,13 +22,13 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ds_ckpt.crc import crc32, shifted
-from ds_ckpt.dtypes import CODE
+from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.format import BLOCK_BYTES, FileRecord
 from ds_ckpt.plan import Item
 from ds_ckpt.storage import Draft, WriteFile
 from ds_config.errors import CheckpointError
 
-__all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "header"]
+__all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
 T = TypeVar("T")
@@ -62,18 +63,19 @@ class _Range:
     segments: tuple[_Segment, ...]
 
 
-def header(items: Sequence[Item]) -> bytes:
-    """The safetensors header of these entries: eight length bytes, JSON, and spaces up to a page."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "writer": "ds-ckpt"}}
+def safetensors_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The header of a safetensors file: eight length bytes, JSON, and spaces up to a page.
+
+    Args:
+        entries: (key, dtype, shape) in file order; widest elements first keeps every entry aligned.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", "writer": "ds-ckpt"}}
     at = 0
-    for item in items:
-        entries[item.key] = {
-            "dtype": CODE[item.dtype],
-            "shape": list(item.shape),
-            "data_offsets": [at, at + item.nbytes],
-        }
-        at += item.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    for key, dtype, shape in entries:
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        table[key] = {"dtype": CODE[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
@@ -139,7 +141,7 @@ class Stream:
 
     def __init__(self, items: Sequence[Item], pool: Pool, block_bytes: int = BLOCK_BYTES) -> None:
         self._items, self._pool, self._block_bytes = items, pool, block_bytes
-        self._head = header(items)
+        self._head = safetensors_header([(item.key, item.dtype, item.shape) for item in items])
         self.nbytes = len(self._head) + sum(item.nbytes for item in items)
         self._queue: queue.SimpleQueue[tuple[_Range, mmap.mmap] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()

@@ -1,0 +1,63 @@
+"""Checkpoints of adapters only, tied to the frozen base they were trained on by its hash.
+
+The base is hashed as logical tensors (name, dtype, shape, bytes; names sorted), so its layout and file format do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ds_ckpt.catalog import inspect
+from ds_ckpt.jsontext import Json
+from ds_ckpt.loading import load
+from ds_ckpt.saving import Saved, save
+from ds_ckpt.storage import At
+from ds_ckpt.tensors import byte_view, dtype_name, whole
+from ds_config.errors import CheckpointError
+
+__all__ = ["base_hash", "load_adapter", "save_adapter"]
+
+_KEY = "base_sha256"
+
+
+def base_hash(base: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors by name. Cost: one pass over the bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(base):
+        tensor = base[name]
+        digest.update(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(byte_view(tensor))
+    return digest.hexdigest()
+
+
+def save_adapter(
+    path: str | os.PathLike[str] | At,
+    adapter: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    meta: Mapping[str, Json],
+) -> Saved:
+    """Write the adapter's tensors and the hash of the base. Every rank must hold both completely."""
+    return save(path, whole(dict(adapter)), {**meta, _KEY: base_hash(base)})
+
+
+def load_adapter(
+    path: str | os.PathLike[str] | At, adapter: Mapping[str, Tensor], base: Mapping[str, Tensor]
+) -> dict[str, Json]:
+    """Fill the adapter's tensors in place and return the meta.
+
+    Raises:
+        CheckpointError: "ckpt-base-differs": the adapter was trained on another base.
+    """
+    saved, found = inspect(path).meta.get(_KEY), base_hash(base)
+    if saved != found:
+        raise CheckpointError(
+            f"the adapter in {path} belongs to a base with SHA-256 {saved}, this base has {found}",
+            code="ckpt-base-differs",
+            fix="Load the base it was trained on, in the same dtype.",
+        )
+    meta = load(path, whole(dict(adapter)))
+    return {key: value for key, value in meta.items() if key != _KEY}

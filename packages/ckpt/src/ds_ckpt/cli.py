@@ -1,0 +1,173 @@
+"""`ds ckpt`: look into checkpoints, prove them, compare them, and turn them into other formats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from ds_ckpt.catalog import find_latest, inspect, list_tags
+from ds_ckpt.check import diff, verify
+from ds_ckpt.convert.dcp import open_dcp, write_dcp
+from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
+from ds_ckpt.convert.fp32 import weights
+from ds_ckpt.convert.hf import open_hf, write_hf
+from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed, write_checkpoint
+from ds_ckpt.format import MANIFEST, Manifest
+from ds_config.errors import CheckpointError, DsError
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "inspect, verify, convert, compare and export checkpoints"
+_FORMATS = ("ds", "hf", "dcp", "deepspeed")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands to the parser of `ds ckpt`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    one = actions.add_parser("inspect", help="what a checkpoint holds, without reading tensor data")
+    one.add_argument("path", help="a checkpoint, or a directory of checkpoints")
+    one.add_argument("--json", action="store_true", help="machine-readable")
+    one.add_argument("--tensors", action="store_true", help="list every tensor")
+    check = actions.add_parser("verify", help="read every byte and prove it; exit status 1 when something is damaged")
+    check.add_argument("path")
+    compare = actions.add_parser("diff", help="compare as logical tensors; exit status 1 when they differ")
+    compare.add_argument("first")
+    compare.add_argument("second")
+    export = actions.add_parser("export", help="model weights as Hugging Face safetensors")
+    export.add_argument("path", help="a checkpoint, or a directory of checkpoints (the newest is taken)")
+    export.add_argument("out")
+    export.add_argument("--dtype", help="convert floating-point tensors (float32, bfloat16, float16, ...)")
+    export.add_argument("--max-shard-size", default="5GB", help="of one file (default: 5GB)")
+    export.add_argument("--exclude-frozen", action="store_true", help="leave out parameters without optimizer state")
+    convert = actions.add_parser("convert", help="from one format to another")
+    convert.add_argument("source")
+    convert.add_argument("out")
+    convert.add_argument("--from", dest="source_format", choices=_FORMATS, required=True)
+    convert.add_argument("--to", dest="out_format", choices=_FORMATS, required=True)
+    convert.add_argument("--tag", default="converted", help="tag of a deepspeed (universal) output")
+    convert.add_argument(
+        "--allow-pickle", action="store_true", help="dcp and deepspeed inputs can be written to run code"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run one subcommand. Exit status: 0 fine, 1 damaged or different, 2 an error."""
+    try:
+        return _ACTIONS[args.action](args)
+    except DsError as error:
+        print(error, file=sys.stderr)
+        return 1 if args.action == "verify" else 2
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if "://" not in args.path and not (Path(args.path) / MANIFEST).is_file() and list_tags(args.path):
+        rows = [(tag, inspect(os.path.join(args.path, tag))) for tag in list_tags(args.path)]
+        if args.json:
+            print(json.dumps([{"tag": tag, **_summary(m)} for tag, m in rows]))
+        for tag, manifest in rows if not args.json else ():
+            print(f"{tag:24} {_line(manifest)}")
+        return 0
+    manifest = inspect(args.path)
+    if args.json:
+        print(json.dumps({**_summary(manifest), "meta": manifest.meta}))
+        return 0
+    print(_line(manifest))
+    print(f"meta: {', '.join(sorted(manifest.meta)) or 'none'}")
+    for name, record in manifest.tensors.items() if args.tensors else ():
+        print(f"  {name}  {record.dtype}{list(record.shape)}  {sum(len(p.pieces) for p in record.parts)} pieces")
+    for alias, name in manifest.aliases.items() if args.tensors else ():
+        print(f"  {alias} = {name}")
+    return 0
+
+
+def _summary(m: Manifest) -> dict[str, object]:
+    return {
+        "sequence": m.sequence,
+        "created": m.created,
+        "files": len(m.files),
+        "tensors": len(m.tensors),
+        "aliases": len(m.aliases),
+        "nbytes": m.nbytes,
+    }
+
+
+def _line(m: Manifest) -> str:
+    return f"#{m.sequence}  {m.created}  {len(m.tensors)} tensors  {m.nbytes / 1e6:.1f} MB  {len(m.files)} files"
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = verify(args.path)
+    print(f"sound: {found.num_files} files, {found.num_blocks} blocks, {found.nbytes} bytes")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    found = diff(args.first, args.second)
+    for title, names in (
+        ("only in the first", found.only_first),
+        ("only in the second", found.only_second),
+        ("other shape or dtype", found.kind),
+        ("other values", found.values),
+        ("other meta", found.meta),
+    ):
+        for name in names:
+            print(f"{title}: {name}")
+    if not found:
+        print("equal")
+    return int(bool(found))
+
+
+def _export(args: argparse.Namespace) -> int:
+    path = args.path
+    if "://" not in path and not (Path(path) / MANIFEST).is_file():
+        path = find_latest(path) or path
+    model = weights(open_checkpoint(path), exclude_frozen_parameters=args.exclude_frozen)
+    done = write_hf(
+        cast(model, args.dtype) if args.dtype else model, args.out, max_shard_bytes=_bytes(args.max_shard_size)
+    )
+    print(f"{args.out}: {len(done.files)} files, {done.nbytes} bytes")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    source = _open(args.source, args.source_format, args.allow_pickle)
+    if args.out_format == "ds":
+        print(write_checkpoint(source, args.out).path)
+    elif args.out_format == "hf":
+        print(", ".join(write_hf(weights(source), args.out).files))
+    elif args.out_format == "dcp":
+        write_dcp(source, args.out)
+        print(args.out)
+    else:
+        print(write_universal(source, args.out, args.tag, allow_pickle=args.allow_pickle))
+    for name in source.meta.get("left_out", ()):
+        print(f"left out: {name}", file=sys.stderr)
+    return 0
+
+
+def _open(path: str, form: str, allow_pickle: bool) -> Source:
+    if form == "ds":
+        return open_checkpoint(path)
+    if form == "hf":
+        return renamed(open_hf(path), lambda name: f"param/{name}")
+    return (
+        open_dcp(path, allow_pickle=allow_pickle) if form == "dcp" else open_deepspeed(path, allow_pickle=allow_pickle)
+    )
+
+
+def _bytes(text: str) -> int:
+    unit = text[-2:].upper()
+    number, factor = (text[:-2], _UNITS[unit]) if unit in _UNITS else (text, 1)
+    try:
+        return max(1, int(float(number) * factor))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{text!r} is not a size", code="ckpt-size", fix="Write 5GB, 500MB or a number of bytes."
+        ) from error
+
+
+_ACTIONS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "convert": _convert}

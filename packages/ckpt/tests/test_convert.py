@@ -1,0 +1,324 @@
+"""Other formats, both ways; what is read from pickles runs nothing."""
+
+import json
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ds_ckpt
+from ds_ckpt.adapter import load_adapter, save_adapter
+from ds_ckpt.convert.dcp import open_dcp, write_dcp
+from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
+from ds_ckpt.convert.fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    weights,
+)
+from ds_ckpt.convert.hf import open_hf, write_hf
+from ds_ckpt.convert.tensors import cast, from_dict, open_checkpoint, write_checkpoint
+from ds_config.errors import CheckpointError, UnsupportedError
+
+STATE = {
+    "param/embed.weight": torch.randn(31, 8, dtype=torch.bfloat16),
+    "param/layer.weight": torch.randn(17, 31),
+    "param/frozen.weight": torch.randn(3),
+    "buffer/count": torch.tensor(5),
+    "optim/layer.weight/exp_avg": torch.randn(17, 31),
+    "optim/layer.weight/exp_avg_sq": torch.rand(17, 31),
+    "optim/embed.weight/exp_avg": torch.randn(31, 8),
+    "optim/embed.weight/exp_avg_sq": torch.rand(31, 8),
+}
+META = {
+    "optimizer": {
+        "format": 1,
+        "groups": [{"lr": 0.1, "betas": [0.9, 0.99]}],
+        "scalars": {"step": {"layer.weight": 7.0, "embed.weight": 7.0}},
+        "loss_scale": None,
+    },
+    "counters": {"steps": 7, "samples": 70, "micro_steps": 7, "skipped": 0},
+    "client": {"note": "x"},
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    ds_ckpt.save(
+        tmp_path / "runs" / "step-7", ds_ckpt.whole(STATE), META, aliases={"param/head.weight": "param/embed.weight"}
+    )
+    return tmp_path / "runs" / "step-7"
+
+
+def _equal(source, expected):
+    assert set(source.entries) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(source.entries[name].read(), tensor), name
+        assert (source.entries[name].shape, source.entries[name].dtype) == (
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+        )
+
+
+MODEL = {name.partition("/")[2]: t for name, t in STATE.items() if not name.startswith("optim/")}
+
+
+def test_a_checkpoint_is_a_source_and_a_source_becomes_a_checkpoint(path, tmp_path):
+    source = open_checkpoint(path)
+    _equal(source, STATE)
+    write_checkpoint(source, tmp_path / "copy")
+    assert not ds_ckpt.diff(path, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("limit", [10**9, 510, 1])
+def test_to_hugging_face_and_back(path, tmp_path, limit):
+    done = write_hf(weights(open_checkpoint(path)), tmp_path / "hf", max_shard_bytes=limit)
+    assert len(done.files) == {10**9: 1, 510: 3, 1: 4}[limit]
+    loaded = {}
+    for file in done.files:
+        loaded |= load_file(tmp_path / "hf" / file)
+        with safe_open(tmp_path / "hf" / file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in MODEL.items())
+    assert set(loaded) == set(MODEL)  # tied names are written once
+    if limit != 10**9:
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in MODEL.values())
+        assert set(index["weight_map"]) == set(MODEL)
+    _equal(open_hf(tmp_path / "hf"), MODEL)
+    with pytest.raises(CheckpointError) as caught:
+        write_hf(weights(open_checkpoint(path)), tmp_path / "hf")
+    assert caught.value.code == "ckpt-target-exists"
+
+
+def test_an_export_can_change_the_dtype_and_leave_out_frozen_parameters(path, tmp_path):
+    model = weights(open_checkpoint(path), exclude_frozen_parameters=True)
+    write_hf(cast(model, "float16"), tmp_path / "hf")
+    loaded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: t.dtype for name, t in loaded.items()} == {
+        "embed.weight": torch.float16,
+        "layer.weight": torch.float16,
+        "count": torch.int64,
+    }
+    assert torch.equal(loaded["layer.weight"], STATE["param/layer.weight"].half())
+
+
+def test_a_hostile_index_is_refused(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name in ("../secret.safetensors", "/etc/passwd", 5):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(CheckpointError):
+            open_hf(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
+    with pytest.raises(CheckpointError, match="missing"):
+        open_hf(folder)
+
+
+def test_to_dcp_and_back(path, tmp_path):
+    write_dcp(open_checkpoint(path), tmp_path / "dcp")
+    target = {"layer.weight": torch.zeros(17, 31), "optim.state.layer.weight.exp_avg": torch.zeros(17, 31)}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(target["layer.weight"], STATE["param/layer.weight"])
+    assert torch.equal(target["optim.state.layer.weight.exp_avg"], STATE["optim/layer.weight/exp_avg"])
+    with pytest.raises(UnsupportedError) as caught:
+        open_dcp(tmp_path / "dcp")
+    assert caught.value.code == "ckpt-pickle"
+    back = open_dcp(tmp_path / "dcp", allow_pickle=True)
+    renamed = {name.replace("buffer/", "param/"): tensor for name, tensor in STATE.items()}
+    _equal(back, {**renamed, "param/head.weight": STATE["param/embed.weight"]})
+
+
+def test_dcp_entries_that_are_pickles_are_named_and_not_read(tmp_path):
+    dcp.save(
+        {"model": {"w": torch.ones(3)}, "epoch": SimpleNamespace(n=1)}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    source = open_dcp(tmp_path / "dcp", allow_pickle=True)
+    _equal(source, {"param/w": torch.ones(3)})
+    assert source.meta["left_out"] == ["epoch"]
+
+
+def test_a_dcp_directory_cannot_name_files_elsewhere(tmp_path):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    (data,) = [p.name for p in (tmp_path / "dcp").glob("*.distcp")]
+    assert file.read_bytes().count(data.encode()) == 1
+    file.write_bytes(file.read_bytes().replace(data.encode(), ("../" + "x" * len(data))[: len(data)].encode()))
+    with pytest.raises(CheckpointError, match="outside"):
+        open_dcp(tmp_path / "dcp", allow_pickle=True)
+
+
+class Evil:
+    def __reduce__(self):
+        return (sys.modules["os"].system, ("touch /tmp/ds-ckpt-was-here",))
+
+
+def test_code_in_pickles_does_not_run(tmp_path, path, monkeypatch):
+    ran = []
+    monkeypatch.setattr("os.system", ran.append)
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps({"x": Evil()}))
+    with pytest.raises(CheckpointError, match="it wants"):
+        open_dcp(folder, allow_pickle=True)
+    (folder / ".metadata").write_bytes(pickle.dumps([1]))
+    with pytest.raises(CheckpointError, match="no metadata"):
+        open_dcp(folder, allow_pickle=True)
+    (folder / ".metadata").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError):
+        open_dcp(folder, allow_pickle=True)
+    made = write_universal(open_checkpoint(path), tmp_path / "u", "t", allow_pickle=True)
+    torch.save({"param": Evil()}, made / "zero" / "layer.weight" / "fp32.pt")
+    with pytest.raises(CheckpointError) as caught:
+        open_deepspeed(tmp_path / "u", allow_pickle=True)
+    assert caught.value.code == "ckpt-foreign"
+    assert not ran
+
+
+def test_to_deepspeeds_universal_layout_and_back(path, tmp_path):
+    with pytest.raises(UnsupportedError):
+        write_universal(open_checkpoint(path), tmp_path / "u", "t")
+    write_universal(open_checkpoint(path), tmp_path / "u", "t", allow_pickle=True)
+    assert (tmp_path / "u" / "latest_universal").read_text() == "t"
+    back = open_deepspeed(tmp_path / "u", allow_pickle=True)
+    expected = {n: t.float() if n.startswith("param/") and "frozen" not in n else t for n, t in STATE.items()}
+    _equal(back, expected)
+    assert back.meta["optimizer"] == META["optimizer"]
+    assert back.meta["counters"] == META["counters"]
+    assert back.meta["client"]["note"] == "x"
+    assert back.aliases == {"param/head.weight": "param/embed.weight"}
+    with pytest.raises(CheckpointError) as caught:
+        write_universal(open_checkpoint(path), tmp_path / "u", "t", allow_pickle=True)
+    assert caught.value.code == "ckpt-target-exists"
+
+
+def _regular(folder, stage, world, shapes, states):
+    """Files as DeepSpeed lays them out: `shapes` name -> shape, in one optimizer group."""
+    folder.mkdir(parents=True)
+    full = {name: torch.randn(shape) for name, shape in shapes.items()}
+    moments = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def flat(values, rank):
+        if stage < 3:
+            whole = torch.cat([v.reshape(-1) for v in values.values()])
+            each = -(-whole.numel() // world)
+            return [whole[rank * each : (rank + 1) * each].clone()]
+        out = []
+        for value in values.values():
+            each = -(-value.numel() // world)
+            out.append(
+                torch.nn.functional.pad(value.reshape(-1), (0, each * world - value.numel()))[rank * each :][:each]
+            )
+        return [torch.cat(out[:1]), torch.cat(out[1:])]
+
+    for rank in range(world):
+        groups = flat(full, rank)
+        per = [{"step": torch.tensor(4.0), "exp_avg": m} for m in flat(moments, rank)]
+        inner = {"state": dict(enumerate(per)), "param_groups": [{"lr": 0.1, "params": [0]}]}
+        if stage < 3:
+            body = {"single_partition_of_fp32_groups": groups, "base_optimizer_state": inner}
+        else:
+            body = {"fp32_flat_groups": groups, "optimizer_state_dict": inner}
+        body |= {"zero_stage": stage, "partition_count": world if stage == 3 else [world]}
+        torch.save({"optimizer_state_dict": body}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        name = "mp_rank_00" if stage < 3 else f"zero_pp_rank_{rank}_mp_rank_00"
+        model = {
+            "module": {},
+            "param_shapes": [{n: torch.Size(s) for n, s in shapes.items()}],
+            "global_steps": 4,
+            **states,
+        }
+        torch.save(model, folder / f"{name}_model_states.pt")
+    return full, moments
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_regular_layouts_of_any_world_size(tmp_path, stage, world):
+    shapes = {"a": (17, 3), "b": (5,), "c": (2, 2, 7)}
+    full, moments = _regular(tmp_path / "global_step4", stage, world, shapes, {"shared_params": {"tied": "a"}})
+    (tmp_path / "latest").write_text("global_step4")
+    source = open_deepspeed(tmp_path, allow_pickle=True)
+    _equal(
+        source, {**{f"param/{n}": t for n, t in full.items()}, **{f"optim/{n}/exp_avg": t for n, t in moments.items()}}
+    )
+    assert source.aliases == {"param/tied": "param/a"}
+    assert source.meta["optimizer"]["scalars"] == {"step": {"a": 4.0, "b": 4.0, "c": 4.0}}
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path, allow_pickle=True)
+    assert found["tied"] is found["a"]
+    assert torch.equal(found["c"], full["c"])
+    (tmp_path / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    if world > 1:
+        with pytest.raises(CheckpointError, match=f"written by {world} ranks, {world - 1} optimizer files"):
+            open_deepspeed(tmp_path, allow_pickle=True)
+
+
+def test_layouts_that_do_not_say_how_to_join_are_refused(tmp_path):
+    tp = {"checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 1}}
+    _regular(tmp_path / "tp", 2, 1, {"a": (3,)}, tp)
+    with pytest.raises(UnsupportedError, match="tensor parallelism of degree 2"):
+        open_deepspeed(tmp_path / "tp", allow_pickle=True)
+    _regular(tmp_path / "moe", 2, 1, {"a": (3,)}, {})
+    torch.save({}, tmp_path / "moe" / "layer_0_expert_3_mp_rank_00_model_states.pt")
+    with pytest.raises(UnsupportedError, match="mixture-of-experts"):
+        open_deepspeed(tmp_path / "moe", allow_pickle=True)
+
+
+def test_full_fp32_weights_of_our_checkpoints(path, tmp_path):
+    root = path.parent
+    found = get_fp32_state_dict_from_zero_checkpoint(root)
+    assert set(found) == {*MODEL, "head.weight"}
+    assert found["head.weight"] is found["embed.weight"]
+    assert found["embed.weight"].dtype == torch.float32
+    assert torch.equal(found["embed.weight"], STATE["param/embed.weight"].float())
+    lazy = get_fp32_state_dict_from_zero_checkpoint(root, "step-7", lazy_mode=True)
+    assert lazy["embed.weight"].shape == (31, 8)
+    assert torch.equal(lazy["head.weight"].contiguous(), found["head.weight"])
+    assert "frozen.weight" not in get_fp32_state_dict_from_zero_checkpoint(root, exclude_frozen_parameters=True)
+    done = convert_zero_checkpoint_to_fp32_state_dict(root, tmp_path / "out")
+    assert load_file(tmp_path / "out" / done.files[0])["embed.weight"].dtype == torch.float32
+    with pytest.raises(CheckpointError) as caught:
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
+    assert caught.value.code == "ckpt-not-found"
+
+
+def test_weights_go_into_a_module(tmp_path):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(3, 3)
+            self.b = torch.nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+    saved, fresh = Tied(), Tied()
+    state = {f"param/{n}": p.detach() for n, p in saved.named_parameters()}
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole(state), {}, aliases={"param/b.weight": "param/a.weight"})
+    load_state_dict_from_zero_checkpoint(fresh, tmp_path, "t")
+    assert torch.equal(fresh.a.weight, saved.a.weight)
+    assert fresh.b.weight is fresh.a.weight
+
+
+def test_tensors_in_memory_that_are_the_same_object_are_stored_once(tmp_path):
+    w = torch.randn(3)
+    write_checkpoint(from_dict({"param/a": w, "param/b": w}), tmp_path / "t")
+    assert ds_ckpt.inspect(tmp_path / "t").aliases == {"param/b": "param/a"}
+
+
+def test_an_adapter_belongs_to_its_base(tmp_path):
+    base = {"w": torch.randn(4, 4), "b": torch.randn(4)}
+    adapter = {"w.lora_a": torch.randn(2, 4), "w.lora_b": torch.randn(4, 2)}
+    saved = save_adapter(tmp_path / "lora", adapter, base, {"rank": 2})
+    assert saved.nbytes == sum(t.nbytes for t in adapter.values())
+    back = {name: torch.zeros_like(t) for name, t in adapter.items()}
+    assert load_adapter(tmp_path / "lora", back, dict(reversed(base.items()))) == {"rank": 2}
+    assert all(torch.equal(back[n], adapter[n]) for n in adapter)
+    base["b"][0] += 1
+    with pytest.raises(CheckpointError) as caught:
+        load_adapter(tmp_path / "lora", back, base)
+    assert caught.value.code == "ckpt-base-differs"
