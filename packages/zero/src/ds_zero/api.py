@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_zero._comm import Group
+from ds_comm import Group
 from ds_zero.layout import Kind
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.precision import Precision

@@ -21,7 +21,6 @@ unpacks in the first backward of every module, the only time this costs anything
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,16 +33,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import Parameter
 
-from ds_zero._comm import Group, exchange
+from ds_comm import Group, all_gather_object
 from ds_zero._torch import graph_task_id, has_saved_tensor_hooks, queue_callback
+from ds_zero.helper import Helper
 from ds_zero.order import GatherOrder, ReduceOrder
 from ds_zero.released import keep, unkeep
 from ds_zero.unit import Full, Unit
 
 __all__ = ["Runtime", "Schedule"]
-
-_PATIENCE_S = 0.02  # a reduction that takes longer may be waiting for us
-_POLL_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +105,7 @@ class Runtime:
         self._any = False
         self.begun: Callable[[], None] = lambda: None
         self._strays: set[int] = set()
+        self._helper = Helper(self._run_ahead)
         self._attach(model)
 
     # ---- hooks come and go
@@ -134,6 +132,7 @@ class Runtime:
 
     def detach(self) -> None:
         """Remove every hook. Units must not be released."""
+        self._helper.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -319,17 +318,16 @@ class Runtime:
             oldest = self.units[self._inflight.popleft()]
             held -= oldest.bytes["grad_full"]
             if self.released and self._task is not None:
-                self._wait_and_help(oldest)
-            oldest.finish_reduce()
+                with self._helper.waiting():
+                    oldest.finish_reduce()
+            else:
+                oldest.finish_reduce()
 
-    def _wait_and_help(self, unit: Unit) -> None:
-        """See the note "two orders"."""
-        since = time.monotonic()
-        while not unit.reduced:
-            if time.monotonic() - since > _PATIENCE_S and (number := self._backward.run_ahead()) is not None:
-                self.units[number].start_unshard(again=True)
-                since = time.monotonic()
-            time.sleep(_POLL_S)
+    def _run_ahead(self) -> None:
+        """Called on another thread while this one waits for a reduction; see the note "two orders"."""
+        number = self._backward.run_ahead()
+        if number is not None:
+            self.units[number].start_unshard(again=True)
 
     def end_backward(self) -> None:
         """The outermost backward is over: every trained unit has its turn, every released unit goes back."""
@@ -462,7 +460,8 @@ class Runtime:
         self._settled = True
         seen = {"reduces": self._reduces.seen, "backward": self._backward.seen}
         seen |= {f"forward {name}": order.seen for name, order in self._forwards.items()}
-        everyone = exchange(group, {"seen": seen, "shared": sorted(self._shared)})
+        everyone: list[Any] = [None] * group.size
+        all_gather_object(everyone, {"seen": seen, "shared": sorted(self._shared)}, group, unit="settle")
         self._shared = {n for one in everyone for n in one["shared"]}
         if all(one["seen"] == seen for one in everyone):
             self._reduces.adopt(seen["reduces"])

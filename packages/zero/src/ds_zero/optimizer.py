@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import ds_comm as comm
+from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_zero import _comm as comm
-from ds_zero._comm import LocalShard
 from ds_zero.precision import ScaleState, next_scale
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.unit import Part, Unit
@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
             for i in absent:
                 counts[base + i] = 0.0
             base += len(unit.params)
-        comm.all_reduce(counts, group, unit="step")
+        comm.all_reduce(counts, group=group, unit="step")
         return self._facts(units, counts.tolist(), wanted)
 
     def _facts(self, units: Sequence[Unit], counts: list[float], wanted: bool) -> _Facts:
@@ -281,7 +281,9 @@ class ShardedOptimizer(Optimizer):
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
         merged: dict[str, dict[str, float]] = {}
-        for part in comm.exchange(self.sharding.group, mine):
+        everyone: list[Any] = [None] * self.sharding.group.size
+        comm.all_gather_object(everyone, mine, self.sharding.group, unit="state_dict")
+        for part in everyone:
             for key, values in part.items():
                 merged.setdefault(key, {}).update(values)
         return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+import ds_comm as comm
+from ds_comm import Group, LocalShard
 from ds_comm.placement import Interval, TensorShard
 from ds_config.errors import PlanError
-from ds_zero import _comm as comm
-from ds_zero._comm import Group, LocalShard
 from ds_zero.hooks import Runtime, Schedule
 from ds_zero.layout import Kind, Piece
 from ds_zero.precision import Precision
@@ -207,7 +207,12 @@ def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
 
 def _twin(group: Group, purpose: str) -> Group:
     """The same ranks over a channel of their own. Collective."""
-    return Group(f"{group.name}-{purpose}", group.ranks, group.rank, dist.new_group(list(group.ranks)))
+    return Group(
+        f"{group.name}-{purpose}",
+        group.ranks,
+        group.rank,
+        dist.new_group(list(group.ranks), use_local_synchronization=True),
+    )
 
 
 def _check_same(specs: Sequence[UnitSpec], group: Group) -> None:
@@ -242,7 +247,7 @@ def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
         differs = (table != table[0]).flatten(2).any(2).any(0)
         for i in differs.nonzero().flatten().tolist():
             value = tensors[i].detach().contiguous()
-            comm.broadcast(value, group, unit="shard")
+            comm.broadcast(value, group=group, group_src=0, unit="shard")
             tensors[i].data.copy_(value)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import Parameter
 
-from ds_zero import _comm as comm
+import ds_comm as comm
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.precision import Dtypes
@@ -164,7 +164,7 @@ class Unit:
                 if self.layout.world > 1:
                     out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
                     group = channel or self.seat.gathers
-                    work = comm.all_gather_single(out, own, group, unit=self.spec.name, async_op=True)
+                    work = comm.all_gather_single(out, own, group, async_op=True, unit=self.spec.name)
                     self._gathering.append(work)
         self.state = Full.GATHERING
 
@@ -244,16 +244,13 @@ class Unit:
         for segment in self.layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
             mine = out[segment.at : segment.at + segment.chunk]
-            works.append(comm.reduce_scatter_single(mine, inp, self.seat.shards, unit=self.spec.name, async_op=True))
+            works.append(
+                comm.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=self.spec.name)
+            )
         if self.layout.world == 1:
-            works.append(comm.all_reduce(out, self.seat.replicas, unit=self.spec.name, async_op=True))
+            works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=self.spec.name))
         self.open = False
         self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
-
-    @property
-    def reduced(self) -> bool:
-        """Whether `finish_reduce` would return without waiting for another rank."""
-        return self._reducing is None or all(work.is_completed() for work in self._reducing.works)
 
     def finish_reduce(self) -> None:
         """Wait for `reduce`: `grad` is valid afterwards."""
@@ -263,7 +260,7 @@ class Unit:
         for work in going.works:
             work.wait()
         if self.layout.world > 1 and self.seat.replicas.size > 1:
-            comm.all_reduce(going.out, self.seat.replicas, unit=self.spec.name)
+            comm.all_reduce(going.out, group=self.seat.replicas, unit=self.spec.name)
         if going.adds:
             if self.grad is None:
                 self.grad = self._take_spare().copy_(going.out)
