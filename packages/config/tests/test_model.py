@@ -171,6 +171,6 @@ def test_the_model_that_fits_is_chosen_in_a_union() -> None:
         load(Store, {"where": {"kind": "memory", "sze": 2, "size": "x"}})
     messages = [str(issue) for issue in caught.value.issues]
     assert messages == [
-        "dict where.sze: is unknown; did you mean 'size'?",
-        'dict where.size: found "x", expected an integer.',
+        "where.sze: is unknown; did you mean 'size'?",
+        'where.size: found "x", expected an integer.',
     ]

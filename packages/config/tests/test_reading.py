@@ -58,7 +58,7 @@ def test_all_duplicate_keys_are_named_with_both_lines() -> None:
 
 
 def test_keys_that_are_no_strings() -> None:
-    with pytest.raises(ConfigError, match=r"dict a\[0\]: has the key 1 of type int"):
+    with pytest.raises(ConfigError, match=r"a\[0\]: has the key 1 of type int"):
         read({"a": [{1: 2}]})
 
 

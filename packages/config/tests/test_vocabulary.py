@@ -80,9 +80,9 @@ def test_the_type_of_a_retired_key_is_still_checked(train: type[StrictModel], wa
     with pytest.raises(ConfigError) as caught:
         load(train, {"zero_optimization": {"cpu_offload": "yes", "elastic_checkpoint": 3, "round_robin_gradients": 1}})
     assert [str(issue) for issue in caught.value.issues] == [
-        'dict zero_optimization.cpu_offload: found "yes", expected true or false.',
-        "dict zero_optimization.elastic_checkpoint: found 3, expected true or false.",
-        "dict zero_optimization.round_robin_gradients: found 1, expected true or false.",
+        'zero_optimization.cpu_offload: found "yes", expected true or false.',
+        "zero_optimization.elastic_checkpoint: found 3, expected true or false.",
+        "zero_optimization.round_robin_gradients: found 1, expected true or false.",
     ]
     assert warnings_said == []
 
@@ -162,3 +162,30 @@ def test_false_is_not_off_where_the_default_is_true() -> None:
     with pytest.raises(ConfigError) as caught:
         load(Model, {"corrected": False})
     assert caught.value.code == "config-unbuilt"
+
+
+def test_where_the_default_is_true_false_asks_for_something() -> None:
+    class Loop(StrictModel):
+        managed: Annotated[bool, Unbuilt("true")] = True
+        factor: Annotated[float, Unbuilt("1")] = 1.0
+
+    assert load(Loop, {"managed": True, "factor": 1}).managed is True
+    with pytest.raises(ConfigError, match="managed: asks for false, which is not built here"):
+        load(Loop, {"managed": False})
+    with pytest.raises(ConfigError, match=r"factor: asks for 2.0, which is not built here"):
+        load(Loop, {"factor": 2.0})
+
+
+def test_a_conversion_may_refuse() -> None:
+    def halved(value: int) -> int:
+        if value % 2:
+            raise ValueError("it must be even")
+        return value // 2
+
+    class Sizes(StrictModel):
+        pairs: int = 0
+        items: Annotated[int, Deprecated("pairs", convert=halved)] = 0
+
+    assert load(Sizes, {"items": 6}).pairs == 3
+    with pytest.raises(ConfigError, match=r"items: found 5: it must be even\."):
+        load(Sizes, {"items": 5})

@@ -216,8 +216,8 @@ def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
         guess = dotted((*section, here[0]))
         work.problem("config-unknown-key", path, f"is unknown; did you mean {here[0]!r}?", "", [guess])
     else:
-        names = {str(key.path[-1]) for key in keys(work.root)}
-        close = [dotted(key.path) for key in keys(work.root) if key.path[-1] in nearest(name, names)]
+        names = nearest(name, {str(key.path[-1]) for key in keys(work.root)})
+        close = [dotted(key.path) for key in keys(work.root) if key.path[-1] in names]
         message = f"is unknown; did you mean {' or '.join(close[:3])}?" if close else "is unknown."
         listed = sorted(n for n, f in model.model_fields.items() if not retired(f))
         fix = (

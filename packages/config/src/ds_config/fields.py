@@ -33,7 +33,7 @@ class Deprecated:
 
     Attributes:
         new: The new place, dotted, as seen from the model that has the old field.
-        convert: Old value to new value; the same value when None.
+        convert: Old value to new value; the same value when None. It may raise ValueError with what is wrong.
     """
 
     new: str

@@ -35,8 +35,10 @@ class Issue:
     suggestions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = " ".join(part for part in (str(self.origin), f"{dotted(self.path)}:" if self.path else "") if part)
-        return f"{head} {self.message}{' ' + self.fix if self.fix else ''}"
+        # "dict" says nothing about where; the report's first line has it.
+        place = "" if self.origin == Origin("dict") else str(self.origin)
+        parts = (place, f"{dotted(self.path)}:" if self.path else "", self.message, self.fix)
+        return " ".join(part for part in parts if part)
 
 
 def shown(value: object) -> str:

@@ -70,7 +70,13 @@ def migrate(model: Model, given: Mapping[str, Any]) -> Level:
             continue  # left where it is: validation will say what is wrong with it
         if isinstance(reason, Deprecated):
             move = Move(name, tuple(reason.new.split(".")), whole=reason.convert is None)
-            if _move(level, move, reason.convert(value) if reason.convert else value):
+            try:
+                value = reason.convert(value) if reason.convert else value
+            except ValueError as error:
+                del level.values[name]
+                level.problems.append(Problem("config-value", name, f"found {shown(value)}: {error}.", ""))
+                continue
+            if _move(level, move, value):
                 level.notes.append((name, reason))
         elif isinstance(reason, Dead):
             del level.values[name]
@@ -121,6 +127,6 @@ def _adapter(model: Model, name: str) -> TypeAdapter[Any]:
 def _is_off(value: Any, default: Any) -> bool:
     if value is None or value == default:
         return True
-    if value is False and not isinstance(default, bool):  # a section that is switched off; a default of true is no section
-        return True
-    return isinstance(value, Mapping) and value.get("enabled") is False
+    if isinstance(default, bool):
+        return False  # where the default is true, it is false that asks for something
+    return value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
