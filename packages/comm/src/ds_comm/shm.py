@@ -19,7 +19,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ds_config.errors import CommError, UnsupportedError
-from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood
 
 __all__ = ["ShmProcessGroup", "available", "register"]
 
@@ -376,7 +375,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Channe
     )
     nbytes = settings.segment_bytes(size)
     segment = Segment(nbytes) if rank == 0 else None
-    store.set(f"shm/{rank}", f"{_host()}|{os.getpid()}|{segment.token if segment else ''}")
+    store.set(f"shm/{rank}", f"{neighbourhood()}|{os.getpid()}|{segment.token if segment else ''}")
     told = [store.get(f"shm/{r}").decode().split("|") for r in range(size)]
     hosts = sorted({host for host, _, _ in told})
     if len(hosts) > 1:
@@ -391,12 +390,6 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Channe
     channel.barrier()  # everyone has mapped it; from here on nothing names it
     segment.close()
     return channel
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip()[:8] if boot.exists() else os.uname().nodename
-    return f"{name}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def register() -> None:

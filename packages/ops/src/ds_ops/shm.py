@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from ds_config.errors import CommError, KernelError
 from ds_ops import _call
 
-__all__ = ["Channel", "ChannelSettings", "Op", "Segment", "Task", "Verb", "combine"]
+__all__ = ["Channel", "ChannelSettings", "Op", "Segment", "Task", "Verb", "combine", "neighbourhood"]
 
 
 class Verb(IntEnum):
@@ -151,6 +152,13 @@ class Segment:
 
     def __del__(self) -> None:
         self.close()
+
+
+def neighbourhood() -> str:
+    """Where a token of this process is valid: processes that say the same text run on one boot and in one PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    return f"{name}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _attach_error(token: str, why: str) -> CommError:

@@ -1,0 +1,140 @@
+"""Symmetric arenas: tensors born in memory that the ranks of a host share, so that gathering them is a view.
+
+Words: an *arena* belongs to a group whose ranks are on one host. A *shared* tensor is one piece of memory that every rank
+sees; whoever owns a part writes it, and a barrier is all it takes for the others to read it. A *symmetric* tensor exists
+once per rank, and every rank sees all of them: a reduce-scatter is one pass that pulls from the peers.
+
+    arena = Arena(group)
+    (full,), grads = arena.allocate([Wish(n, torch.float32, shared=True), Wish(n, torch.float32)])
+    grads[arena.rank].copy_(...)                         # mine; grads[r] is rank r's
+    arena.reduce_scatter(out, grads)                     # out = sum of everyone's part for this rank
+    ...                                                  # update full[my part]
+    arena.barrier()                                      # the all-gather: everyone's part is new
+
+Memory is a memfd: nothing has a name, nothing outlives the ranks, whoever dies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_comm.groups import Group
+from ds_comm.objects import all_gather_object
+from ds_config.errors import CommError
+from ds_ops import _native
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment, combine, neighbourhood
+
+__all__ = ["Arena", "Wish", "arena_refusal"]
+
+_PAGE = 4096
+# Tensors of one arena do not start at the same place of a page: streams that alias in the cache cost a fifth of the
+# bandwidth (docs/benchmarks/ops.md).
+_STAGGER = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A tensor to allocate: [numel] of dtype, one for all ranks (`shared`) or one per rank."""
+
+    numel: int
+    dtype: torch.dtype
+    shared: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def arena_refusal(group: Group) -> str:
+    """Why the ranks of `group` cannot share an arena; empty if they can. Collective over the group."""
+    mine = neighbourhood() if _native.load("_cpu").module is not None and hasattr(os, "memfd_create") else ""
+    told: list[str] = [mine] * group.size
+    all_gather_object(told, mine, group, unit="arena")
+    if not all(told):
+        return f"rank {group.ranks[told.index('')]} has no native module or no memfd"
+    if len(set(told)) > 1:
+        return f"the ranks are on {len(set(told))} hosts"
+    return ""
+
+
+class Arena:
+    """Memory shared by the ranks of `group`. Construction and `allocate` are collective.
+
+    Raises:
+        CommError: the ranks cannot share memory ("comm-arena"); ask `arena_refusal` first.
+    """
+
+    def __init__(self, group: Group, *, timeout_s: float = 600.0) -> None:
+        refusal = arena_refusal(group)
+        if refusal:
+            raise CommError(
+                f"group {group.name!r} of {group.size} ranks cannot share memory: {refusal}",
+                code="comm-arena",
+                fix="Use the collectives of ds_comm, which work everywhere.",
+            )
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.nbytes = 0
+        crowded = group.size > len(os.sched_getaffinity(0))
+        settings = ChannelSettings(_PAGE, _PAGE, spin_us=20 if crowded else 200, timeout_s=timeout_s)
+        segment = self._segment(settings.segment_bytes(self.size))
+        pids: list[int] = [0] * self.size
+        all_gather_object(pids, os.getpid(), group, unit="arena")
+        self._channel = Channel(segment, self.rank, pids, settings)
+        self._channel.barrier()
+        segment.close()
+
+    def allocate(self, wishes: Sequence[Wish]) -> list[tuple[Tensor, ...]]:
+        """One tuple per wish: (tensor,) if shared, else one tensor per rank of the group. Zero-filled.
+
+        All wishes of one call are one segment: ask for everything at once. Pages take memory when they are first written.
+        """
+        offsets: list[list[int]] = []
+        at = 0
+        for number, wish in enumerate(wishes):
+            places = []
+            for _ in range(1 if wish.shared else self.size):
+                places.append(at + number % 4 * _STAGGER)
+                at += -(-(wish.nbytes + 4 * _STAGGER) // _PAGE) * _PAGE
+            offsets.append(places)
+        if at == 0:
+            return []
+        segment = self._segment(at)
+        self.nbytes += at
+        found = [
+            tuple(segment.tensor(wish.numel, wish.dtype, place) for place in places)
+            for wish, places in zip(wishes, offsets, strict=True)
+        ]
+        self._channel.barrier()
+        segment.close()
+        return found
+
+    def barrier(self) -> None:
+        """Return when every rank came: what they wrote before is visible after. About 1 us when all are ready."""
+        self._channel.barrier()
+
+    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: Op = Op.SUM) -> None:
+        """out = sum over ranks of this rank's part of their symmetric tensor; in rank order, half types in fp32.
+
+        Args:
+            out: [n]. May be memory of this rank's own part.
+            parts: The symmetric tensor, [size * n] each.
+        Cost: reads size * n elements, writes n. The peers' tensors may be overwritten after the next barrier.
+        """
+        n = out.numel()
+        self.barrier()
+        combine(out, [part[self.rank * n : (self.rank + 1) * n] for part in parts], op)
+
+    def close(self) -> None:
+        """End the channel. Tensors stay valid as long as they are referenced."""
+        self._channel.close()
+
+    def _segment(self, nbytes: int) -> Segment:
+        mine = Segment(nbytes) if self.rank == 0 else None
+        told: list[str] = [""] * self.size
+        all_gather_object(told, mine.token if mine else "", self.group, unit="arena")
+        return mine or Segment.attach(told[0], nbytes)
