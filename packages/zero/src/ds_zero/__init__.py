@@ -1,5 +1,24 @@
 """One core for ZeRO 0, 1, 2 and 3, usable alone in a plain PyTorch loop."""
 
+from ds_zero.access import (
+    GatheredParameters,
+    register_external_parameter,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
+)
 from ds_zero.api import shard
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.optimizer import ShardedOptimizer, StepReport
@@ -11,6 +30,7 @@ from ds_zero.units import UnitPolicy, UnitSpec, plan_units
 
 __all__ = [
     "STAGES",
+    "GatheredParameters",
     "LossScale",
     "Precision",
     "Released",
@@ -24,5 +44,21 @@ __all__ = [
     "UnitSpec",
     "plan_layout",
     "plan_units",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "shard",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]

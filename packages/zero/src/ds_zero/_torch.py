@@ -15,6 +15,7 @@ __all__ = [
     "graph_task_id",
     "has_saved_tensor_hooks",
     "queue_callback",
+    "storage_uses",
     "without_torch_function",
 ]
 
@@ -27,6 +28,12 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def has_saved_tensor_hooks() -> bool:
     """Whether someone (activation checkpointing, offloading) already decides what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share `tensor`'s memory, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # ours
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

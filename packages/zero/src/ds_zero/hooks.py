@@ -79,6 +79,7 @@ class Runtime:
         self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
         self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._module_handles: list[torch.utils.hooks.RemovableHandle] = []
         # backward
         self._task: int | None = None
         self._end: Callable[[], weakref.ref[_End] | None] | weakref.ref[_End] = lambda: None
@@ -106,6 +107,7 @@ class Runtime:
         self.begun: Callable[[], None] = lambda: None
         self._strays: set[int] = set()
         self._helper = Helper(self._run_ahead)
+        self._model = model
         self._attach(model)
 
     # ---- hooks come and go
@@ -114,8 +116,10 @@ class Runtime:
         for number in self.trained:
             for member, param in enumerate(self.units[number].params):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._fired_hook(number, member)))
-        if not self.released:
-            return
+        if self.released:
+            self._attach_modules(model)
+
+    def _attach_modules(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         of_module: dict[str, list[int]] = {"": []}
         for number in self.released:
@@ -125,20 +129,33 @@ class Runtime:
         for name, numbers in of_module.items():
             module = modules[name]
             below = [n for n in self.released if self._is_below(self.units[n].spec.module, name)]
-            self._forwards[name] = GatherOrder(below, self._ahead, self._numels)
+            self._forwards.setdefault(name, GatherOrder(below, self._ahead, self._numels))
             pre, post = self._forward_hooks(name, tuple(numbers))
-            self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(post, always_call=True))
+            self._module_handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            self._module_handles.append(module.register_forward_hook(post, always_call=True))
 
     def detach(self) -> None:
         """Remove every hook. Units must not be released."""
         self._helper.close()
-        for handle in self._handles:
+        for handle in self._handles + self._module_handles:
             handle.remove()
         self._handles.clear()
+        self._module_handles.clear()
         for number in self.released:
             for param in self.units[number].params:
                 unkeep(param)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model's modules have none of our hooks. Its parameters must stay gathered meanwhile."""
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles.clear()
+        try:
+            yield
+        finally:
+            if self.released:
+                self._attach_modules(self._model)
 
     @staticmethod
     def _is_below(module: str, root: str) -> bool:

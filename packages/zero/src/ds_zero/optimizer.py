@@ -64,6 +64,8 @@ class ShardedOptimizer(Optimizer):
         self._scaled = 0
         self.sharding = Sharding(model, groups, options)
         self.sharding.runtime.begun = self._check_scaled
+        self.sharding.grad_factor = self._average
+        self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
         self._scale: ScaleState | None = (
             self.sharding.precision.scale.start() if self.sharding.precision.scale else None
         )
@@ -78,6 +80,11 @@ class ShardedOptimizer(Optimizer):
         return [u for u in self.sharding.units if u.spec.params[0].group == group]
 
     # ---- one step
+
+    def _average(self) -> float:
+        """What a summed gradient is multiplied by to be the gradient."""
+        scale = 1.0 if self._scale is None else self._scale.scale
+        return 1.0 / (self.sharding.group.size * scale * self.divisor)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; the loss itself without one."""
@@ -106,7 +113,7 @@ class ShardedOptimizer(Optimizer):
         runtime.settle(self.sharding.group)
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
-        average = 1.0 / (self.sharding.group.size * scale * self.divisor)
+        average = self._average()
         facts = self._agree(units)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         skipped = self._skips(norm)
@@ -166,6 +173,7 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         for unit, absent in zip(units, unused, strict=True):
+            unit.adopt_edits()
             if unit.grad is None:
                 continue
             if factor != 1.0:

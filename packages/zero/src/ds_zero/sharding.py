@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,10 @@ from ds_zero.layout import Kind, Piece
 from ds_zero.precision import Precision
 from ds_zero.residency import STAGES, Residency
 from ds_zero.store import Pool
-from ds_zero.unit import Seat, Unit
+from ds_zero.unit import Part, Seat, Unit
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
 
-__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name"]
+__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class Sharding:
         for unit in self.units:
             unit.reshard()
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.grad_factor: Callable[[], float] = lambda: 1.0 / self.group.size
+        self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
+        for param in by_name.values():
+            setattr(param, _TICKET, _Ticket(self))
 
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat) -> Unit:
         members = [params[p.name] for p in spec.params]
@@ -182,6 +188,9 @@ class Sharding:
             unit.unshard()
         self.runtime.detach()
         for unit in self.units:
+            for param in unit.params:
+                param.__dict__.pop(_TICKET, None)
+        for unit in self.units:
             with torch.no_grad():
                 for param in unit.params:
                     param.data = param.data.clone()
@@ -193,6 +202,27 @@ class Sharding:
                 dist.destroy_process_group(group.pg)
         self._own_groups.clear()
         self._unforeseen = None
+
+
+_TICKET = "_ds_zero_ticket"
+
+
+class _Ticket:
+    """On a parameter: which Sharding it belongs to. A pickled or copied one belongs to none."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Sharding | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+
+    def __reduce__(self) -> tuple[type[_Ticket], tuple[()]]:
+        return _Ticket, ()
+
+
+def sharding_of(param: Tensor) -> Sharding | None:
+    """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
+    ticket = getattr(param, _TICKET, None)
+    return None if ticket is None or ticket.owner is None else ticket.owner()
 
 
 def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:

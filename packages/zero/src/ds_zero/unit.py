@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
-from ds_zero._torch import foreach_add, foreach_copy
+from ds_zero._torch import foreach_add, foreach_copy, storage_uses
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
@@ -120,21 +120,24 @@ class Unit:
         device, numel = self.params[0].device, self.layout.numel
         self.full = torch.zeros(numel, dtype=self.dtypes.param, device=device)
         exact = None if self.dtypes.same else torch.zeros(numel, dtype=self.dtypes.master, device=device)
-        self.views = []
         with torch.no_grad():
             for slot, param in zip(self.layout.slots, self.params, strict=True):
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                view.copy_(param.data)
-                if exact is not None:
-                    exact[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
-                param.data = view
-                self.views.append(view)
+                for flat in (self.full,) if exact is None else (self.full, exact):
+                    flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
+            self._make_views()
             self.aliased = exact is None and len(self.layout.segments) == 1 and not self.releases
             if self.aliased:
                 self.shard = self._own(self.full)[0]
             else:
                 self.shard = torch.cat(self._own(self.full if exact is None else exact))
+        self._versions = [param._version for param in self.params]
+        self._uses = storage_uses(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
+
+    def _make_views(self) -> None:
+        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
 
     def _own(self, full: Tensor) -> list[Tensor]:
         """This rank's chunk of each segment of a buffer as long as full."""
@@ -180,11 +183,19 @@ class Unit:
                 restore(param)
         self.state = Full.CURRENT
 
-    def reshard(self) -> None:
-        """Give the full buffer's memory back. Nothing happens where the residency keeps it, or while it is pinned."""
+    def reshard(self, *, spare_aliases: bool = False) -> None:
+        """Give the full buffer's memory back. Nothing happens where the residency keeps it, or while it is pinned.
+
+        Args:
+            spare_aliases: If other tensors share the memory (a state_dict taken meanwhile), leave it to them and go on with
+                another buffer. Otherwise they would point to nothing; what autograd saved for backward is meant to.
+        """
         if not self.releases or self.pins or self.state is Full.RELEASED:
             return
         self.finish_unshard()
+        if spare_aliases and storage_uses(self.full) > self._uses:
+            self.full = torch.empty_like(self.full)
+            self._make_views()
         self.full.untyped_storage().resize_(0)
         for param in self.params:
             release(param)
@@ -193,8 +204,25 @@ class Unit:
     def mark_updated(self) -> None:
         """The shard was written. A graph recorded before must not be used again: autograd refuses it by version."""
         increment_version(self.params)
+        self._versions = [param._version for param in self.params]
         if self.state is Full.CURRENT and not (self.aliased and self.layout.world == 1):
             self.state = Full.STALE
+
+    def adopt_edits(self) -> None:
+        """Parameters that were written in place since the last update go into the shard, if they are kept apart from it.
+
+        A write through `param.data` cannot be seen. Every rank is expected to have made the same change.
+        """
+        versions = [param._version for param in self.params]
+        if versions != self._versions and not self.aliased and not self.releases:
+            flat = torch.cat(self._own(self.full))
+            changed = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
+            names = {self.spec.params[i].name for i in changed}
+            with torch.no_grad():
+                for piece in self.layout.owned(self.rank):
+                    if piece.name in names:
+                        self.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
+        self._versions = versions
 
     # ---- gradients
 

@@ -1,0 +1,374 @@
+"""Reading and changing whole parameters, gradients and optimizer state of a sharded model.
+
+Words: *full* functions give or take a tensor in the parameter's true shape and are collective over the ranks that share
+the model: every rank calls them, in the same order. *local* functions give or take this rank's elements, 1-D, and
+communicate nothing. A write goes to the shard in master format, so the next step starts from it.
+
+A gradient is what the next `step` would use before clipping: averaged over ranks, loss scale and divisor taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+import ds_comm as comm
+from ds_config.errors import PlanError, ShardedAccessError
+from ds_zero.sharding import Sharding, sharding_of
+from ds_zero.unit import Unit
+
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is: its unit, its number in it."""
+
+    sharding: Sharding
+    unit: Unit
+    member: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.spec.params[self.member].name
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(start in the parameter, start in the shard, elements) of what this rank owns."""
+        owned = self.unit.layout.owned(self.unit.rank)
+        return [(p.interval.start, p.start, p.interval.numel) for p in owned if p.name == self.name]
+
+
+def _place(param: Tensor) -> _Place | None:
+    sharding = sharding_of(param)
+    found = None if sharding is None else sharding.find(param)
+    return None if sharding is None or found is None else _Place(sharding, *found)
+
+
+# ---- whole parameters
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  the reference's name; used as a context manager only
+    params: Iterable[Parameter] | Parameter | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+    *,
+    write: bool = False,
+) -> Iterator[None]:
+    """Inside, `params` are whole and usable on every rank. Collective on entry and, with changes, on exit.
+
+    Args:
+        params: Parameters, or a module for all of its.
+        modifier_rank: This rank's changes (rank within the model's group) become everyone's.
+        fwd_module: Accepted for compatibility; a parameter used outside its own module needs no registration here.
+        enabled: False makes this do nothing.
+        write: Keep changes that every rank made alike.
+    Raises:
+        ShardedAccessError: a parameter was changed without `modifier_rank` or `write` ("sharded-write"); on exit, after
+            the change was dropped. Where parameters are kept whole (stages 0 to 2) a change that every rank makes is kept.
+    Cost: (N-1)/N of the bytes of the units the parameters are in; with modifier_rank their bytes once more.
+    """
+    del fwd_module
+    if not enabled:
+        yield
+        return
+    wanted = (
+        [params]
+        if isinstance(params, Parameter)
+        else list(params.parameters() if isinstance(params, nn.Module) else params)
+    )
+    places = [p for p in map(_place, wanted) if p is not None]
+    units = list(dict.fromkeys(p.unit for p in places))
+    channels = {p.unit: p.sharding.unforeseen() for p in places if p.unit.releases}
+    for unit in units:
+        unit.unshard(channels.get(unit))
+        unit.pins += 1
+    before = [p.unit.params[p.member]._version for p in places]
+    try:
+        yield
+    finally:
+        changed = [p for p, v in zip(places, before, strict=True) if p.unit.params[p.member]._version != v]
+        lost = [p for p in changed if p.unit.releases and modifier_rank is None and not write]
+        for unit in units:
+            unit.pins -= 1
+        if modifier_rank is not None:
+            for place in places:
+                _spread(place, modifier_rank)
+            changed = places
+        _keep([p for p in changed if p not in lost])
+        for unit in units:
+            unit.reshard(spare_aliases=True)
+    if lost:
+        raise ShardedAccessError(
+            f"{', '.join(p.name for p in lost[:5])} changed inside GatheredParameters without write access; undone",
+            code="sharded-write",
+            fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
+        )
+
+
+def _spread(place: _Place, rank: int) -> None:
+    value = place.unit.views[place.member]
+    comm.broadcast(value, group=place.sharding.group, group_src=rank, unit=place.name)
+
+
+def _keep(places: Sequence[_Place]) -> None:
+    """The full copy's values become the shard's."""
+    with torch.no_grad():
+        for place in places:
+            flat = place.unit.views[place.member].reshape(-1)
+            for start, at, numel in place.ranges():
+                place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, `model` is whole and has none of our hooks: generate as with a plain model. Collective on entry and exit.
+
+    Cost: one gather of the whole model; this rank holds all of it meanwhile.
+    """
+    sharding = sharding_of(next(iter(model.parameters()), torch.empty(0)))
+    if sharding is None:
+        yield model
+        return
+    with GatheredParameters(model.parameters()), sharding.runtime.paused():
+        yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
+    """Does nothing: a parameter that another module uses in forward is gathered when it is touched, and stays for backward."""
+    del module, parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Parameter) -> None:
+    """Does nothing; see `register_external_parameter`."""
+    del module, parameter
+
+
+# ---- elements of shards: the same functions for parameters, gradients and optimizer state
+
+_Source = Callable[[_Place], "list[tuple[int, Tensor]] | None"]
+"""What this rank owns of a place: (first element, 1-D view) for each range; None if there is nothing of the kind."""
+
+
+def _param(place: _Place) -> list[tuple[int, Tensor]]:
+    return [(start, place.unit.shard[at : at + numel]) for start, at, numel in place.ranges()]
+
+
+def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
+    place.sharding.runtime.drain()
+    grad = place.unit.grad
+    return None if grad is None else [(start, grad[at : at + numel]) for start, at, numel in place.ranges()]
+
+
+def _state(key: str) -> _Source:
+    """State lives with the optimizer's parts, which may be whole units or single parameters."""
+
+    def source(place: _Place) -> list[tuple[int, Tensor]] | None:
+        found = []
+        for start, at, numel in place.ranges():
+            for part in place.unit.parts:
+                if part.start <= at and at + numel <= part.stop:
+                    value = place.sharding.state_of(part).get(key)
+                    if not isinstance(value, Tensor) or value.numel() != part.stop - part.start:
+                        return None
+                    found.append((start, value.view(-1)[at - part.start : at - part.start + numel]))
+        return found
+
+    return source
+
+
+def _get_local(param: Tensor, source: _Source) -> Tensor | None:
+    place = _place(param)
+    ranges = None if place is None else source(place)
+    if place is None or ranges is None:
+        return None
+    if len(ranges) == 1:
+        return ranges[0][1].detach()
+    return torch.cat([data.detach() for _, data in ranges]) if ranges else place.unit.shard[:0].detach()
+
+
+def _get_full(param: Tensor, source: _Source) -> Tensor | None:
+    place = _place(param)
+    if place is None:
+        return None
+    ranges, group = source(place), place.unit.seat.shards
+    slot = place.unit.layout.slots[place.member]
+    # One more element counts the ranks that have something, so that all of them know when nobody has.
+    full = torch.zeros(slot.numel + 1, dtype=place.unit.dtypes.master, device=place.unit.full.device)
+    full[-1] = 1.0 if ranges is not None and (ranges or not slot.numel) else 0.0
+    with torch.no_grad():
+        for start, data in ranges or ():
+            full[start : start + data.numel()].copy_(data)
+        comm.all_reduce(full, group=group, unit=place.name)
+    return full[:-1].view(slot.shape) if full[-1] else None
+
+
+def _set_local(param: Tensor, value: Tensor, source: _Source) -> None:
+    place = _place(param)
+    ranges = None if place is None else source(place)
+    if place is None or ranges is None:
+        raise _nothing(param, place)
+    with torch.no_grad():
+        done = 0
+        for _, data in ranges:
+            data.copy_(value.reshape(-1)[done : done + data.numel()])
+            done += data.numel()
+
+
+def _set_full(param: Tensor, value: Tensor, source: _Source) -> None:
+    place = _place(param)
+    ranges = None if place is None else source(place)
+    if place is None or ranges is None:
+        raise _nothing(param, place)
+    shape = place.unit.layout.slots[place.member].shape
+    if tuple(value.shape) != shape:
+        raise PlanError(
+            f"{place.name} has shape {shape}, the value to set {tuple(value.shape)}",
+            code="access-shape",
+            fix="Pass a tensor of the parameter's shape.",
+        )
+    with torch.no_grad():
+        for start, data in ranges:
+            data.copy_(value.reshape(-1)[start : start + data.numel()])
+
+
+def _nothing(param: Tensor, place: _Place | None) -> PlanError:
+    name = place.name if place is not None else f"a parameter of shape {tuple(param.shape)}"
+    return PlanError(
+        f"{name} has nothing here to set: it is not part of a sharded model, or has no such gradient or state yet",
+        code="access-nothing",
+        fix="Set gradients after a backward, and optimizer state after the first step (or after `materialize`).",
+    )
+
+
+# ---- the reference's names
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
+    """The parameter in master format and true shape, on every rank; None if it is not part of a sharded model. Collective."""
+    return _get_full(param, _param)
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set the parameter, the same value on every rank; the full copy follows. Collective."""
+    _set_full(param, value, _param)
+    _publish(param)
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
+    """This rank's elements of the parameter in master format: a view where they are one range."""
+    return _get_local(param, _param)
+
+
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements. Collective where full copies are kept: they follow."""
+    _set_local(param, value, _param)
+    _publish(param)
+
+
+def _publish(param: Parameter) -> None:
+    place = _place(param)
+    if place is not None:
+        place.unit.mark_updated()
+        if not place.unit.releases:
+            place.unit.unshard()
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """The averaged gradient in the accumulate format and true shape; None if no rank has one. Collective."""
+    return _scaled(param, _get_full(param, _grad))
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient; a copy."""
+    return _scaled(param, _get_local(param, _grad))
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """Set the averaged gradient; norm, clipping and update use it. The same value on every rank."""
+    _set_full(param, value / _factor(param), _grad)
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements of the averaged gradient."""
+    _set_local(param, value / _factor(param), _grad)
+
+
+def safe_update_full_grad_vectorized(
+    params: Sequence[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
+) -> None:
+    """`update_func(averaged gradient, parameter)` gives the new gradient. Collective: one collective a unit, not a parameter.
+
+    Every rank calls `update_func` for every parameter, with the same values.
+    """
+    places = [p for p in map(_place, params) if p is not None]
+    for unit in dict.fromkeys(p.unit for p in places):
+        members = [p for p in places if p.unit is unit]
+        _grad(members[0])
+        shard = unit.grad
+        if shard is None:
+            continue
+        whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+        for segment in unit.layout.segments:
+            out = whole[segment.start : segment.start + segment.chunk * unit.layout.world]
+            comm.all_gather_single(
+                out, shard[segment.at : segment.at + segment.chunk], unit.seat.shards, unit=unit.spec.name
+            )
+        for place in members:
+            slot, param = unit.layout.slots[place.member], unit.params[place.member]
+            factor = place.sharding.grad_factor()
+            new = update_func(whole[slot.offset : slot.offset + slot.numel].view(slot.shape) * factor, param)
+            safe_set_full_grad(param, new)
+
+
+def _factor(param: Tensor) -> float:
+    sharding = sharding_of(param)
+    return 1.0 if sharding is None else sharding.grad_factor()
+
+
+def _scaled(param: Tensor, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad * _factor(param)
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """An entry of the optimizer's state (`exp_avg`) in true shape; None before the optimizer made it. Collective."""
+    return _get_full(param, _state(optim_state_key))
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's elements of an entry of the optimizer's state."""
+    return _get_local(param, _state(optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set an entry of the optimizer's state; the same value on every rank."""
+    _set_full(param, value, _state(optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of an entry of the optimizer's state."""
+    _set_local(param, value, _state(optim_state_key))

@@ -1,0 +1,217 @@
+"""Whole parameters, gradients and state of a sharded model."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_zero
+from ds_config.errors import PlanError, ShardedAccessError
+from ds_testing import world
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+
+
+def make(bench, stage, **options):
+    net = bench.model("plain")
+    return net, ds_zero.shard(net, bench.adamw(net), stage=stage, policy=SMALL, **options)
+
+
+@STAGES
+@world(2)
+def test_a_parameter_keeps_its_face(bench, stage):
+    plain = bench.model("plain")
+    net, optimizer = make(bench, stage)
+    for step in range(2):
+        for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert (a.shape, a.dtype, a.device, a.numel(), a.ndim, a.requires_grad, a.is_leaf) == (
+                b.shape, b.dtype, b.device, b.numel(), b.ndim, True, True), name  # fmt: skip
+            assert isinstance(a, nn.Parameter)
+            assert len(a) == len(b)
+            assert a.stride() == b.stride()
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+    optimizer.close()
+
+
+MISUSE = {
+    "add": lambda p: p + 1, "index": lambda p: p[0], "write": lambda p: p.add_(1), "data": lambda p: p.data,
+    "detach": lambda p: p.detach(), "item": lambda p: p.sum().item(), "to": lambda p: p.to(torch.float64),
+    "list": lambda p: p.tolist(), "copy": copy.deepcopy, "cat": lambda p: torch.cat([p, p]),
+    "save": lambda p: torch.save(p, io.BytesIO()), "numpy": lambda p: p.detach().numpy(), "init": nn.init.zeros_,
+    "equal": lambda p: p == 0, "bool": lambda p: bool((p == 0).all()), "clone": lambda p: p.clone(),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p), "iterate": lambda p: list(p),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", MISUSE)
+@world(2)
+def test_every_other_use_is_refused_by_name(bench, use):
+    net, optimizer = make(bench, 3)
+    with pytest.raises(ShardedAccessError, match=r"blocks\.0\.up\.weight"), torch.no_grad():
+        MISUSE[use](net.blocks[0].up.weight)
+    with pytest.raises(ShardedAccessError):
+        net.state_dict()
+    assert "released" in repr(net.blocks[0].up.weight)
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_gathered_parameters_are_whole_inside(bench, stage):
+    plain = bench.model("plain")
+    net, optimizer = make(bench, stage)
+    with ds_zero.GatheredParameters(net):
+        for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a, b)
+        with ds_zero.GatheredParameters(net.head.weight):
+            assert torch.equal(net.head.weight, plain.head.weight)
+        assert torch.equal(net.head.weight, plain.head.weight)
+        state = net.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in plain.state_dict().items())  # outlives the gather
+    optimizer.close()
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@world(2)
+def test_a_change_by_one_rank_becomes_everyones_and_survives_the_step(bench, stage, precision):
+    net = bench.model("plain")
+    optimizer = ds_zero.shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.0), stage=stage, policy=SMALL, precision=precision
+    )
+    with ds_zero.GatheredParameters(net.head.weight, modifier_rank=1), torch.no_grad():
+        net.head.weight.fill_(float(dist.get_rank() + 3))
+    with ds_zero.GatheredParameters([net.embed.weight], write=True), torch.no_grad():
+        net.embed.weight.fill_(0.5)
+    net(bench.batch(0, 0, 0)).float().sum().backward()
+    optimizer.step()
+    assert torch.equal(
+        ds_zero.safe_get_full_fp32_param(net.head.weight),
+        torch.full_like(net.head.weight, 4.0, dtype=torch.float32)
+        if stage < 3
+        else torch.full(net.head.weight.shape, 4.0),
+    )
+    with ds_zero.GatheredParameters(net):
+        assert (net.head.weight == 4).all()
+        assert (net.embed.weight == 0.5).all()
+    optimizer.close()
+
+
+@world(2)
+def test_a_change_without_write_access_is_dropped_and_told(bench):
+    net, optimizer = make(bench, 3)
+    with (
+        pytest.raises(ShardedAccessError, match=r"head\.weight changed"),
+        ds_zero.GatheredParameters(net.head.weight),
+        torch.no_grad(),
+    ):
+        net.head.weight.zero_()
+    with ds_zero.GatheredParameters(net.head.weight):
+        assert torch.equal(net.head.weight, bench.model("plain").head.weight)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@world(2)
+def test_kept_parameters_can_be_edited_like_any(bench, stage, precision):
+    """`load_state_dict` into a sharded model, also with a master copy apart: it survives the step."""
+    net = bench.model("plain")
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.0), stage=stage, precision=precision)
+    new = {k: torch.full_like(v, 0.25) for k, v in net.state_dict().items()}
+    net.load_state_dict(new)
+    net(bench.batch(0, 0, 0)).float().sum().backward()
+    optimizer.step()
+    assert all((p == 0.25).all() for p in net.parameters())
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_gradients_are_those_of_one_process(bench, stage):
+    net, optimizer = make(bench, stage, clip=float("inf"))
+    twin = bench.model("plain")
+    for micro in range(2):
+        bench.loss(net, bench.batch(0, micro, dist.get_rank())).backward()
+        for rank in range(2):
+            (bench.loss(twin, bench.batch(0, micro, rank)) / 2).backward()
+    for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ds_zero.safe_get_full_grad(a), b.grad, msg=name, rtol=1e-4, atol=1e-7)
+    local = sum(float(ds_zero.safe_get_local_grad(p).square().sum()) for p in net.parameters())
+    total = torch.tensor(local)
+    if stage:
+        dist.all_reduce(total)
+    norm = torch.stack([p.grad.norm() for p in twin.parameters()]).norm()
+    assert total.sqrt().item() == pytest.approx(norm.item(), rel=1e-4)
+    ds_zero.safe_update_full_grad_vectorized(list(net.parameters()), lambda grad, param: grad * 2)
+    ds_zero.safe_set_full_grad(net.head.weight, torch.zeros(net.head.weight.shape))
+    optimizer.step()
+    left = torch.stack([p.grad.norm() * 2 for n, p in twin.named_parameters() if n != "head.weight"]).norm()
+    assert optimizer.last.norm == pytest.approx(left.item(), rel=1e-4)
+    assert ds_zero.safe_get_full_grad(net.head.weight) is None
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_optimizer_state_whole_and_local(bench, stage):
+    net, optimizer = make(bench, stage)
+    weight = net.blocks[1].up.weight
+    assert ds_zero.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    bench.loss(net, bench.batch(0, 0, dist.get_rank())).backward()
+    grad = ds_zero.safe_get_full_grad(weight)
+    optimizer.step()
+    torch.testing.assert_close(ds_zero.safe_get_full_optimizer_state(weight, "exp_avg"), grad * 0.1)
+    ds_zero.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 7.0), "exp_avg")
+    assert (ds_zero.safe_get_local_optimizer_state(weight, "exp_avg") == 7).all()
+    ds_zero.safe_set_local_optimizer_state(
+        weight, ds_zero.safe_get_local_optimizer_state(weight, "exp_avg") + 1, "exp_avg"
+    )
+    assert (ds_zero.safe_get_full_optimizer_state(weight, "exp_avg") == 8).all()
+    ds_zero.safe_set_local_fp32_param(weight, ds_zero.safe_get_local_fp32_param(weight) * 0 + 3)
+    assert (ds_zero.safe_get_full_fp32_param(weight) == 3).all()
+    ds_zero.safe_set_full_fp32_param(weight, torch.full(weight.shape, 5.0))
+    with ds_zero.GatheredParameters(weight):
+        assert (weight == 5).all()
+    optimizer.close()
+
+
+@world(2)
+def test_errors_say_what_is_missing(bench):
+    net, optimizer = make(bench, 2)
+    with pytest.raises(PlanError, match=r"head\.weight has nothing"):
+        ds_zero.safe_set_full_grad(net.head.weight, torch.zeros(net.head.weight.shape))
+    with pytest.raises(PlanError, match="shape"):
+        ds_zero.safe_set_full_fp32_param(net.head.weight, torch.zeros(3))
+    other = nn.Parameter(torch.zeros(2))
+    assert ds_zero.safe_get_full_fp32_param(other) is None
+    with pytest.raises(PlanError, match="not part of a sharded model"):
+        ds_zero.safe_set_local_fp32_param(other, other)
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_generation_runs_without_our_hooks(bench, stage):
+    net, optimizer = make(bench, stage)
+    plain, tokens = bench.model("plain"), bench.batch(0, 0, dist.get_rank())
+
+    def count():
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+
+    hooks = count()
+    with ds_zero.unwrap_model_for_generation(net) as bare, torch.no_grad():
+        assert count() == 0
+        for _ in range(1 + dist.get_rank()):  # ranks may generate for different lengths
+            assert torch.equal(bare(tokens), plain(tokens))
+    assert count() == hooks
+    bench.loss(net, tokens).backward()
+    optimizer.step()
+    optimizer.close()
