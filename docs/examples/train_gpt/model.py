@@ -65,26 +65,28 @@ class GPT(nn.Module):
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02)
 
-    def forward(self, data: Tensor) -> Tensor:
-        """Mean loss in nats per byte of predicting data[:, 1:] from data[:, :-1]; data is [batch, context + 1], int64."""
-        logits = self.logits(data[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
+    def forward(self, data: Tensor, loss: bool = True) -> Tensor:
+        """Predict the next byte.
 
-    def logits(self, data: Tensor) -> Tensor:
-        """[batch, time], int64 -> [batch, time, 256]."""
-        x = self.tokens(data) + self.positions(torch.arange(data.shape[1], device=data.device))
+        Args:
+            data: [batch, time], int64. With `loss` the last byte is only a target, so time is context + 1.
+            loss: Whether to return the mean loss in nats per byte (scalar), or logits ([batch, time, 256]).
+        """
+        given = data[:, :-1] if loss else data
+        x = self.tokens(given) + self.positions(torch.arange(given.shape[1], device=data.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten()) if loss else logits
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: bytes, count: int, *, temperature: float = 0.7, seed: int = 0) -> bytes:
-    """Continue `prompt` by `count` bytes."""
+def generate(model: nn.Module, prompt: bytes, count: int, *, context: int = 128, seed: int = 0) -> bytes:
+    """Continue `prompt` by `count` bytes. With several ranks, call it on all of them: sharded models gather."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.tensor([list(prompt)], dtype=torch.long)
     for _ in range(count):
-        last = model.logits(data[:, -model.config.context :])[0, -1].float().cpu() / temperature
+        last = model(data[:, -context:], loss=False)[0, -1].float().cpu() / 0.7  # a little sharper than the model is
         drawn = torch.multinomial(last.softmax(0), 1, generator=generator)
         data = torch.cat([data, drawn[None]], dim=1)
     return bytes(data[0].tolist())

@@ -1,1 +1,73 @@
-"""The meta-package: Config -> Plan -> Engine."""
+"""The meta-package: Config -> Plan -> Engine.
+
+    engine, optimizer, loader, scheduler = ds_engine.initialize(model=model, config="cfg.json", training_data=data)
+    print(engine.plan)
+    result = engine.train_batch()
+
+Names are loaded when they are first used, so that `import ds_engine` costs nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_engine.arguments import add_config_arguments
+    from ds_engine.batch import Batch, BatchRequest, resolve_batch
+    from ds_engine.build import Parts, build, initialize, shapes_of
+    from ds_engine.config import Config, explain_config, load_config
+    from ds_engine.engine import Engine
+    from ds_engine.losses import SumLoss
+    from ds_engine.plan import Plan, Shapes, make_plan
+    from ds_engine.result import StepResult
+    from ds_engine.schedules import Scheduler
+
+__all__ = [
+    "Batch",
+    "BatchRequest",
+    "Config",
+    "Engine",
+    "Parts",
+    "Plan",
+    "Scheduler",
+    "Shapes",
+    "StepResult",
+    "SumLoss",
+    "add_config_arguments",
+    "build",
+    "explain_config",
+    "initialize",
+    "load_config",
+    "make_plan",
+    "resolve_batch",
+    "shapes_of",
+]
+
+_HOMES = {
+    "arguments": ("add_config_arguments",),
+    "batch": ("Batch", "BatchRequest", "resolve_batch"),
+    "build": ("Parts", "build", "initialize", "shapes_of"),
+    "config": ("Config", "explain_config", "load_config"),
+    "engine": ("Engine",),
+    "losses": ("SumLoss",),
+    "plan": ("Plan", "Shapes", "make_plan"),
+    "result": ("StepResult",),
+    "schedules": ("Scheduler",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

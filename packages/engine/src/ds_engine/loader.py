@@ -137,7 +137,9 @@ class ResumableLoader:
         row = self.lane.row
         starts = range(self.taken, (self.epoch + 1) * self.stream.epoch_length, row)
         ids = _Rows(self.stream, self.lane, starts)
-        batches = DataLoader(self.dataset, batch_sampler=ids, **self._options)
+        # A generator of its own: making an iterator must not move the random numbers of the training.
+        generator = torch.Generator().manual_seed(self.stream.seed + self.taken)
+        batches = DataLoader(self.dataset, batch_sampler=ids, generator=generator, **self._options)
         for start, batch in zip(starts, batches, strict=True):
             self.taken = start + row  # counted when handed out, not when sampled: workers read ahead
             yield batch

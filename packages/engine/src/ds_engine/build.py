@@ -1,0 +1,227 @@
+"""From a plan and a model to an engine: the only place that knows concrete classes, and the order of transforms.
+
+`initialize` in order: 1. the process group; 2. the configuration; 3. the plan, from the model's shapes; 4. the model to its
+device; 5. the optimizer on its parameters; 6. ZeRO, which cuts both; 7. schedule, data, monitor; 8. the engine.
+Whatever cannot work is an error of 2 or 3, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import ds_monitor
+from ds_comm import Mesh, init_distributed, world_group
+from ds_config.errors import PlanError, UnsupportedError
+from ds_config.reading import Source
+from ds_engine.config import load_config, source_of
+from ds_engine.engine import Components, Engine
+from ds_engine.loader import Lane, ResumableLoader
+from ds_engine.optimizers import make_optimizer, make_torch_scheduler
+from ds_engine.plan import Plan, Shapes, make_plan
+from ds_engine.schedules import Schedule, Scheduler
+from ds_engine.sections import TorchSchedulerSection
+from ds_engine.telemetry import Telemetry
+from ds_monitor.config import make_sinks
+from ds_zero import ShardedOptimizer, Sharding, shard
+from ds_zero.sharding import describe
+
+__all__ = ["Parts", "build", "initialize", "shapes_of"]
+
+_log = logging.getLogger("ds_engine")
+
+_USUAL_PORT = 29500  # torch's; another one is a wish of the caller
+_LOGGERS = ("ds_ckpt", "ds_comm", "ds_config", "ds_engine", "ds_monitor", "ds_zero")
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
+SchedulerLike = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the caller brings besides the model; everything else comes from the plan.
+
+    Attributes:
+        optimizer: An optimizer over the model's parameters, a function that makes one from parameters, or None.
+        params: Parameters or groups that an optimizer of the configuration gets; the model's by default.
+        scheduler: A scheduler, a function that makes one from the optimizer, or None.
+        data: A map-style dataset, or None.
+        collate_fn: As in torch's DataLoader.
+    """
+
+    optimizer: OptimizerLike = None
+    params: Iterable[Any] | None = None
+    scheduler: SchedulerLike = None
+    data: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+def initialize(
+    args: argparse.Namespace | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: SchedulerLike = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Source | None = None,
+) -> tuple[Engine, ShardedOptimizer | None, ResumableLoader | None, Any]:
+    """Make an engine from a model and a configuration. Collective. The signature is that of DeepSpeed's `initialize`.
+
+    Args:
+        args: Parsed command line; its `deepspeed_config` is used when `config` is None.
+        model: Any module. Its values on rank 0 win. It is changed in place; `engine.close()` gives it back.
+        optimizer: Overrides the configuration's: an optimizer, or a function from parameters to one.
+        model_parameters: Parameters or groups for an optimizer of the configuration.
+        training_data: A map-style dataset.
+        lr_scheduler: Overrides the configuration's: a scheduler, or a function from the optimizer to one.
+        distributed_port: Port of the rendezvous where no launcher gave one.
+        mpu: Not supported; other parallelism is configured.
+        dist_init_required: False if the process group exists and must not be made.
+        collate_fn: As in torch's DataLoader.
+        config: A dict, a path, HJSON text or base64; `config_params` is its old name.
+        mesh_param: (data, sequence) degrees.
+    Returns:
+        (engine, optimizer, dataloader, scheduler); the last three are the engine's own and may be None.
+    Raises:
+        ConfigError, PlanError, UnsupportedError: before anything is changed, with every problem at once.
+    """
+    _check_arguments(model, mpu, mesh_param)
+    if model is None:
+        raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
+    resolved = load_config(source_of(config, config_params, args))
+    if dist_init_required is not False:
+        if distributed_port != _USUAL_PORT:
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        init_distributed()
+    plan = make_plan(resolved, shapes_of(model), world_group().size)
+    engine = build(plan, model, Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """The shapes that planning needs. Works on a model on meta, too."""
+    params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, "flat")
+    return Shapes(tuple(params), tuple(modules))
+
+
+def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
+    """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
+    config = plan.config
+    if config.log_level is not None:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(config.log_level.upper())
+    mesh = Mesh.build(plan.mesh)
+    device, synchronize = _device()
+    model.to(device)
+    # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
+    inner = _optimizer(plan, model, parts)
+    options: dict[str, Any] = {
+        "stage": plan.residency,
+        "group": mesh["gradient"].pg,
+        "precision": plan.precision,
+        "policy": plan.policy,
+        "overlap": config.zero_optimization.overlap_comm is not False,
+    }
+    sharded: ShardedOptimizer | Sharding
+    if inner is None:
+        sharded = shard(model, None, **options)
+    else:
+        sharded = shard(model, inner, clip=config.gradient_clipping or None, **options)
+    optimizer = sharded if isinstance(sharded, ShardedOptimizer) else None
+    sinks = tuple(make_sinks(config, rank=mesh.rank))
+    ds_monitor.attach(sinks)
+    components = Components(
+        module=model,
+        optimizer=optimizer,
+        sharding=sharded.sharding if isinstance(sharded, ShardedOptimizer) else sharded,
+        scheduler=_scheduler(plan, optimizer, inner, parts.scheduler),
+        loader=_loader(plan, mesh, parts),
+        mesh=mesh,
+        device=device,
+        telemetry=Telemetry(config, mesh.rank == 0, synchronize),
+        sinks=sinks,
+    )
+    if config.dump_state and mesh.rank == 0:
+        _log.info("plan:\n%s", plan)
+    return Engine(plan, components)
+
+
+def _device() -> tuple[torch.device, Callable[[], None]]:
+    """Temporary, until ds_accel is there."""
+    return torch.device("cpu"), lambda: None
+
+
+def _check_arguments(model: object, mpu: object, mesh_param: tuple[int, int] | None) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module", code="engine-no-model", fix="Pass a module."
+        )
+    if mpu is not None:
+        raise UnsupportedError(
+            "initialize(mpu=...) is not supported: groups of another library cannot be checked",
+            code="engine-mpu",
+            fix="Set the degrees in the configuration; the engine makes the groups.",
+        )
+    if mesh_param is not None and mesh_param[1] != 1:
+        raise UnsupportedError(
+            f"mesh_param = {mesh_param} asks for sequence parallelism",
+            code="engine-mesh-param",
+            fix="Use (data, 1), or leave it out.",
+        )
+
+
+def _optimizer(plan: Plan, model: nn.Module, parts: Parts) -> torch.optim.Optimizer | None:
+    params = list(parts.params) if parts.params is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(parts.optimizer, torch.optim.Optimizer):
+        return parts.optimizer
+    if callable(parts.optimizer):
+        return parts.optimizer(params)
+    if parts.optimizer is not None:
+        raise PlanError(
+            f"optimizer is a {type(parts.optimizer).__name__}",
+            code="engine-optimizer",
+            fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
+        )
+    return None if plan.config.optimizer is None else make_optimizer(plan.config.optimizer, params)
+
+
+def _scheduler(
+    plan: Plan, optimizer: ShardedOptimizer | None, inner: torch.optim.Optimizer | None, given: SchedulerLike
+) -> Any:
+    """The caller's scheduler writes into the groups of the inner optimizer, which are also the sharded one's."""
+    section = plan.config.scheduler
+    if optimizer is None or inner is None:
+        return None
+    if given is not None:
+        return given(inner) if callable(given) and not hasattr(given, "state_dict") else given
+    if section is None:
+        return None
+    if isinstance(section, TorchSchedulerSection):
+        return make_torch_scheduler(section, optimizer)
+    schedule: Schedule = section.params
+    return Scheduler(schedule, optimizer.param_groups)
+
+
+def _loader(plan: Plan, mesh: Mesh, parts: Parts) -> ResumableLoader | None:
+    if parts.data is None:
+        return None
+    data = mesh["data"]
+    return ResumableLoader(
+        parts.data,
+        Lane(data.rank, data.size, plan.batch.micro),
+        multiple=plan.batch.train if plan.config.dataloader_drop_last else 1,
+        options={"collate_fn": parts.collate_fn},
+    )

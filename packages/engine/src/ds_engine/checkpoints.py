@@ -1,0 +1,187 @@
+"""What a checkpoint of a run holds, and how a run goes on from one.
+
+param/<name>  optim/<name>/<state>   logical tensors, in the master format     from ds_zero
+buffer/<name>                        persistent buffers of the model            whole, equal on all ranks
+rng/<rank>/<stream>                  random states of each rank                 used again only on as many ranks
+meta                                 counters, scalars of the optimizer, scheduler, data position, config, client state
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import ds_ckpt
+import ds_monitor
+from ds_ckpt import LoadOptions
+from ds_comm import LocalShard, Mesh
+from ds_comm.placement import TensorShard
+from ds_config.errors import CheckpointError
+from ds_zero import ShardedOptimizer, Sharding
+
+__all__ = ["Run", "load_run", "save_run"]
+
+_FORMAT = 1
+_log = logging.getLogger("ds_engine")
+
+
+class Run(Protocol):
+    """What is saved of an engine."""
+
+    module: nn.Module
+    optimizer: ShardedOptimizer | None
+    sharding: Sharding
+    lr_scheduler: Any
+    training_dataloader: Any
+    mesh: Mesh
+    device: torch.device
+
+    def progress(self) -> dict[str, int]:
+        """The counters, as JSON."""
+
+    def set_progress(self, saved: Mapping[str, int]) -> None:
+        """Go on with these counters."""
+
+    def record(self) -> dict[str, Any]:
+        """The configuration, as JSON."""
+
+
+def save_run(run: Run, path: str, client: Mapping[str, Any]) -> str:
+    """Write a checkpoint of `run`. Collective. Returns where it is."""
+    counters, loader = run.progress(), run.training_dataloader
+    meta = {
+        "format": _FORMAT,
+        "world": run.mesh["world"].size,
+        "counters": counters,
+        "config": run.record(),
+        "client": dict(client),
+        "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
+        "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
+        "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
+    }
+    shards = [*_model_shards(run), *_optim_shards(run), *_random_shards(run, _random_states(run.device))]
+    saved = ds_ckpt.save(path, shards, meta, group=run.mesh["world"], aliases=_aliases(run.module))
+    ds_monitor.event("engine/saved", path=saved.path, nbytes=saved.nbytes)
+    return saved.path
+
+
+def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tuple[str | None, dict[str, Any] | None]:
+    """Go on from the checkpoint `root/tag`, or from the newest in `root`. Collective.
+
+    Args:
+        parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model.
+    """
+    path = f"{root}/{tag}" if tag is not None else _newest(root)
+    if path is None:
+        _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
+        return None, None
+    manifest = ds_ckpt.inspect(path)
+    resumed = "run" in parts and manifest.meta.get("world") == run.mesh["world"].size
+    shards, prefixes = _model_shards(run), ["param/", "buffer/"]
+    if "optimizer" in parts and run.optimizer is not None:
+        run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in manifest.tensors if n.startswith("optim/")}))
+        shards += _optim_shards(run)
+        prefixes.append("optim/")
+    states = _random_states(run.device)
+    if resumed:
+        shards += _random_shards(run, states)
+        prefixes.append("rng/")
+    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=LoadOptions(prefixes=tuple(prefixes)))
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",
+            code="ckpt-format",
+            fix="Read it with ds_ckpt.load and the names it holds.",
+        )
+    _restore(run, meta, parts)
+    if resumed:
+        _set_random_states(run.device, states)
+    ds_monitor.event("engine/loaded", path=path)
+    return path, meta["client"]
+
+
+def _restore(run: Run, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
+    if "optimizer" in parts and run.optimizer is not None and meta["optimizer"] is not None:
+        run.optimizer.load_state_dict(meta["optimizer"])
+    run.sharding.refresh()
+    if "scheduler" in parts and run.lr_scheduler is not None and meta["scheduler"] is not None:
+        run.lr_scheduler.load_state_dict(meta["scheduler"])
+    if "data" in parts and run.training_dataloader is not None and meta["data"] is not None:
+        run.training_dataloader.load_state_dict(meta["data"])
+    if "run" in parts:
+        run.set_progress(meta["counters"])
+
+
+def _newest(root: str) -> str | None:
+    if "://" not in root and not os.path.isdir(root):
+        raise CheckpointError(
+            f"there is no checkpoint directory {root} (working directory: {Path.cwd()})",
+            code="ckpt-not-found",
+            fix="Check the path, or start without load_checkpoint().",
+        )
+    found = ds_ckpt.find_latest(root)
+    return None if found is None else str(found)
+
+
+# --- tensors
+
+
+def _model_shards(run: Run) -> list[LocalShard]:
+    persistent = set(run.module.state_dict(keep_vars=True)) if _has_buffers(run.module) else set()
+    buffers = [_whole(f"buffer/{name}", buffer) for name, buffer in run.module.named_buffers() if name in persistent]
+    return [*run.sharding.param_shards(), *buffers]
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return next(module.buffers(), None) is not None
+
+
+def _optim_shards(run: Run) -> list[LocalShard]:
+    if run.optimizer is None:
+        return []
+    return [shard for shard in run.optimizer.shards() if shard.shard.name.startswith("optim/")]
+
+
+def _random_shards(run: Run, states: Mapping[str, Tensor]) -> list[LocalShard]:
+    return [_whole(f"rng/{run.mesh.rank}/{name}", state) for name, state in states.items()]
+
+
+def _whole(name: str, tensor: Tensor) -> LocalShard:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LocalShard(TensorShard.whole(name, tuple(tensor.shape), dtype), tensor.detach().view(-1))
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Second names of tied parameters, so that other readers find them."""
+    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
+    every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
+    return {f"param/{name}": f"param/{first[id(p)]}" for name, p in every if first[id(p)] != name}
+
+
+# --- random streams
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    version, words, gauss = random.getstate()
+    del version
+    python = torch.tensor([*words, 0 if gauss is None else 1], dtype=torch.int64)
+    spare = torch.tensor([0.0 if gauss is None else gauss], dtype=torch.float64)
+    states = {"torch": torch.get_rng_state(), "python": python, "python-spare": spare}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    *words, has_spare = states["python"].tolist()
+    random.setstate((3, tuple(words), float(states["python-spare"]) if has_spare else None))
+    if "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"], device)

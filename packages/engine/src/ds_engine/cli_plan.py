@@ -1,0 +1,39 @@
+"""`ds plan`: what a configuration would do with a model on any number of ranks, on a laptop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "show what a configuration does with a model on any number of ranks"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", help="JSON or HJSON configuration")
+    parser.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument(
+        "--model", metavar="PLACE:NAME", help="function that makes the model: package.module:name or file.py:name"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plan; 1 when the configuration does not fit."""
+    # Planning a model needs torch; `ds --help` must not.
+    from ds_config.errors import DsError
+    from ds_engine.config import load_config
+    from ds_engine.models import shapes_from
+    from ds_engine.plan import Shapes, make_plan
+
+    try:
+        shapes = shapes_from(args.model) if args.model else Shapes((), ())
+        plan = make_plan(load_config(args.config), shapes, args.world)
+    except DsError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(plan.rows(), indent=2) if args.json else plan)
+    return 0

@@ -1,0 +1,416 @@
+"""The training engine: it holds components and calls them in the order of the plan's program.
+
+Words: a *microbatch* is one forward and backward; a *step* is one optimizer update. Which backwards reduce gradients is
+written in the program (`plan.program`); the three-call loop looks the current action up, `train_batch` runs the program.
+There is no other state that says where a step ends.
+
+    loss = engine(batch); engine.backward(loss); engine.step()      # once per microbatch
+    result = engine.train_batch()                                   # all microbatches of a step
+
+Both give the same parameters. Calls that are collective say so; every rank makes them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ds_monitor
+from ds_comm import Mesh
+from ds_config.errors import PlanError, UnsupportedError
+from ds_engine.checkpoints import load_run, save_run
+from ds_engine.loader import Lane, ResumableLoader
+from ds_engine.losses import Ledger, SumLoss, loss_of
+from ds_engine.placing import to_device
+from ds_engine.plan import Plan
+from ds_engine.result import StepResult
+from ds_engine.telemetry import Telemetry
+from ds_pipe import Action, Op, run
+from ds_zero import ShardedOptimizer, Sharding
+
+__all__ = ["Components", "Counters", "Engine"]
+
+
+@dataclass(slots=True)
+class Components:
+    """What an engine holds; made by `ds_engine.build`.
+
+    Attributes:
+        module: The model, on its device and sharded.
+        optimizer: None for an engine that only evaluates.
+        sharding: The units of the model.
+        scheduler: Anything with `step`, `state_dict`, `load_state_dict`; None for a constant rate.
+        loader: The training data; None when the caller brings it.
+        mesh: The groups of this rank.
+        device: Where the model is.
+        telemetry: Tells of steps.
+        sinks: Monitor sinks that this engine added and takes away when it is closed.
+    """
+
+    module: nn.Module
+    optimizer: ShardedOptimizer | None
+    sharding: Sharding
+    scheduler: Any
+    loader: ResumableLoader | None
+    mesh: Mesh
+    device: torch.device
+    telemetry: Telemetry
+    sinks: tuple[ds_monitor.Sink, ...] = ()
+
+
+@dataclass(slots=True)
+class Counters:
+    """How far a run is. Saved and resumed.
+
+    Attributes:
+        steps: Optimizer steps, skipped ones included.
+        samples: Samples trained on, over all ranks.
+        micro_steps: Calls of `step` on this rank, that is microbatches.
+        skipped: Steps whose update was left out.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    micro_steps: int = 0
+    skipped: int = 0
+
+
+class Engine(nn.Module):
+    """Runs a plan on a model. Made by `ds_engine.initialize`.
+
+    Unknown attributes are looked up in the model.
+
+    Attributes:
+        plan: What was decided; print it.
+        module: The model.
+        optimizer: A `torch.optim.Optimizer` over shards, or None.
+        lr_scheduler: What advances the learning rate after each applied step, or None.
+        training_dataloader: Microbatches of this rank, or None.
+        counters: How far the run is.
+        last: What the last call of `step` did; None before the first.
+    """
+
+    def __init__(self, plan: Plan, components: Components) -> None:
+        super().__init__()
+        self.plan = plan
+        self.module = components.module
+        self.optimizer, self.sharding = components.optimizer, components.sharding
+        self.lr_scheduler = components.scheduler
+        self.training_dataloader = components.loader
+        self.mesh, self.device = components.mesh, components.device
+        self.counters = Counters()
+        self.last: StepResult | None = None
+        self._telemetry, self._sinks = components.telemetry, components.sinks
+        self._backwards = plan.program.backwards(0)
+        self._position = 0  # which microbatch of the program comes next
+        self._taken = 0  # samples taken from the loader by the steps that are complete
+        self._ledger = Ledger()
+        self._stream: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    # ---- the loop of three calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on inputs that are moved to its device."""
+        with self._telemetry.phase("forward"):
+            return self.module(*to_device(args, self.device), **to_device(kwargs, self.device))
+
+    def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of one microbatch's loss, and reduce them if the program says so.
+
+        Args:
+            loss: Mean loss (scalar with a graph), or a SumLoss.
+            retain_graph: As in `Tensor.backward`.
+            scale_wrt_gas: Whether the loss is divided by the number of microbatches; False if the caller did it.
+        Returns:
+            The loss as it was differentiated, without the loss scale; detached.
+        Collective when the program reduces here.
+        """
+        return self._backward(self._backwards[self._position], loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+        """End a microbatch; at the last one of the program, update the parameters and advance the learning rate.
+
+        Args:
+            lr_kwargs: Passed to the scheduler's `step`.
+        Collective at the last microbatch.
+        """
+        self._trains("step")
+        last = self.is_gradient_accumulation_boundary()
+        self.counters.micro_steps += 1
+        self._position += 1
+        result = self._update(lr_kwargs or {}) if last else StepResult(self.counters.steps, applied=False)
+        self.last = result
+        return result
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate without reducing, at every ZeRO stage; what is open is reduced in `step`.
+
+        A rank then holds whole gradients: 4 bytes a parameter more at stages 2 and 3.
+        """
+        return self._trains("no_sync").reduction(False)
+
+    # ---- whole steps
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+        """Run the program: every microbatch of one step, then the update. Collective.
+
+        Args:
+            data_iter: Yields microbatches; by default the engine's own loader, epoch after epoch. A dict is passed to the
+                model as keywords, a tuple or list as positional arguments.
+        Raises:
+            PlanError: called between the microbatches of a step ("engine-order"); no data ("data-missing").
+        """
+        self._trains("train_batch")
+        if self._position:
+            raise PlanError(
+                f"train_batch was called after {self._position} of {len(self._backwards)} microbatches of a step",
+                code="engine-order",
+                fix="Finish the step with backward() and step(), or use only train_batch().",
+            )
+        data = self._data(data_iter)
+        losses: dict[int, Tensor | SumLoss] = {}
+
+        def forward(action: Action) -> None:
+            losses[action.microbatch] = loss_of(self._call(next(data)))
+
+        def backward(action: Action) -> None:
+            self._backward(action, losses.pop(action.microbatch), False, True)
+
+        run(self.plan.program.ranks[0], {Op.FORWARD: forward, Op.BACKWARD: backward})
+        self.counters.micro_steps += len(self._backwards)
+        result = self._update({})
+        self.last = result
+        return result
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> float:
+        """Mean loss over microbatches and ranks, in evaluation mode and without gradients. Collective.
+
+        Args:
+            data_iter: Yields microbatches, the same number on every rank.
+            num_micro_batches: How many to take; by default those of one training step.
+        """
+        count = num_micro_batches or len(self._backwards)
+        ledger, training = Ledger(), self.module.training
+        self.module.eval()
+        try:
+            for _ in range(count):
+                ledger.add(loss_of(self._call(next(data_iter))))
+        finally:
+            self.module.train(training)
+        totals = ledger.close(count, self.mesh["data"])
+        self._telemetry.pause()
+        return float("nan") if totals is None else float(totals.loss)
+
+    # ---- data
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", **options: Any
+    ) -> ResumableLoader:
+        """A loader of this rank's microbatches over a map-style dataset.
+
+        Args:
+            batch_size: Samples a microbatch; by default that of the plan.
+            route: `train` shuffles; `eval` and `predict` keep the dataset's order.
+            options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, ...).
+        """
+        if route not in ("train", "eval", "predict"):
+            raise UnsupportedError(
+                f"there is no data route {route!r}", code="data-route", fix="Use train, eval or predict."
+            )
+        data = self.mesh["data"]
+        lane = Lane(data.rank, data.size, batch_size or self.plan.batch.micro)
+        multiple = self.plan.batch.train if self.plan.config.dataloader_drop_last else 1
+        return ResumableLoader(dataset, lane, shuffle=route == "train", multiple=multiple, options=options)
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> str:
+        """Save everything a run needs to go on, on any number of ranks. Collective. Returns the checkpoint's path.
+
+        Args:
+            save_dir: Directory of checkpoints; the new one is complete or not there at all.
+            tag: Its name; `global_step<n>` by default.
+            client_state: JSON of the caller's own, the same on every rank.
+        Raises:
+            CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
+        """
+        return save_run(self, f"{fspath(save_dir)}/{tag or f'global_step{self.counters.steps}'}", client_state or {})
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        load_data_state: bool = True,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, whatever number of ranks and ZeRO stage wrote it. Collective.
+
+        Args:
+            load_dir: Directory of checkpoints.
+            tag: Which; the newest complete one by default.
+            load_optimizer_states, load_lr_scheduler_states, load_data_state: False begins that part anew.
+            load_module_only: Only the parameters and buffers.
+        Returns:
+            Path and client state; (None, None) when the directory holds no complete checkpoint.
+        Raises:
+            CheckpointError: there is no such directory or tag, it is damaged, or it does not fit this model.
+        """
+        parts = {
+            "optimizer": load_optimizer_states and not load_module_only,
+            "scheduler": load_lr_scheduler_states and not load_module_only,
+            "data": load_data_state and not load_module_only,
+            "run": not load_module_only,
+        }
+        self._stream = None
+        return load_run(self, fspath(load_dir), tag, frozenset(name for name, wanted in parts.items() if wanted))
+
+    def progress(self) -> dict[str, int]:
+        """The counters at the end of the last step, as JSON. Microbatches of a step that is not complete are run again."""
+        return asdict(self.counters) | {"micro_steps": self.counters.micro_steps - self._position, "taken": self._taken}
+
+    def set_progress(self, saved: Mapping[str, int]) -> None:
+        """Go on with these counters."""
+        self._position, self._taken = 0, saved["taken"]
+        self.counters = Counters(**{name: value for name, value in saved.items() if name != "taken"})
+        ds_monitor.set_step(self.counters.steps, self.counters.samples)
+
+    def record(self) -> dict[str, Any]:
+        """The configuration, as JSON."""
+        return self.plan.config.model_dump(mode="json")
+
+    # ---- what a loop asks
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self.counters.steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained on, over all ranks."""
+        return self.counters.samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches done on this rank."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose update was left out."""
+        return self.counters.skipped
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current microbatch is the last of its step."""
+        return self._position == len(self._backwards) - 1
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed the parameters."""
+        return self.last is not None and self.last.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's averaged gradient before clipping."""
+        return None if self.last is None else self.last.norm
+
+    def get_lr(self) -> list[float]:
+        """Current learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._trains("get_lr").param_groups]
+
+    def close(self) -> None:
+        """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""
+        if self.optimizer is not None:
+            self.optimizer.close()
+        else:
+            self.sharding.close()
+        ds_monitor.detach(self._sinks)
+        self._sinks, self._stream = (), None
+
+    # ---- inside
+
+    def _trains(self, what: str) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise PlanError(
+                f"{what}() needs an optimizer, this engine has none",
+                code="engine-no-optimizer",
+                fix="Add an optimizer section, or pass optimizer= to initialize().",
+            )
+        return self.optimizer
+
+    def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, tuple | list) else self(batch)
+
+    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return iter(data_iter)
+        if self.training_dataloader is None:
+            raise PlanError(
+                "train_batch() has no data: initialize() was called without training_data",
+                code="data-missing",
+                fix="Pass training_data= to initialize(), or an iterator to train_batch().",
+            )
+        if self._stream is None:
+            self._stream = self.training_dataloader.forever()
+        return self._stream
+
+    def _backward(self, action: Action, loss: Tensor | SumLoss, retain_graph: bool, divide: bool) -> Tensor:
+        optimizer = self._trains("backward")
+        value = loss.total if isinstance(loss, SumLoss) else loss
+        part = value / len(self._backwards) if divide else value
+        with self._telemetry.phase("backward"), optimizer.reduction(action.reduce):
+            optimizer.scale(part).backward(retain_graph=retain_graph)
+        self._ledger.add(loss if divide or isinstance(loss, SumLoss) else loss * len(self._backwards))
+        return part.detach()
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
+        optimizer, counters, data = self._trains("step"), self.counters, self.mesh["data"]
+        totals = self._ledger.close(len(self._backwards), data)
+        if totals is not None and totals.count is not None:
+            # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
+            optimizer.divisor = (totals.count or 1.0) / (len(self._backwards) * data.size)
+        elif self.plan.config.gradient_allreduce_op == "sum":
+            optimizer.divisor = 1.0 / data.size
+        lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        with self._telemetry.phase("step"):
+            optimizer.step()
+        self._position, self._taken = 0, self.training_dataloader.taken if self.training_dataloader else 0
+        report = optimizer.last
+        skipped = report is not None and report.skipped
+        counters.steps += 1
+        counters.samples += self.plan.batch.train
+        counters.skipped += skipped
+        if self.lr_scheduler is not None and not skipped:
+            self.lr_scheduler.step(**lr_kwargs)
+        result = StepResult(
+            step=counters.steps,
+            applied=not skipped,
+            skipped=skipped,
+            norm=report.norm if report else None,
+            scale=report.scale if report else 1.0,
+            lr=lr,
+            samples=self.plan.batch.train,
+            mean=totals.loss if totals else None,
+        )
+        self._telemetry.step(result, counters.samples, counters.skipped)
+        return result

@@ -1,0 +1,113 @@
+"""What a loss is averaged over, so that ranks and microbatches of unequal size weigh right.
+
+Words: a *mean loss* is a scalar that is already an average over its microbatch; every microbatch of every rank counts
+the same. A *sum loss* is a scalar sum with the number of things it sums over (tokens, pairs); the step then trains on
+(sum of all sums) / (sum of all counts), over all ranks and microbatches, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_comm import Group, all_reduce
+from ds_config.errors import PlanError
+
+__all__ = ["Ledger", "SumLoss", "Totals", "loss_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class SumLoss:
+    """A loss that is still a sum.
+
+    Attributes:
+        total: Scalar with a graph: the sum over the microbatch.
+        count: How many things it sums over; a number or a scalar tensor. May be 0.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+
+def loss_of(output: Any) -> Tensor | SumLoss:
+    """The loss in what a model returned: the value itself, its `.loss`, or the first element of a tuple.
+
+    Raises:
+        PlanError: there is none, or it is no scalar ("loss-missing").
+    """
+    found: Any = output if isinstance(output, SumLoss | Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    value = found.total if isinstance(found, SumLoss) else found
+    if not isinstance(value, Tensor) or value.numel() != 1 or not isinstance(found, SumLoss | Tensor):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(output).__name__}"
+        raise PlanError(
+            f"the model returned {what} where a scalar loss is needed",
+            code="loss-missing",
+            fix="Return the mean loss, a ds_engine.SumLoss(total, count), or an object with a .loss.",
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a step was trained on, over all ranks.
+
+    Attributes:
+        loss: The mean that was minimised; a scalar tensor on the device, so that reading it is the caller's choice.
+        count: What a sum loss was divided by; None for mean losses.
+    """
+
+    loss: Tensor
+    count: float | None
+
+
+class Ledger:
+    """Adds up the losses of one step. Empty after `close`."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count: Tensor | None = None
+        self._kind: type | None = None
+
+    def add(self, loss: Tensor | SumLoss) -> None:
+        """Note one microbatch's loss; its graph is not kept.
+
+        Raises:
+            PlanError: mean losses and sum losses in one step ("loss-mixed").
+        """
+        kind = SumLoss if isinstance(loss, SumLoss) else Tensor
+        if self._kind not in (None, kind):
+            raise PlanError(
+                "one step has both mean losses and SumLoss losses",
+                code="loss-mixed",
+                fix="Return the same kind from every microbatch.",
+            )
+        self._kind = kind
+        value, count = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 0.0)
+        value = value.detach().reshape(()).float()
+        number = torch.as_tensor(count, dtype=torch.float32, device=value.device).detach().reshape(())
+        self._sum = value if self._sum is None else self._sum + value
+        self._count = number if self._count is None else self._count + number
+
+    def close(self, microbatches: int, group: Group) -> Totals | None:
+        """Add up over the group and forget; None when nothing was noted. Collective: one all-reduce of 8 bytes.
+
+        Args:
+            microbatches: Of one rank; what mean losses are divided by, together with the ranks.
+        """
+        if self._sum is None or self._count is None:
+            return None
+        both = torch.stack([self._sum, self._count])
+        all_reduce(both, group=group, unit="loss")
+        summed = self._kind is SumLoss
+        self._sum = self._count = self._kind = None
+        if not summed:
+            return Totals(both[0] / (microbatches * group.size), None)
+        count = float(both[1])
+        return Totals(both[0] / (count or 1.0), count)  # no token on any rank: a loss of zero, and no gradient

@@ -1,0 +1,196 @@
+"""What will be done, decided: configuration, shapes and world size in, a printable record out. No tensor, no group.
+
+The same function runs on a laptop for a thousand ranks (`ds plan`) and on every rank before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_comm import MeshSpec
+from ds_engine.batch import Batch, resolve_batch
+from ds_engine.config import Config
+from ds_engine.precision import precision_of, precision_text
+from ds_engine.rules import check_rules
+from ds_pipe import Program, accumulation, mark_reduce, verify
+from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_units
+from ds_zero.units import ModuleInfo, ParamInfo
+
+__all__ = ["Memory", "Plan", "Shapes", "make_plan"]
+
+_STATE_BYTES = 8  # two fp32 moments: what the usual optimizers keep per element
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What planning knows of a model: its parameters and modules, from a model on any device (also meta)."""
+
+    params: tuple[ParamInfo, ...]
+    modules: tuple[ModuleInfo, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters (elements)."""
+        return sum(p.numel for p in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Expected bytes of model state on one rank between steps. Activations and what a step needs on top are not in it."""
+
+    params_bytes: int
+    grads_bytes: int
+    master_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.params_bytes + self.grads_bytes + self.master_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be done. `print(plan)` is the first debugging tool.
+
+    Attributes:
+        config: What was asked.
+        mesh: Degrees of the axes.
+        batch: The resolved batch arithmetic.
+        program: The actions of one step on one rank, with the reductions marked.
+        residency: What is sharded (the ZeRO stage as a value).
+        precision: Formats and loss scale.
+        units: Parameters that travel together.
+        policy: How units were cut.
+        memory: Expected bytes of model state per rank.
+        transforms: What is applied to the model, in order.
+    """
+
+    config: Config
+    mesh: MeshSpec
+    batch: Batch
+    program: Program
+    residency: Residency
+    precision: Precision
+    units: tuple[UnitSpec, ...]
+    policy: UnitPolicy
+    memory: Memory
+    transforms: tuple[str, ...] = field(default=("ZeRO",))
+
+    def rows(self) -> dict[str, str]:
+        """The plan in words, by topic."""
+        return _rows(self)
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
+    """Decide everything about a run of a model of `shapes` on `world` ranks. Pure.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: see `check_rules`; all problems at once.
+    Cost: linear in the number of parameters and modules; about 1 s for 100,000.
+    """
+    check_rules(config, world)
+    mesh = MeshSpec.fit(world)
+    batch = resolve_batch(config.batch, mesh.data)
+    residency = STAGES[config.zero_optimization.stage]
+    program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
+    verify(program)
+    policy = _policy(config)
+    units = plan_units(shapes.params, shapes.modules, residency, policy)
+    precision = precision_of(config)
+    memory = _memory(units, precision, mesh.data if residency.shard_optim else 1)
+    return Plan(config, mesh, batch, program, residency, precision, units, policy, memory)
+
+
+def _policy(config: Config) -> UnitPolicy:
+    zero = config.zero_optimization
+    # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap.
+    asked = "reduce_bucket_size" in zero.model_fields_set
+    return UnitPolicy(
+        max_numel=zero.reduce_bucket_size if asked else None, persist_numel=zero.param_persistence_threshold
+    )
+
+
+def _memory(units: Sequence[UnitSpec], precision: Precision, ranks: int) -> Memory:
+    params = grads = master = optimizer = 0
+    for unit in units:
+        dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
+        share = -(-unit.numel // ranks)
+        params += dtypes.param.itemsize * (share if unit.residency.shard_params else unit.numel)
+        if unit.trained:
+            grads += dtypes.accumulate.itemsize * (share if unit.residency.shard_grads else unit.numel)
+            master += 0 if dtypes.same and not unit.residency.shard_params else dtypes.master.itemsize * share
+            optimizer += _STATE_BYTES * share
+    return Memory(params, grads, master, optimizer)
+
+
+def _rows(plan: Plan) -> dict[str, str]:
+    config, stage = plan.config, plan.config.zero_optimization.stage
+    numel = sum(unit.numel for unit in plan.units)
+    memory = plan.memory
+    return {
+        "model": f"{numel:,} parameters in {len(plan.units)} units, largest {max((u.numel for u in plan.units), default=0):,}",
+        "mesh": _mesh_text(plan.mesh),
+        "batch": str(plan.batch),
+        "ZeRO": f"stage {stage}: {_residency_text(plan.residency)}",
+        "precision": precision_text(plan.precision),
+        "program": _program_text(plan.program),
+        "transforms": " -> ".join(plan.transforms),
+        "optimizer": _optimizer_text(config),
+        "schedule": "constant"
+        if config.scheduler is None
+        else _section_text(config.scheduler.type, config.scheduler.params),
+        "clipping": f"global norm {config.gradient_clipping:g}" if config.gradient_clipping else "off",
+        "memory": f"{_size(memory.total_bytes)} a rank: parameters {_size(memory.params_bytes)}, gradients "
+        f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}",
+    }
+
+
+def _mesh_text(mesh: MeshSpec) -> str:
+    degrees = {"data": mesh.data, "pipe": mesh.pipe, "sequence": mesh.sequence, "tensor": mesh.tensor}
+    return f"{mesh.world_size} ranks: " + " x ".join(
+        f"{axis} {n}" for axis, n in degrees.items() if n > 1 or axis == "data"
+    )
+
+
+def _residency_text(residency: Residency) -> str:
+    sharded = {
+        "optimizer state": residency.shard_optim,
+        "gradients": residency.shard_grads,
+        "parameters": residency.shard_params,
+    }
+    named = [name for name, cut in sharded.items() if cut]
+    return f"{', '.join(named)} sharded" if named else "nothing sharded"
+
+
+def _program_text(program: Program) -> str:
+    words = str(program).split()
+    return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-4:]])
+
+
+def _optimizer_text(config: Config) -> str:
+    if config.optimizer is None:
+        return "the caller's"
+    return _section_text(config.optimizer.type, config.optimizer.params)
+
+
+def _section_text(name: str, params: object) -> str:
+    values = params if isinstance(params, Mapping) else params.model_dump()  # type: ignore[attr-defined]
+    return f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        if value < 1024:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

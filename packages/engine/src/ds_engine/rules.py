@@ -1,0 +1,86 @@
+"""Which combinations are illegal: one table, checked at once. No component checks for another.
+
+A rule is a row: when it is broken, what to say, what to do. All broken rules of a configuration are one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_config.errors import DsError, PlanError, UnsupportedError
+from ds_engine.batch import resolve_batch
+from ds_engine.config import Config
+from ds_engine.optimizers import check_optimizer, check_scheduler
+
+__all__ = ["RULES", "Rule", "check_rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One illegal combination.
+
+    Attributes:
+        code: Section of docs/reference/errors.md.
+        broken: Whether a configuration breaks it on a world of so many ranks.
+        message: What was asked and found, with values.
+        fix: What to do.
+    """
+
+    code: str
+    broken: Callable[[Config, int], bool]
+    message: Callable[[Config, int], str]
+    fix: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "precision-both",
+        lambda c, world: c.fp16.enabled and c.bf16.enabled,
+        lambda c, world: "fp16.enabled and bf16.enabled are both true",
+        "Keep one; bf16 needs no loss scale.",
+    ),
+    Rule(
+        "mesh-size",
+        lambda c, world: c.data_parallel_size not in (None, world),
+        lambda c, world: f"data_parallel_size = {c.data_parallel_size} does not make the world size {world}",
+        "Leave data_parallel_size out to infer it.",
+    ),
+)
+
+
+def check_rules(config: Config, world: int) -> None:
+    """Raise one error for everything that is illegal about `config` on `world` ranks.
+
+    Raises:
+        PlanError: rules are broken, or the batch does not fit; with the code of the only problem, or "plan-rules".
+        UnsupportedError: all problems are things that are not built here.
+        ConfigError: an optimizer or scheduler is unknown.
+    """
+    found: list[DsError] = [
+        PlanError(rule.message(config, world), code=rule.code, fix=rule.fix)
+        for rule in RULES
+        if rule.broken(config, world)
+    ]
+    checks: list[Callable[[], object]] = [lambda: resolve_batch(config.batch, config.data_parallel_size or world)]
+    if config.optimizer is not None:
+        checks.append(lambda: check_optimizer(config.optimizer))  # type: ignore[arg-type]
+    if config.scheduler is not None:
+        checks.append(lambda: check_scheduler(config.scheduler))  # type: ignore[arg-type]
+    for check in checks:
+        try:
+            check()
+        except DsError as error:
+            found.append(error)
+    if found:
+        raise _together(found)
+
+
+def _together(found: Sequence[DsError]) -> DsError:
+    if len(found) == 1:
+        return found[0]
+    lines = [f"{len(found)} problems with the configuration:"]
+    for error in found:
+        lines += [f"  {error.code}: {error.message}", f"    {error.fix}"]
+    kind = UnsupportedError if all(isinstance(error, UnsupportedError) for error in found) else PlanError
+    return kind("\n".join(lines), code="plan-rules", fix="Correct each; they are independent.")

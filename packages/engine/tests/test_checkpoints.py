@@ -1,0 +1,205 @@
+"""A run that is stopped and resumed is the run that was not: parameters, rates, samples, random numbers."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_engine
+from ds_config.errors import CheckpointError
+from ds_engine import Engine
+
+Make = Callable[[], nn.Module]
+Settings = Callable[..., dict[str, Any]]
+
+
+class Noisy(nn.Module):
+    """Draws from torch's and Python's generators, has a buffer that moves and one that is not saved."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.drop = inner, nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += 1
+        return self.inner(self.drop(x) + random.gauss(0, 0.1), y)
+
+
+def start(model: nn.Module, config: dict[str, Any], rows: Any) -> Engine:
+    return ds_engine.initialize(model=model, config=config, training_data=rows)[0]
+
+
+def settings(config: Settings, **changes: Any) -> dict[str, Any]:
+    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4, "total_num_steps": 20}}
+    return config(scheduler=scheduler, **changes)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_seven_and_thirteen_steps_are_twenty(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, stage: int
+) -> None:
+    asked = settings(config, zero_optimization={"stage": stage})
+    random.seed(1)
+    straight = start(Noisy(make_model()), asked, rows)
+    seen = [straight.train_batch() for _ in range(20)]
+    straight.close()
+
+    random.seed(1)
+    first = start(Noisy(make_model()), asked, rows)
+    head = [first.train_batch() for _ in range(7)]
+    first.save_checkpoint(tmp_path, client_state={"note": "half way"})
+    first.close()
+    torch.manual_seed(999)
+    random.seed(999)
+    second = start(Noisy(make_model()), asked, rows)
+    path, client = second.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step7")
+    assert client == {"note": "half way"}
+    assert (second.global_steps, second.global_samples, second.micro_steps) == (7, 56, 14)
+    tail = [second.train_batch() for _ in range(13)]
+    second.close()
+    for result, expected in zip(head + tail, seen, strict=True):
+        assert (result.step, result.lr, result.loss, result.norm) == (
+            expected.step,
+            expected.lr,
+            expected.loss,
+            expected.norm,
+        )
+    for (name, a), (_, b) in zip(second.module.state_dict().items(), straight.module.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 1), (2, 0)])
+def test_another_stage_goes_on(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, before: int, after: int
+) -> None:
+    first = start(make_model(), settings(config, zero_optimization={"stage": before}), rows)
+    for _ in range(3):
+        first.train_batch()
+    first.save_checkpoint(tmp_path)
+    expected = [first.train_batch().loss for _ in range(3)]
+    second = start(make_model(), settings(config, zero_optimization={"stage": after}), rows)
+    second.load_checkpoint(tmp_path)
+    assert [second.train_batch().loss for _ in range(3)] == pytest.approx(expected, rel=1e-6)
+    first.close()
+    second.close()
+
+
+def test_parts_can_begin_anew(make_model: Make, config: Settings, rows: Any, tmp_path: Path) -> None:
+    first = start(make_model(), settings(config), rows)
+    for _ in range(3):
+        first.train_batch()
+    first.save_checkpoint(tmp_path, tag="three")
+    weights = {name: p.detach().clone() for name, p in first.module.named_parameters()}
+
+    def resumed(**chosen: bool) -> Engine:
+        engine = start(make_model(), settings(config), rows)
+        engine.load_checkpoint(tmp_path, tag="three", **chosen)
+        assert all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
+        return engine
+
+    only_model = resumed(load_module_only=True)
+    assert only_model.global_steps == 0
+    assert only_model.training_dataloader is not None
+    assert only_model.training_dataloader.taken == 0
+    assert only_model.lr_scheduler.state_dict() == {"last_batch_iteration": -1}
+    no_data = resumed(load_data_state=False)
+    assert no_data.training_dataloader is not None
+    assert (no_data.global_steps, no_data.training_dataloader.taken) == (3, 0)
+    no_schedule = resumed(load_lr_scheduler_states=False)
+    assert no_schedule.lr_scheduler.state_dict() == {"last_batch_iteration": -1}
+    no_optimizer = resumed(load_optimizer_states=False)
+    assert no_optimizer.optimizer is not None
+    assert not any(s.shard.name.startswith("optim/") for s in no_optimizer.optimizer.shards())
+    for engine in (first, only_model, no_data, no_schedule, no_optimizer):
+        engine.close()
+
+
+def test_tied_weights_are_stored_once_and_found_under_both_names(
+    make_model: Make, config: Settings, tmp_path: Path
+) -> None:
+    import ds_ckpt
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    engine = ds_engine.initialize(model=model, config=config())[0]
+    manifest = ds_ckpt.inspect(engine.save_checkpoint(tmp_path))
+    engine.close()
+    assert "param/0.weight" in manifest.tensors
+    assert dict(manifest.aliases) == {"param/1.weight": "param/0.weight"}
+
+
+def test_the_newest_complete_checkpoint_is_loaded(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    engine = start(make_model(), config(), rows)
+    for _ in range(2):
+        engine.train_batch()
+        engine.save_checkpoint(tmp_path)
+    (tmp_path / "global_step2" / "manifest.json").unlink()
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step1")
+    engine.close()
+
+
+def test_missing_checkpoints(make_model: Make, config: Settings, rows: Any, tmp_path: Path) -> None:
+    engine = start(make_model(), config(), rows)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    for where, tag in ((tmp_path / "nowhere", None), (tmp_path, "step9")):
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(where, tag)
+        assert caught.value.code == "ckpt-not-found"
+    engine.close()
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    other = ds_engine.initialize(model=nn.Linear(3, 3), config=config())[0]
+    other.save_checkpoint(tmp_path)
+    other.close()
+    engine = start(make_model(), config(), rows)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(tmp_path)
+    assert caught.value.code == "ckpt-mismatch"
+    assert "first.weight" in caught.value.message
+    engine.close()
+
+
+def test_a_checkpoint_of_something_else_is_refused(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    import ds_ckpt
+
+    engine = start(make_model(), config(), rows)
+    ds_ckpt.save(str(tmp_path / "theirs"), engine.sharding.param_shards(), {"step": 3})
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert caught.value.code == "ckpt-format"
+    engine.close()
+
+
+def test_a_save_inside_a_step_goes_on_from_its_beginning(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    engine = start(make_model(), settings(config), rows)
+    for _ in range(2):
+        engine.train_batch()
+    expected = start(make_model(), settings(config), rows)
+    losses = [expected.train_batch().loss for _ in range(4)][2:]
+    stream = iter(engine.training_dataloader)  # type: ignore[arg-type]
+    engine.backward(engine(*next(stream)))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    resumed = start(make_model(), settings(config), rows)
+    resumed.load_checkpoint(tmp_path)
+    assert (resumed.global_steps, resumed.micro_steps) == (2, 4)
+    assert [resumed.train_batch().loss for _ in range(2)] == losses
+    for each in (engine, expected, resumed):
+        each.close()

@@ -1,0 +1,76 @@
+"""`ds plan` and `ds config` say what is asked and exit with 1 where something is wrong."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ds_engine import cli_config, cli_plan
+
+Write = Callable[[Any], Path]
+MODEL = "from torch import nn\n\ndef make():\n    return nn.Linear(1000, 1000)\n\nNOTHING = 3\n\ndef number():\n    return 3\n"
+
+
+def call(command: ModuleType, *argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.register(parser)
+    result: int = command.main(parser.parse_args([str(word) for word in argv]))
+    return result
+
+
+def test_plan_without_a_model(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(cli_plan, written({"train_micro_batch_size_per_gpu": 2}), "--world", 1024) == 0
+    assert "2048 = 2 per rank x 1 microbatches x 1024" in capsys.readouterr().out
+
+
+def test_plan_of_a_model_on_meta(written: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "some_model.py").write_text(MODEL)
+    config = written({"train_batch_size": 8, "zero_optimization": {"stage": 3}})
+    assert call(cli_plan, config, "--world", 4, "--model", f"{tmp_path}/some_model.py:make", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["model"].startswith("1,001,000 parameters")
+    assert "stage 3" in rows["ZeRO"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "no_colon",
+        "missing.py:make",
+        "some_model.py:absent",
+        "some_model.py:NOTHING",
+        "some_model.py:number",
+        "no_such_module_here:f",
+    ],
+)
+def test_bad_models(
+    written: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert call(cli_plan, written({"train_batch_size": 8}), "--model", spec) == 1
+    assert "errors.md#plan-model" in capsys.readouterr().err
+
+
+def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written({"train_batch_size": 9})
+    assert call(cli_config, "check", path) == 0
+    assert "no problems" in capsys.readouterr().out
+    assert call(cli_config, "check", path, "--world", 2) == 1
+    assert "errors.md#batch-arithmetic" in capsys.readouterr().err
+    assert call(cli_config, "check", written({"train_batch_sze": 9})) == 1
+    assert "'train_batch_size'" in capsys.readouterr().err
+
+
+def test_explain_and_schema(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(cli_config, "explain", written('{\n"train_batch_size": 9}')) == 0
+    assert "config.json:2" in capsys.readouterr().out
+    assert call(cli_config, "schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert "train_batch_size" in schema["properties"]
+    assert schema["additionalProperties"] is False

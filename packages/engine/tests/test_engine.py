@@ -1,0 +1,386 @@
+"""On one process the engine is the plain loop, whichever way it is called."""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_engine
+import ds_monitor
+from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
+from ds_engine import Engine, SumLoss
+from ds_monitor import MemorySink
+
+Make = Callable[[], nn.Module]
+Settings = Callable[..., dict[str, Any]]
+
+
+def batches(rows: Any, size: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in cycle(range(0, len(rows), size)):
+        yield rows.x[start : start + size], rows.y[start : start + size]
+
+
+def start(model: nn.Module, config: dict[str, Any], **more: Any) -> Engine:
+    return ds_engine.initialize(model=model, config=config, **more)[0]
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def plain(model: nn.Module, rows: Any, steps: int, clip: float = 1.0) -> list[float]:
+    """The loop that everyone knows: two microbatches of four a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    data, losses = batches(rows), []
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(2):
+            loss = model(*next(data)) / 2
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(found[name], expected[name], rtol=1e-6, atol=1e-7) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_both_loops_are_the_plain_loop(make_model: Make, config: Settings, rows: Any, stage: int) -> None:
+    expected = make_model()
+    expected_losses = plain(expected, rows, 5)
+    by_three, by_batch = make_model(), make_model()
+    three = start(by_three, config(zero_optimization={"stage": stage}))
+    data = batches(rows)
+    losses = []
+    for _ in range(5):
+        applied = []
+        for _ in range(2):
+            assert three.is_gradient_accumulation_boundary() == (len(applied) == 1)
+            loss = three(*next(data))
+            assert torch.equal(three.backward(loss), loss.detach() / 2)
+            applied.append(three.step().applied)
+        assert applied == [False, True]
+        assert three.was_step_applied()
+        losses.append(three.last.loss)  # type: ignore[union-attr]
+    whole = start(by_batch, config(zero_optimization={"stage": stage}))
+    data = batches(rows)
+    assert [whole.train_batch(data).loss for _ in range(5)] == losses
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    three.close()
+    whole.close()
+    assert close_to(values(by_three), values(expected))
+    assert all(torch.equal(a, b) for a, b in zip(by_three.parameters(), by_batch.parameters(), strict=True))
+
+
+def test_counters_and_results(make_model: Make, config: Settings, rows: Any) -> None:
+    engine = start(make_model(), config(), training_data=rows)
+    assert engine.last is None
+    assert engine.get_global_grad_norm() is None
+    for expected in (1, 2, 3):
+        result = engine.train_batch()
+        assert (result.step, result.samples, result.skipped, result.scale) == (expected, 8, False, 1.0)
+    assert result.lr == (0.01,)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps) == (3, 24, 6, 0)
+    assert engine.get_global_grad_norm() == result.norm
+    assert result.norm is not None
+    assert result.norm > 0
+    engine.close()
+
+
+def test_no_sync_accumulates_and_step_reduces(make_model: Make, config: Settings, rows: Any) -> None:
+    single = config(gradient_accumulation_steps=1, train_batch_size=4, zero_optimization={"stage": 2})
+    model = make_model()
+    engine = start(model, single)
+    data = batches(rows)
+    with engine.no_sync():
+        engine.backward(engine(*next(data)))
+    engine.backward(engine(*next(data)))
+    assert engine.step().applied
+    engine.close()
+    expected = make_model()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, weight_decay=0.0)
+    data = batches(rows)
+    for _ in range(2):  # a sum over both, as in DDP
+        expected(*next(data)).backward()
+    torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    optimizer.step()
+    assert close_to(values(model), values(expected))
+
+
+class Tokens(nn.Module):
+    """Sum of squared errors over the samples that a mask keeps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor, keep: Tensor) -> SumLoss:
+        errors = (self.inner.predict(x) - y).square().squeeze(1)  # type: ignore[operator]
+        return SumLoss((errors * keep).sum(), keep.sum())
+
+
+def test_sum_losses_weigh_every_token_the_same(make_model: Make, config: Settings, rows: Any) -> None:
+    keep = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0])
+    model = Tokens(make_model())
+    engine = start(model, config(gradient_clipping=0))
+    data = iter([(rows.x[i : i + 4], rows.y[i : i + 4], keep[i : i + 4]) for i in (0, 4)])
+    result = engine.train_batch(data)
+    engine.close()
+    expected = make_model()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, weight_decay=0.0)
+    loss = (expected.predict(rows.x[:5]) - rows.y[:5]).square().mean()  # type: ignore[operator]
+    loss.backward()
+    optimizer.step()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert close_to(values(model.inner), values(expected))
+
+
+def test_a_batch_without_tokens_changes_nothing_but_is_a_step(make_model: Make, config: Settings, rows: Any) -> None:
+    engine = start(Tokens(make_model()), config(optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+    before = values(engine.module)
+    data = iter([(rows.x[:4], rows.y[:4], torch.zeros(4))] * 2)
+    result = engine.train_batch(data)
+    assert result.loss == 0.0
+    assert close_to(values(engine.module), before)
+    engine.close()
+
+
+def test_evaluation_changes_nothing(make_model: Make, config: Settings, rows: Any) -> None:
+    model = nn.Sequential(make_model())
+    model.forward = lambda x, y: model[0](x, y) + float(model.training)  # type: ignore[method-assign]
+    engine = start(model, config())
+    before = values(model)
+    loss = engine.eval_batch(batches(rows), num_micro_batches=3)
+    expected = torch.stack([model[0](rows.x[i : i + 4], rows.y[i : i + 4]) for i in (0, 4, 8)]).mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in values(model).items())
+    engine.close()
+
+
+def test_batches_may_be_dicts_and_single_tensors(config: Settings) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+            return {"loss": (x @ self.weight).mean() * scale}
+
+    engine = start(Named(), config(gradient_clipping=0))
+    by_name = engine.train_batch(iter([{"x": torch.ones(4, 3), "scale": 2.0}] * 2))
+    assert by_name.loss == 6.0
+    assert engine.train_batch(iter([torch.ones(4, 3)] * 2)).loss < 3.0
+    engine.close()
+
+
+def test_the_scheduler_follows_the_steps(make_model: Make, config: Settings, rows: Any) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine = start(make_model(), config(scheduler=scheduler), training_data=rows)
+    seen = [engine.train_batch().lr[0] for _ in range(6)]
+    assert seen == [0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01]
+    assert engine.get_lr() == [0.01]
+    engine.close()
+
+
+def test_torch_schedulers_and_callables(make_model: Make, config: Settings, rows: Any) -> None:
+    step_lr = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    by_name = start(make_model(), config(scheduler=step_lr), training_data=rows)
+    by_callable = start(
+        make_model(),
+        config(),
+        training_data=rows,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    for engine in (by_name, by_callable):
+        assert [engine.train_batch().lr[0] for _ in range(3)] == [0.01, 0.005, 0.0025]
+    assert close_to(values(by_name.module), values(by_callable.module))
+    by_name.close()
+    by_callable.close()
+
+
+def test_a_client_optimizer_keeps_its_groups(make_model: Make, config: Settings, rows: Any) -> None:
+    model = make_model()
+    groups = [
+        {"params": list(model.first.parameters()), "lr": 0.0},  # type: ignore[union-attr]
+        {"params": list(model.second.parameters()), "lr": 0.1},  # type: ignore[union-attr]
+    ]
+    engine = start(model, config(optimizer=None), optimizer=torch.optim.SGD(groups), training_data=rows)
+    before = values(model)
+    assert engine.train_batch().lr == (0.0, 0.1)
+    after = values(model)
+    assert [torch.equal(before[name], after[name]) for name in before] == [True, True, False, False]
+    engine.optimizer.param_groups[1]["lr"] = 0.0  # type: ignore[union-attr]
+    engine.train_batch()
+    assert torch.equal(values(model)["second.weight"], after["second.weight"])
+    engine.close()
+
+
+def test_clipping_is_on_by_default_and_zero_is_off(make_model: Make, config: Settings, rows: Any) -> None:
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    moved = []
+    for changes in ({}, {"gradient_clipping": 0.01}, {"gradient_clipping": 0}):
+        engine = start(make_model(), config(optimizer=sgd, **changes))
+        before = values(engine.module)
+        engine.train_batch(iter([(rows.x[:4] * 100, rows.y[:4] * 100)] * 2))
+        after = values(engine.module)
+        moved.append(sum(float((after[n] - before[n]).square().sum()) for n in before) ** 0.5)
+        engine.close()
+    assert moved[0] == pytest.approx(1.0, rel=1e-3)
+    assert moved[1] == pytest.approx(0.01, rel=1e-3)
+    assert moved[2] > 10
+
+
+def test_fp16_skips_and_lowers_the_scale(make_model: Make, config: Settings, rows: Any) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    engine = start(make_model(), config(fp16=fp16, scheduler=scheduler))
+    before = values(engine.module)
+    huge = (torch.full((4, 6), 6e4, dtype=torch.float16), torch.full((4, 1), -6e4, dtype=torch.float16))
+    result = engine.train_batch(iter([huge] * 2))
+    assert (result.skipped, result.applied, result.scale, engine.skipped_steps) == (True, False, 16.0, 1)
+    assert all(torch.equal(before[name], value) for name, value in values(engine.module).items())
+    assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": -1}
+    fine = (rows.x[:4].half(), rows.y[:4].half())
+    result = engine.train_batch(iter([fine] * 2))
+    assert (result.applied, result.scale) == (True, 8.0)
+    engine.close()
+
+
+def test_bf16_trains_on_fp32_masters(make_model: Make, config: Settings, rows: Any) -> None:
+    engine = start(make_model(), config(bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 1e-4}}))
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    first = [shard.data.clone() for shard in engine.sharding.param_shards()]
+    for _ in range(3):
+        engine.train_batch(iter([(rows.x[:4].bfloat16(), rows.y[:4].bfloat16())] * 2))
+    last = engine.sharding.param_shards()
+    assert all(shard.data.dtype == torch.float32 for shard in last)
+    assert any(not torch.equal(a, b.data) for a, b in zip(first, last, strict=True))  # too small a change for bf16
+    engine.close()
+
+
+def test_the_monitor_hears_of_every_step(make_model: Make, config: Settings, rows: Any, tmp_path: Path) -> None:
+    sink = MemorySink()
+    ds_monitor.configure([sink])
+    monitored = config(
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}, wall_clock_breakdown=True
+    )
+    engine = start(make_model(), monitored, training_data=rows)
+    losses = [engine.train_batch().loss for _ in range(4)]
+    assert [record.value for record in sink.named("Train/Samples/train_loss")] == losses
+    assert [record.samples for record in sink.named("Train/Samples/lr")] == [8, 16, 24, 32]
+    assert len(sink.named("engine/forward")) == 8
+    assert len(sink.named("Train/Samples/elapsed_time_ms_forward")) == 4
+    assert sink.named("Train/samples_per_s")
+    engine.close()
+    assert not sink.closed  # the engine takes away its own sinks only
+    assert len(list((tmp_path / "job").glob("*train_loss*.csv"))) == 1
+    ds_monitor.shutdown()
+
+
+def test_what_the_engine_does_not_know_is_the_model(make_model: Make, config: Settings) -> None:
+    engine = start(make_model(), config())
+    assert engine.predict(torch.zeros(1, 6)).shape == (1, 1)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.no_such_thing
+    engine.eval()
+    assert not engine.module.training
+    engine.close()
+
+
+def test_without_an_optimizer_it_evaluates(make_model: Make, config: Settings, rows: Any) -> None:
+    engine, optimizer, loader, scheduler = ds_engine.initialize(model=make_model(), config=config(optimizer=None))
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    assert engine.eval_batch(batches(rows)) > 0
+    for call in (engine.step, engine.get_lr, engine.train_batch, lambda: engine.backward(torch.zeros(()))):
+        with pytest.raises(PlanError) as caught:
+            call()  # type: ignore[operator]
+        assert caught.value.code == "engine-no-optimizer"
+    engine.close()
+
+
+def test_mistakes_are_errors(make_model: Make, config: Settings, rows: Any) -> None:
+    engine = start(make_model(), config())
+    with pytest.raises(PlanError) as no_data:
+        engine.train_batch()
+    assert no_data.value.code == "data-missing"
+    engine.backward(engine(rows.x[:4], rows.y[:4]))
+    engine.step()
+    with pytest.raises(PlanError) as order:
+        engine.train_batch(batches(rows))
+    assert order.value.code == "engine-order"
+    assert "1 of 2 microbatches" in order.value.message
+    with pytest.raises(UnsupportedError):
+        engine.deepspeed_io(rows, route="sideways")
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        ({"model": None}, PlanError, "engine-no-model"),
+        ({"model": "gpt"}, PlanError, "engine-no-model"),
+        ({"mpu": object()}, UnsupportedError, "engine-mpu"),
+        ({"mesh_param": (1, 2)}, UnsupportedError, "engine-mesh-param"),
+        ({"config": None}, ConfigError, "config-source"),
+        ({"optimizer": "adam"}, PlanError, "engine-optimizer"),
+        ({"training_data": iter([1])}, UnsupportedError, "data-iterable"),
+    ],
+)
+def test_bad_arguments_of_initialize(
+    make_model: Make, config: Settings, arguments: dict[str, Any], kind: type[DsError], code: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        ds_engine.initialize(**({"model": make_model(), "config": config()} | arguments))
+    assert caught.value.code == code
+
+
+def test_two_engines_in_one_process_feed_one_loss(make_model: Make, config: Settings, rows: Any) -> None:
+    single = config(gradient_accumulation_steps=1, train_batch_size=4, gradient_clipping=0)
+    first, second = make_model(), make_model()
+    engines = [start(first, single), start(second, single)]
+    loss = engines[0](rows.x[:4], rows.y[:4]) + 2 * engines[1](rows.x[:4], rows.y[:4])
+    assert engines[0].optimizer is not None
+    engines[0].optimizer.scale(loss).backward()
+    for engine in engines:
+        assert engine.step().applied
+        engine.close()
+    expected = [make_model(), make_model()]
+    for weight, model in zip((1, 2), expected, strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+        (weight * model(rows.x[:4], rows.y[:4])).backward()
+        optimizer.step()
+    assert close_to(values(first), values(expected[0]))
+    assert close_to(values(second), values(expected[1]))
+
+
+def test_summed_gradients(make_model: Make, config: Settings, rows: Any) -> None:
+    one = config(optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=0)
+    models = [make_model(), make_model()]
+    for model, op in zip(models, ("mean", "sum"), strict=True):
+        engine = start(model, one | {"gradient_allreduce_op": op})
+        engine.train_batch(batches(rows))
+        engine.close()
+    assert close_to(values(models[0]), values(models[1]))  # one rank: the same
+
+
+def test_close_gives_the_model_back(make_model: Make, config: Settings, rows: Any) -> None:
+    model = make_model()
+    engine = start(model, config(zero_optimization={"stage": 3}))
+    engine.train_batch(batches(rows))
+    engine.close()
+    twin = copy.deepcopy(model)
+    assert close_to(values(twin), values(model))
+    model(rows.x[:4], rows.y[:4]).backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,66 @@
+"""A loss is averaged over what it says it is averaged over."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_comm import single_group
+from ds_config.errors import PlanError
+from ds_engine.losses import Ledger, SumLoss, loss_of
+
+ONE = torch.tensor(1.5)
+
+
+@pytest.mark.parametrize(
+    "output", [ONE, SimpleNamespace(loss=ONE), (ONE, torch.zeros(3)), [ONE], {"loss": ONE}, ONE.reshape(1)]
+)
+def test_the_loss_is_found(output: Any) -> None:
+    found = loss_of(output)
+    assert isinstance(found, torch.Tensor)
+    assert found.item() == 1.5
+
+
+def test_sum_losses_are_found() -> None:
+    loss = SumLoss(ONE, 3)
+    assert loss_of(loss) is loss
+    assert loss_of((loss, "logits")) is loss
+
+
+@pytest.mark.parametrize("output", [torch.zeros(3), None, (), "loss", {"logits": ONE}, SumLoss(torch.zeros(2), 1), 1.5])
+def test_no_loss_is_an_error(output: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        loss_of(output)
+    assert caught.value.code == "loss-missing"
+
+
+def test_means_weigh_the_same_and_sums_by_their_count() -> None:
+    ledger = Ledger()
+    for value in (1.0, 2.0, 6.0):
+        ledger.add(torch.tensor(value))
+    totals = ledger.close(3, single_group())
+    assert totals is not None
+    assert (float(totals.loss), totals.count) == (3.0, None)
+    ledger.add(SumLoss(torch.tensor(10.0), 4))
+    ledger.add(SumLoss(torch.tensor(2.0), torch.tensor(2)))
+    totals = ledger.close(2, single_group())
+    assert totals is not None
+    assert (float(totals.loss), totals.count) == (2.0, 6.0)
+    assert ledger.close(2, single_group()) is None
+
+
+def test_nothing_counted_is_zero_not_a_division() -> None:
+    ledger = Ledger()
+    ledger.add(SumLoss(torch.tensor(0.0), 0))
+    totals = ledger.close(1, single_group())
+    assert totals is not None
+    assert (float(totals.loss), totals.count) == (0.0, 0.0)
+
+
+def test_mixing_is_an_error() -> None:
+    ledger = Ledger()
+    ledger.add(ONE)
+    with pytest.raises(PlanError) as caught:
+        ledger.add(SumLoss(ONE, 1))
+    assert caught.value.code == "loss-mixed"

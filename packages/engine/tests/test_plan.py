@@ -1,0 +1,156 @@
+"""Plans: pure, printable, the same everywhere; all broken rules are one error."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_config.errors import DsError, PlanError, UnsupportedError
+from ds_engine import Shapes, load_config, make_plan, shapes_of
+from ds_zero.units import ModuleInfo, ParamInfo
+
+
+def shapes(layers: int = 3, width: int = 16) -> Shapes:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    return shapes_of(model)
+
+
+def planned(world: int = 2, **changes: Any) -> Any:
+    content = {"train_batch_size": 16, "gradient_accumulation_steps": 2} | changes
+    return make_plan(load_config(content), shapes(), world)
+
+
+@pytest.mark.parametrize(
+    ("stage", "program"),
+    [(0, "0F0 0B0 0F1 0B1*"), (1, "0F0 0B0 0F1 0B1*"), (2, "0F0 0B0* 0F1 0B1*"), (3, "0F0 0B0* 0F1 0B1*")],
+)
+def test_the_stage_decides_when_gradients_are_reduced(stage: int, program: str) -> None:
+    assert str(planned(zero_optimization={"stage": stage}).program) == program
+
+
+def test_a_plan_is_the_same_everywhere_and_prints() -> None:
+    text = str(planned())
+    assert text == str(planned())
+    for said in (
+        "816 parameters",
+        "16 = 4 per rank x 2 microbatches x 2 data-parallel ranks",
+        "stage 0",
+        "0F0 0B0 0F1 0B1*",
+    ):
+        assert said in text
+    long = str(planned(train_batch_size=400, gradient_accumulation_steps=100))
+    assert "..." in long
+    assert "0B99*" in long
+
+
+def test_memory_shrinks_with_the_stage_and_the_ranks() -> None:
+    def total(stage: int, world: int) -> int:
+        zero = {"stage": stage, "param_persistence_threshold": 0}
+        return planned(world, train_batch_size=16 * world, zero_optimization=zero).memory.total_bytes
+
+    by_stage = [total(stage, 8) for stage in range(4)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    assert len(set(by_stage)) == 4
+    assert total(3, 16) < total(3, 8)
+    assert total(0, 16) == total(0, 8)
+
+
+def test_bytes_are_those_of_the_formats() -> None:
+    full = planned(zero_optimization={"stage": 0}).memory
+    assert (full.params_bytes, full.grads_bytes, full.master_bytes, full.optimizer_bytes) == (
+        816 * 4,
+        816 * 4,
+        0,
+        816 * 8,
+    )
+    half = planned(bf16={"enabled": True}).memory
+    assert (half.params_bytes, half.master_bytes) == (816 * 2, 816 * 4)
+
+
+def test_a_thousand_ranks_and_seventy_billion_parameters_plan_in_seconds() -> None:
+    layers, width = 80, 8192
+    params, modules = [], [ModuleInfo("")]
+    for i in range(layers):
+        modules.append(ModuleInfo(f"blocks.{i}"))
+        for name, shape in (
+            ("qkv", (3 * width, width)),
+            ("out", (width, width)),
+            ("up", (7 * width, width)),
+            ("norm", (width,)),
+        ):
+            modules.append(ModuleInfo(f"blocks.{i}.{name}"))
+            params.append(ParamInfo(f"blocks.{i}.{name}.weight", shape, "bfloat16", f"blocks.{i}.{name}", 0))
+    modules.insert(1, ModuleInfo("blocks", callable=False))
+    began = time.monotonic()
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    )
+    plan = make_plan(config, Shapes(tuple(params), tuple(modules)), 1024)
+    assert plan.batch.train == 1024
+    assert 50e9 < sum(unit.numel for unit in plan.units) < 70e9
+    assert plan.memory.total_bytes < 4 * 2**30
+    assert time.monotonic() - began < 60  # a hang, not a speed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(0, 3))
+def test_any_world_that_fits_is_planned(world: int, micro: int, steps: int, stage: int) -> None:
+    plan = planned(
+        world,
+        train_batch_size=micro * steps * world,
+        gradient_accumulation_steps=steps,
+        zero_optimization={"stage": stage},
+    )
+    assert (plan.batch.micro, plan.mesh.data) == (micro, world)
+    assert len(plan.program.backwards(0)) == steps
+    assert sum(unit.numel for unit in plan.units) == 816
+
+
+def broken(world: int = 2, **changes: Any) -> DsError:
+    with pytest.raises(DsError) as caught:
+        planned(world, **changes)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "precision-both", "both true"),
+        ({"data_parallel_size": 4}, "mesh-size", "data_parallel_size = 4"),
+        ({"train_batch_size": 10}, "batch-arithmetic", "10 / (accumulation 2 x ranks 2) = 2.5"),
+        ({"train_batch_size": None}, "batch-missing", "gradient_accumulation_steps = 2"),
+        ({"train_batch_size": -4}, "batch-positive", "train_batch_size = -4"),
+        ({"optimizer": {"type": "AdamWW", "params": {}}}, "optimizer-type", "AdamWW"),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, "optimizer-params", "momentun"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "optimizer-unbuilt", "Lamb"),
+        ({"scheduler": {"type": "StepLRR", "params": {}}}, "schedule-type", "StepLRR"),
+        ({"scheduler": {"type": "StepLR", "params": {"step": 1}}}, "schedule-params", "'step'"),
+    ],
+)
+def test_rules_say_what_was_found(changes: dict[str, Any], code: str, said: str) -> None:
+    error = broken(**changes)
+    assert error.code == code
+    assert said in error.message
+    assert error.fix
+
+
+def test_all_broken_rules_are_one_error() -> None:
+    error = broken(train_batch_size=10, fp16={"enabled": True}, bf16={"enabled": True}, optimizer={"type": "Lamb"})
+    assert isinstance(error, PlanError)
+    assert error.code == "plan-rules"
+    for code in ("precision-both", "batch-arithmetic", "optimizer-unbuilt"):
+        assert code in error.message
+
+
+def test_only_unbuilt_things_are_an_unsupported_error() -> None:
+    assert isinstance(broken(optimizer={"type": "OneBitAdam", "params": {}}), UnsupportedError)
+
+
+def test_shapes_come_from_meta_too() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1000, 1000)
+    assert shapes_of(model).numel == 1_001_000

@@ -1,0 +1,223 @@
+"""On several ranks the engine gives the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import ds_engine
+from ds_engine import Engine, SumLoss
+from ds_testing import world
+
+SAMPLES, WIDTH = 40, 6
+
+
+class Model(nn.Module):
+    """Masked regression: mean loss, or a sum over what the mask keeps."""
+
+    def __init__(self, summed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.summed = nn.Linear(WIDTH, 16), nn.Linear(16, 1), summed
+
+    def forward(self, x: Tensor, y: Tensor, keep: Tensor) -> Any:
+        errors = (self.second(torch.tanh(self.first(x))) - y).square().squeeze(-1)
+        return SumLoss((errors * keep).sum(), keep.sum()) if self.summed else errors.mean()
+
+
+class Data(Dataset[tuple[Tensor, ...]]):
+    """Samples (x, y, keep); most of them are masked out, unevenly."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).cos()
+        self.keep = (torch.rand(SAMPLES, generator=generator) < 0.3).float()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.x[index], self.y[index], self.keep[index]
+
+
+def configured(stage: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 12}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    } | changes
+
+
+def start(config: dict[str, Any], summed: bool = False) -> Engine:
+    return ds_engine.initialize(model=Model(summed), config=config, training_data=Data())[0]
+
+
+def reference(steps: int, summed: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, the whole train batch at once, in double precision where sums are long."""
+    model, data = Model(summed), Data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    from ds_engine.loader import Stream
+    from ds_engine.schedules import Scheduler, WarmupDecayLR
+
+    scheduler = Scheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)
+    stream, losses = Stream(SAMPLES), []
+    for step in range(steps):
+        ids = [stream.sample(12 * step + i) for i in range(12)]
+        output = model(data.x[ids], data.y[ids], data.keep[ids])
+        loss = output.total / output.count if summed else output
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(engine: Engine, losses: list[float], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    engine.close()
+    for name, p in engine.module.named_parameters():
+        torch.testing.assert_close(p.detach(), expected[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("summed", [False, True])
+@world(2)
+def test_two_ranks_are_one_process(stage: int, summed: bool) -> None:
+    engine = start(configured(stage), summed)
+    assert engine.plan.batch.accumulation == 3
+    check(engine, [engine.train_batch().loss for _ in range(8)], reference(8, summed))
+
+
+@world(3)
+def test_three_ranks_are_one_process() -> None:
+    engine = start(configured(2), summed=True)
+    assert engine.plan.batch.accumulation == 2
+    check(engine, [engine.train_batch().loss for _ in range(6)], reference(6, True))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@world(2)
+def test_the_three_calls_are_the_whole_step(stage: int) -> None:
+    engine = start(configured(stage))
+    losses: list[float] = []
+    assert engine.training_dataloader is not None
+    while len(losses) < 5:
+        for batch in engine.training_dataloader:
+            engine.backward(engine(*batch))
+            result = engine.step()
+            if result.applied:
+                losses.append(result.loss)
+            if len(losses) == 5:
+                break
+    check(engine, losses, reference(5, False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_no_sync_at_every_stage(stage: int) -> None:
+    engine = start(configured(stage))
+    assert engine.training_dataloader is not None
+    stream, losses = engine.training_dataloader.forever(), []
+    for _ in range(4):
+        for last in (False, False, True):
+            if last:
+                engine.backward(engine(*next(stream)))
+            else:
+                with engine.no_sync():
+                    engine.backward(engine(*next(stream)))
+            result = engine.step()
+        losses.append(result.loss)
+    check(engine, losses, reference(4, False))
+
+
+@world(2)
+def test_results_are_the_same_on_every_rank() -> None:
+    engine = start(configured(1))
+    result = engine.train_batch()
+    mine = torch.tensor([result.loss, result.norm or 0.0, *result.lr], dtype=torch.float64)
+    theirs = mine.clone()
+    dist.broadcast(theirs, 0)
+    assert torch.equal(mine, theirs)
+    valid = engine.deepspeed_io(Data(), route="eval")
+    assert engine.eval_batch(iter(valid), 5) > 0
+    engine.close()
+
+
+@world(2)
+def test_summed_gradients_are_twice_the_mean() -> None:
+    moved = []
+    for op in ("mean", "sum"):
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = start(configured(2, optimizer=sgd, scheduler=None, gradient_clipping=0, gradient_allreduce_op=op))
+        before = engine.module.first.weight.detach().clone()
+        engine.train_batch()
+        moved.append(engine.module.first.weight.detach() - before)
+        engine.close()
+    torch.testing.assert_close(moved[1], 2 * moved[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (0, 1)])
+@world(2)
+def test_a_run_goes_on_on_one_rank(tmp_path: Path, before: int, after: int) -> None:
+    engine = start(configured(before))
+    for _ in range(3):
+        engine.train_batch()
+    path = engine.save_checkpoint(tmp_path, client_state={"k": [1, 2]})
+    engine.close()
+    same = start(configured(after))
+    assert same.load_checkpoint(tmp_path) == (path, {"k": [1, 2]})
+    check(same, [same.train_batch().loss for _ in range(4)], (reference(7, False)[0][3:], reference(7, False)[1]))
+
+
+@world(1)
+def _resume_alone(path: str, expected: list[float]) -> None:
+    engine = start(configured(1))
+    engine.load_checkpoint(path)
+    assert [engine.train_batch().loss for _ in range(len(expected))] == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+@world(2)
+def _save_on_two(path: str) -> None:
+    engine = start(configured(3))
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(path)
+    engine.close()
+
+
+@world(4)
+def _resume_on_four(path: str, expected: list[float]) -> None:
+    engine = start(configured(2, train_micro_batch_size_per_gpu=3))
+    engine.load_checkpoint(path)
+    assert [engine.train_batch().loss for _ in range(len(expected))] == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+def test_two_ranks_then_one_and_four(tmp_path: Path) -> None:
+    expected = reference(7, False)[0][3:]
+    _save_on_two(str(tmp_path))
+    _resume_alone(str(tmp_path), expected)
+    _resume_on_four(str(tmp_path), expected)
+
+
+@world(2)
+def test_the_learning_rate_knows_nothing_of_ranks() -> None:
+    engine = start(configured(1))
+    seen = [engine.train_batch().lr[0] for _ in range(6)]
+    from ds_engine.schedules import WarmupDecayLR
+
+    schedule = WarmupDecayLR(warmup_num_steps=3, total_num_steps=12)
+    assert seen == [schedule.lr(t, 0.02) for t in range(-1, 5)]
+    engine.close()
