@@ -153,7 +153,8 @@ class PinnedPool:
         Raises:
             PinnedMemoryError: the bound would be passed even without the kept blocks ("pinned-limit"); the system has no
                 memory to lock ("pinned-alloc").
-        Cost: reuse is free; a new page-locked block costs about 0.3 ms per MiB and a device synchronisation on CUDA.
+        Cost: reuse takes microseconds; a new page-locked block is a driver call that locks page by page, so take blocks at
+            the start and keep them.
         """
         if nbytes < 1:
             raise ValueError(f"a pinned buffer of {nbytes} bytes")

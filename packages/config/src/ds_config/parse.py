@@ -79,7 +79,7 @@ def parse(text: str, name: str = "text") -> Parsed:
         name: What to call it in errors, usually the file's path.
     Raises:
         ConfigError: it is not HJSON ("config-syntax"), with line and column.
-    Cost: linear in the text; about 2 MB/s.
+    Cost: linear in the text; about 3 MB/s.
     """
     reader = _Reader(text.removeprefix("\ufeff"), name)
     data = reader.document()
