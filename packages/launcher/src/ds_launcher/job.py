@@ -15,7 +15,7 @@ from ds_launcher.options import RunOptions, node_options, parse_nnodes
 from ds_launcher.plan import Launch, Process
 from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
 
-__all__ = ["MANY_HOSTS_PORT", "Facts", "is_elastic", "make_launch", "remote_hosts"]
+__all__ = ["MANY_HOSTS_PORT", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
 
 MANY_HOSTS_PORT = 29500
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -68,7 +68,7 @@ def make_launch(options: RunOptions, facts: Facts) -> Launch:
 
 
 def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
-    inventory, node_rank = _world(options, facts)
+    inventory, node_rank = world_of(options, facts)
     host = inventory[node_rank]
     world = World(
         tuple(len(other.slots) for other in inventory),
@@ -105,8 +105,12 @@ def _command(options: RunOptions, python: str) -> tuple[str, ...]:
     return (python, "-u", *(["-m"] if options.module else []), options.script, *options.script_args)
 
 
-def _world(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
-    """All hosts of the job with their slots, and which one this is."""
+def world_of(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
+    """All hosts of a job of fixed size with their slots, and which one this is.
+
+    Raises:
+        ConfigError: a filter does not fit, or nothing tells which host this is.
+    """
     low, _ = parse_nnodes(options.nnodes)
     if options.world_info:
         inventory = decode(options.world_info)

@@ -33,6 +33,7 @@ __all__ = ["Keeper", "main"]
 _LEAST_SETTLE_S, _SETTLE_S = 0.1, 3.0
 _LEAVE_S = 2.0
 _KILL_S = 5.0
+_LAST_WORDS_S = 0.5
 _TICK_S = 0.02
 _CANNOT_START = 127
 
@@ -82,7 +83,7 @@ class Keeper:
         while self._open_streams and self._dispatch(1.0):
             pass  # nobody can write any more: each pipe comes to its end
         status = self._report()
-        self._screen.finish(timeout_s=_KILL_S)
+        self._show_rest()
         return status
 
     # -- events
@@ -245,17 +246,25 @@ class Keeper:
 
     # -- the last words
 
+    def _show_rest(self) -> None:
+        """Wait for a slow reader (`| less`) as any program would, but not when we were told to stop."""
+        while not self._screen.finish(_TICK_S) and not self._signal:
+            self._dispatch(_TICK_S)
+        self._screen.finish(_LAST_WORDS_S)
+
     def _report(self) -> int:
         endings = [child.ending(index) for index, child in enumerate(self._children)]
         first = first_failure(endings)
         if self._status is not None:
             return self._status
         if first is None:
-            # Stopped on request: a job that ended its ranks well on the signal did what was asked.
-            return 128 + self._signal if any(ending.code for ending in endings) else 0
+            if not any(ending.code for ending in endings):
+                return 0  # also after a signal: ranks that save and end well did what was asked
+            self._say(f"stopped by {signal.Signals(self._signal).name}")
+            return 128 + self._signal
         child = self._children[first.index]
         last = closing_lines(list(child.tail))
-        if len(self._children) > 1 or not last:
+        if len(self._children) > 1 or child.process.prefix or not last:
             others = "; the others were stopped" if len(self._children) > 1 else ""
             log = f"; its output is in {child.process.log}" if child.process.log else ""
             silent = "" if last else " without a word on standard error"

@@ -78,12 +78,13 @@ class Screen:
             self._waiting += len(data)
             self._changed.notify()
 
-    def finish(self, timeout_s: float) -> None:
-        """Write what waits, but not longer than `timeout_s`: nobody may be reading."""
+    def finish(self, timeout_s: float) -> bool:
+        """Say that nothing more comes, and wait up to `timeout_s` for what is still to be written. Whether all was."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _write_all(self) -> None:
         closed: set[str] = set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shutil
 import socket
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 from ds_config.errors import LaunchError
@@ -17,7 +19,7 @@ from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
 from ds_launcher.exports import collect, read_env_files
 from ds_launcher.inventory import read_hostfile
-from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts
+from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
 from ds_launcher.options import RunOptions, options_of
 from ds_launcher.options import register as register_options
 from ds_launcher.plan import describe
@@ -47,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
             code="launch-platform",
             fix="Use torchrun there, or run under WSL.",
         )
-    facts = _facts(options, port=0)
+    facts = _facts(options)
     elastic, remote = is_elastic(options), bool(remote_hosts(options, facts))
     if elastic or remote:
         if not options.dry_run:
@@ -55,8 +57,11 @@ def main(args: argparse.Namespace) -> int:
         launch = make_launch(options, facts)
         return _show(describe(launch)) if options.dry_run else supervise(launch)
     _check_script(options)
-    with hold_port(_wanted_port(options)) as port:
-        launch = make_launch(options, _facts(options, port))
+    inventory, node_rank = world_of(options, facts)
+    wanted = options.master_port or (0 if len(inventory) == 1 else MANY_HOSTS_PORT)
+    # Rank 0's host keeps the port for it; the others need to know it and have nothing to keep.
+    with hold_port(wanted) if node_rank == 0 else contextlib.nullcontext(wanted) as port:
+        launch = make_launch(options, replace(facts, port=port))
         if options.dry_run:
             return _show(describe(launch))
         if options.log_dir:
@@ -64,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         return supervise(launch)
 
 
-def _facts(options: RunOptions, port: int) -> Facts:
+def _facts(options: RunOptions) -> Facts:
     env = dict(os.environ)
     return Facts(
         env=env,
@@ -74,16 +79,10 @@ def _facts(options: RunOptions, port: int) -> Facts:
         python=sys.executable,
         cwd=os.getcwd(),
         run_id=options.run_id or uuid.uuid4().hex,
-        port=port,
+        port=0,
         hosts=read_hostfile(options.hostfile) if options.hostfile else None,
         exports=collect(env, options.export, read_env_files(env, Path.home(), Path.cwd())),
     )
-
-
-def _wanted_port(options: RunOptions) -> int:
-    """0: any free one. A job of several hosts cannot choose: the others must know it too."""
-    many = bool(options.world_info) or options.nnodes not in ("", "1", "-1") or options.no_ssh
-    return options.master_port or (MANY_HOSTS_PORT if many else 0)
 
 
 def _check_script(options: RunOptions) -> None:

@@ -1,0 +1,133 @@
+"""`ds`: its commands are found without importing them; mistakes are told in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ds_launcher.discovery import help_line, source_file
+from ds_launcher.shim import wrapped
+
+if TYPE_CHECKING:
+    from conftest import Sandbox
+
+
+def package(folder: Path, help_text: str, body: str = "") -> None:
+    """A package with a command `trap` whose modules must not be imported, and its metadata."""
+    (folder / "trap").mkdir()
+    (folder / "trap/__init__.py").write_text("raise RuntimeError('the package was imported')\n")
+    (folder / "trap/cli.py").write_text(f"raise RuntimeError('imported')\n\n{help_text}\n{body}")
+    info = folder / "trap-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trap\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ds.commands]\ntrap = trap.cli\n")
+
+
+def test_help_lists_commands_without_importing_them_or_torch(box: Sandbox) -> None:
+    package(box.folder, 'HELP: str = (\n    "show a "\n    "trap"\n)')
+    code = (
+        "import sys\n"
+        "from ds_launcher.cli import main\n"
+        "status = main(['--help'])\n"
+        "heavy = {'torch', 'pydantic', 'trap', 'numpy', 'ds_launcher.commands'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**box.env, "PYTHONPATH": str(box.folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert lines["trap"] == "show a trap"
+    assert lines["run"] == "start a training script on several ranks, here or on many hosts"
+    assert {"env", "hosts"} <= set(lines)
+
+
+@pytest.mark.parametrize("text", ["", "HELP = compute()", "HELP = 3", "HELP = ("])
+def test_a_command_whose_help_cannot_be_read_is_listed_all_the_same(box: Sandbox, text: str) -> None:
+    package(box.folder, text)
+    done = box.ds("--help", env={"PYTHONPATH": str(box.folder)})
+    assert done.returncode == 0
+    assert "  trap" in done.stdout.splitlines()
+
+
+def test_the_literal_is_the_modules_own() -> None:
+    import ds_launcher.commands.env
+    import ds_launcher.commands.hosts
+    import ds_launcher.commands.run
+
+    for module in (ds_launcher.commands.env, ds_launcher.commands.hosts, ds_launcher.commands.run):
+        assert help_line(module.__name__) == module.HELP
+        assert source_file(module.__name__) == Path(module.__file__)
+    assert source_file("no_such_package.cli") is None
+    assert source_file("sys") is None
+    assert help_line("sys") == ""
+
+
+def test_an_unknown_command_names_the_nearest(box: Sandbox) -> None:
+    done = box.ds("rnu")
+    assert done.returncode == 2
+    assert "no command `rnu`; did you mean `ds run`?" in done.stderr
+    assert box.ds("xyzzy").stderr.count("did you mean") == 0
+
+
+def test_without_words_it_shows_the_overview_and_fails(box: Sandbox) -> None:
+    done = box.ds()
+    assert done.returncode == 2
+    assert done.stdout.startswith("usage: ds <command>")
+    assert box.ds("--version").stdout.startswith("ds 0.")
+
+
+def test_errors_have_no_traceback(box: Sandbox) -> None:
+    done = box.ds("hosts", "--hostfile", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("ds hosts: ConfigError: the hostfile nowhere cannot be read")
+    assert "docs/reference/errors.md#launch-hostfile" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_hosts_shows_slots_and_the_ranks_they_get(box: Sandbox) -> None:
+    box.file("hosts").write_text("n1 slots=2\nlonger-2 slots=4\n")
+    done = box.ds("hosts", "-H", "hosts", "-e", "longer-2:0")
+    assert done.stdout.splitlines() == [
+        "n1        slots 0,1  ranks 0-1",
+        "longer-2  slots 1,2,3  ranks 2-4",
+        "2 hosts, 5 ranks",
+    ]
+    assert "gpu02  slots 0  ranks 1-1" in box.ds("hosts", env={"SLURM_JOB_NODELIST": "gpu[01-02]"}).stdout
+
+
+def test_env_reports_without_importing_torch(box: Sandbox) -> None:
+    code = (
+        "import sys\nfrom ds_launcher.cli import main\nmain(['env', '--json'])\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
+    )
+    env = {**box.env, "CUDA_VISIBLE_DEVICES": "4,5", "NCCL_DEBUG": "INFO", "WANDB_API_KEY": "secret"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["devices"] == {"kind": "cuda", "visible": "4,5"}
+    assert report["packages"]["ds-launcher"] == "0.1.0"
+    assert report["variables"]["NCCL_DEBUG"] == "INFO"
+    assert "secret" not in done.stdout
+    assert "packages" in box.ds("env").stdout
+
+
+def test_the_shim_adds_our_variables_beside_torchruns() -> None:
+    env = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4"}
+    command, given = wrapped(["--local-rank-arg", "--", "python", "t.py", "--", "x"], env)
+    assert command == ["python", "t.py", "--", "x", "--local_rank=1"]
+    assert {name: given[name] for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")} == {
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "3",
+        "CROSS_SIZE": "4",
+    }
+    assert wrapped(["--", "python"], {})[0] == ["python"]

@@ -1,0 +1,158 @@
+"""Whatever is killed, nobody is left, and other jobs notice nothing.
+
+Every rank has a child in its session, a child in a session of its own, and a daemon (forked twice); rank 0 ignores SIGTERM.
+The marker in the environment finds them all, whoever their parent is by now.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Sandbox
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc to see who is left")
+
+STUBBORN = """
+    import os, pathlib, signal, subprocess, sys, time
+    rank = os.environ["RANK"]
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    if rank == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path("pid" + rank).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+PROCESSES = 1 + 1 + 2 * 4  # ds, its keeper, and two ranks with three others each
+
+
+def job_with_ranks(box: Sandbox, *options: str) -> subprocess.Popen[str]:
+    job = box.start("run", "--nproc", "2", "--grace", "0.5", *options, box.script(STUBBORN))
+    # A forked pair is one process more for a moment, until its middle one has ended.
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists() and len(box.alive()) == PROCESSES)
+    return job
+
+
+def keeper_of(box: Sandbox) -> int:
+    return next(pid for pid, command in box.alive().items() if "ds_launcher.keeper" in command)
+
+
+def rank_pid(box: Sandbox, rank: int) -> int:
+    return int(box.file(f"pid{rank}").read_text())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_9_of_a_rank(box: Sandbox, rank: int) -> None:
+    job = job_with_ranks(box)
+    os.kill(rank_pid(box, rank), signal.SIGKILL)
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == 137
+    assert job.communicate()[1].splitlines()[-1].startswith(f"ds run: rank {rank} failed first")
+
+
+def test_kill_9_of_the_launcher(box: Sandbox) -> None:
+    job = job_with_ranks(box)
+    job.kill()
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == -signal.SIGKILL
+    job.communicate()
+
+
+def test_kill_9_of_the_keeper(box: Sandbox) -> None:
+    job = job_with_ranks(box)
+    os.kill(keeper_of(box), signal.SIGKILL)
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == 137
+    assert "the keeper process was ended (SIGKILL" in job.communicate()[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_to_the_launcher(box: Sandbox, number: signal.Signals) -> None:
+    job = job_with_ranks(box)
+    job.send_signal(number)
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == 128 + number
+    assert job.communicate()[1].splitlines()[-1] == f"ds run: stopped by {number.name}"
+
+
+def test_a_second_signal_does_not_wait(box: Sandbox) -> None:
+    job = job_with_ranks(box, "--grace", "60")
+    job.send_signal(signal.SIGINT)
+    box.wait(lambda: rank_pid(box, 1) not in box.alive())
+    job.send_signal(signal.SIGTERM)  # rank 0 took the first as KeyboardInterrupt or is still ending
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == 130
+    job.communicate()
+
+
+def test_another_job_is_left_alone(box: Sandbox) -> None:
+    waits = box.script(
+        """
+        import os, pathlib, time
+        while not pathlib.Path("go").exists(): time.sleep(0.02)
+        print("finished")
+        """,
+        "other.py",
+    )
+    other = box.start("run", "--nproc", "2", waits, env={"DS_TEST_MARK": box.mark + "-other"})
+    job = box.start("run", "--nproc", "2", box.script("import time; time.sleep(600)"))
+    box.wait(lambda: len([c for c in box.alive().values() if "train.py" in c and "ds_launcher" not in c]) == 2)
+    job.kill()
+    job.communicate()
+    box.wait(lambda: not box.alive(), seconds=10)
+    box.file("go").touch()
+    assert other.communicate(timeout=20)[0].count("finished") == 2
+    assert other.returncode == 0
+
+
+def test_ranks_may_end_well_on_a_signal(box: Sandbox) -> None:
+    script = box.script("""
+        import os, pathlib, signal, sys, time
+        def save(number, frame):
+            pathlib.Path("saved" + os.environ["RANK"]).touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        pathlib.Path("pid" + os.environ["RANK"]).touch()
+        time.sleep(600)
+    """)
+    job = box.start("run", "--nproc", "2", script)
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    job.terminate()
+    assert job.wait(timeout=10) == 0
+    assert box.file("saved0").exists()
+    assert box.file("saved1").exists()
+    assert job.communicate() == ("", "")
+
+
+def test_what_a_finished_job_left_running_is_stopped(box: Sandbox) -> None:
+    script = box.script("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
+    done = box.ds("run", "--nproc", "2", script)
+    assert done.returncode == 0
+    assert "stopping what they left running: process " in done.stderr
+    assert not box.alive()
+
+
+def test_a_keeper_stuck_on_a_full_screen_still_kills(box: Sandbox) -> None:
+    script = box.script("""
+        import os, pathlib
+        pathlib.Path("pid" + os.environ["RANK"]).touch()
+        while True: print("x" * 1000)
+    """)
+    job = box.start("run", "--nproc", "2", "--grace", "0.5", script)  # nobody reads its output
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    job.kill()
+    box.wait(lambda: not box.alive(), seconds=10)
+    job.wait(timeout=5)
+    for stream in (job.stdout, job.stderr):
+        if stream is not None:
+            stream.close()
