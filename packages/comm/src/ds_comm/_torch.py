@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names"]
+__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names", "second_connection"]
 
 # torch 2.13 renamed both functions; the arguments did not change.
 ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,3 +17,10 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
     """Backend of each device type that `pg` can communicate: `{"cpu": "gloo", "cuda": "nccl"}`."""
     pairs = (part.partition(":") for part in dist.get_backend_config(pg).split(","))
     return {device: name for device, _, name in pairs}
+
+
+def second_connection(pg: dist.ProcessGroup) -> dist.Store:
+    """A connection of one's own to the store that the ranks of `pg` met on, for another thread."""
+    store: Any = pg.get_group_store()
+    clone: dist.Store = store.clone()
+    return clone

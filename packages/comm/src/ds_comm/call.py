@@ -10,8 +10,9 @@ from torch import Tensor
 
 import ds_monitor
 from ds_comm.groups import Group
+from ds_comm.recorder import current
 from ds_comm.transports import Started, Transport
-from ds_comm.work import DONE, Pending, Work
+from ds_comm.work import DONE, Pending, Work, failed
 from ds_config.errors import CommError
 
 __all__ = ["Call"]
@@ -145,22 +146,41 @@ class Call:
         async_op: bool,
         launch: Callable[[Transport], Started],
         back: Callable[[], None] | None = None,
+        peer: int = -1,
     ) -> Work:
         """Run `launch` with this group's transport; a group of one has nothing to do.
 
         Args:
             tensor: What decides the device and is recorded; None for a barrier.
             back: What remains to do on this rank when the operation is complete.
+            peer: The root, or the other rank of a message, within the group.
+        Raises:
+            CommError: the backend gave up; see `Pending.wait`.
         """
         pg, channel = self.group.pg, self.group.channel
         if pg is None or channel is None:
             return DONE
         transport = self._transport(channel.transports, tensor)
-        channel.mark += 1
+        mark = 0  # messages have no place in the group's order: only two ranks see them
+        if self.op not in ("send", "recv"):
+            channel.mark = mark = channel.mark + 1
+        recorder = current()
+        slot = recorder.begin(channel, mark, (self.op, self.unit, peer), tensor)
         span = self._span(tensor)
         span.__enter__()
-        started = launch(transport(pg, channel.mark))
-        work = Pending(started if back is None else _then(started, back), span)
+        try:
+            started = launch(transport(pg, mark, self.unit))
+        except RuntimeError as error:
+            recorder.ended(slot)
+            span.__exit__(None, None, None)
+            raise failed(self, recorder.explain(slot), error) from error
+        work = Pending(
+            started if back is None else _then(started, back),
+            self,
+            (recorder, slot),
+            span,
+            tensor is None or tensor.device.type == "cpu",
+        )
         if async_op:
             return work
         work.wait()

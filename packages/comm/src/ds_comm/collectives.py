@@ -88,7 +88,7 @@ def reduce(
     call = Call("reduce", as_group(group), unit)
     root = call.root(dst, group_dst)
     call.check(tensor)
-    return call.start(tensor, async_op, lambda to: to.reduce(tensor, root, op))
+    return call.start(tensor, async_op, lambda to: to.reduce(tensor, root, op), peer=root)
 
 
 def reduce_scatter_single(
@@ -267,7 +267,7 @@ def broadcast(
     call = Call("broadcast", as_group(group), unit)
     root = call.root(src, group_src)
     call.check(tensor)
-    return call.start(tensor, async_op, lambda to: to.broadcast(tensor, root))
+    return call.start(tensor, async_op, lambda to: to.broadcast(tensor, root), peer=root)
 
 
 def gather(
@@ -287,7 +287,7 @@ def gather(
     parts = call.at_root("gather_list", gather_list, root, tensor.numel())
     if parts is not None:
         call.copy_alone(parts[0], tensor)
-    return call.start(tensor, async_op, lambda to: to.gather(tensor, parts, root))
+    return call.start(tensor, async_op, lambda to: to.gather(tensor, parts, root), peer=root)
 
 
 def scatter(
@@ -307,7 +307,7 @@ def scatter(
     parts = call.at_root("scatter_list", scatter_list, root, tensor.numel())
     if parts is not None:
         call.copy_alone(tensor, parts[0])
-    return call.start(tensor, async_op, lambda to: to.scatter(tensor, parts, root))
+    return call.start(tensor, async_op, lambda to: to.scatter(tensor, parts, root), peer=root)
 
 
 def barrier(

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from ds_comm.groups import Group, world_group
 from ds_comm.launch import Launch, read_launch
+from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
+from ds_comm.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
 
 __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
@@ -25,8 +28,12 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.02
 
 
-def init_distributed(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> Group:
-    """Make the default process group, once; later calls return the same world.
+def init_distributed(
+    backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT, deadline_s: float | None = None
+) -> Group:
+    """Make the default process group, once, and watch over it; later calls return the same world.
+
+    A process group that was made by others is used, and watched, too.
 
     The ranks come from torchrun, Slurm, OpenMPI, MPICH, Intel MPI, PALS, AzureML or SageMaker (`ds_comm.launch`). Variables
     that torch's own functions read (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set where they are not.
@@ -34,6 +41,8 @@ def init_distributed(backend: str | None = None, *, timeout: timedelta = DEFAULT
     Args:
         backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`); the device's own by default.
         timeout: How long the rendezvous and a collective of torch may take.
+        deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
+            (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S or 60; 0 turns recording and watching off.
     Returns:
         The world; a group of one, without a process group, when no launcher started this process.
     Raises:
@@ -55,6 +64,7 @@ def init_distributed(backend: str | None = None, *, timeout: timedelta = DEFAULT
         )
     world = world_group()
     if world.size > 1:
+        start_recorder(_watch_settings(deadline_s))
         set_place(f"rank {world.rank}/{world.size}")
     return world
 
@@ -62,6 +72,7 @@ def init_distributed(backend: str | None = None, *, timeout: timedelta = DEFAULT
 def destroy_process_group() -> None:
     """End communication: all process groups are destroyed. Does nothing in a world of one."""
     set_place("")
+    stop_recorder("ended communication")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -70,6 +81,13 @@ def local_rank() -> int:
     """Index of this process among those of its host; 0 without a launcher."""
     launch = read_launch(os.environ)
     return 0 if launch is None else launch.local_rank
+
+
+def _watch_settings(deadline_s: float | None) -> WatchSettings:
+    deadline_s = deadline_from(os.environ.get("DS_COMM_DEADLINE_S")) if deadline_s is None else deadline_s
+    dump_dir = os.environ.get("DS_COMM_DUMP_DIR")
+    settings = WatchSettings(deadline_s, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
 
 
 def _default_backend() -> str:

@@ -34,7 +34,7 @@ def isend(
     call = Call("send", as_group(group), unit)
     peer = call.peer(dst, group_dst)
     call.check(tensor)
-    return call.start(tensor, True, lambda to: to.send(tensor, peer, tag))
+    return call.start(tensor, True, lambda to: to.send(tensor, peer, tag), peer=peer)
 
 
 def irecv(
@@ -50,7 +50,7 @@ def irecv(
     call = Call("recv", as_group(group), unit)
     peer = None if src is None and group_src is None else call.peer(src, group_src)
     call.check(tensor)
-    return call.start(tensor, True, lambda to: to.recv(tensor, peer, tag))
+    return call.start(tensor, True, lambda to: to.recv(tensor, peer, tag), peer=-1 if peer is None else peer)
 
 
 def send(

@@ -12,12 +12,13 @@ needs none. 2 ranks, 64 MiB, 2-core machine, torch 2.13, medians of 9 alternatin
 
 Sums are made in rank order, in fp32 for fp16 and bf16, so they are the same bits in every run and on every chunking; for
 two ranks they are the bits of torch's all_reduce, which DDP uses. A direct message carries what it is (operation,
-sequence number, dtype, size) in its tag: ranks that disagree never match, so they wait and the recorder tells why, where
+sequence number, unit, dtype, size) in its tag: ranks that disagree never match, so they wait and the recorder tells why, where
 gloo would fill a buffer in part, or abort the process.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,13 @@ class Transport:
 
     Attributes:
         mark: Number of the operation in its group's order.
+        unit: What is communicated.
     """
 
-    __slots__ = ("mark", "pg", "rank", "size")
+    __slots__ = ("mark", "pg", "rank", "size", "unit")
 
-    def __init__(self, pg: dist.ProcessGroup, mark: int) -> None:
-        self.pg, self.mark = pg, mark
+    def __init__(self, pg: dist.ProcessGroup, mark: int, unit: str) -> None:
+        self.pg, self.mark, self.unit = pg, mark, unit
         self.rank, self.size = pg.rank(), pg.size()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Started:
@@ -112,7 +114,7 @@ class GlooTransport(Transport):
             return super().all_reduce(tensor, op)
         flat = tensor.view(-1)
         terms = _rows(flat, size)
-        works = self._exchange(_Tag(self.mark, 1), terms, [flat] * size)
+        works = self._exchange(self._tag(1), terms, [flat] * size)
         terms[self.rank] = flat
         return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
 
@@ -122,9 +124,9 @@ class GlooTransport(Transport):
             return super().reduce(tensor, dst, op)
         flat = tensor.view(-1)
         if rank != dst:
-            return Started(self._fan_out(_Tag(self.mark, 2), [dst], [flat] * size))
+            return Started(self._fan_out(self._tag(2), [dst], [flat] * size))
         terms = _rows(flat, size)
-        works = self._fan_in(_Tag(self.mark, 2), [r for r in range(size) if r != rank], terms)
+        works = self._fan_in(self._tag(2), [r for r in range(size) if r != rank], terms)
         terms[rank] = flat
         return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
 
@@ -135,7 +137,7 @@ class GlooTransport(Transport):
         sent = list(inp.view(size, flat.numel()).unbind())
         # With two ranks the one term that comes can arrive where the sum will be, unless a term is there already.
         terms = [flat] * size if size == 2 and not _overlap(flat, inp) else _rows(flat, size)
-        works = self._exchange(_Tag(self.mark, 3), terms, sent)
+        works = self._exchange(self._tag(3), terms, sent)
         terms[rank] = sent[rank]
         return Started(works, lambda: _sum_in_rank_order(flat, terms, op))
 
@@ -143,7 +145,7 @@ class GlooTransport(Transport):
         return self.all_gather_parts(out.view(self.size, inp.numel()).unbind(), inp.view(-1))
 
     def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
-        works = self._exchange(_Tag(self.mark, 4), parts, [inp] * self.size)
+        works = self._exchange(self._tag(4), parts, [inp] * self.size)
         mine = parts[self.rank]
         if mine.data_ptr() != inp.data_ptr():
             mine.copy_(inp)
@@ -154,25 +156,25 @@ class GlooTransport(Transport):
         if size > _FAN_OUT:
             return super().broadcast(tensor, src)
         if rank != src:
-            return Started(self._fan_in(_Tag(self.mark, 5), [src], [tensor] * size))
-        return Started(self._fan_out(_Tag(self.mark, 5), [r for r in range(size) if r != rank], [tensor] * size))
+            return Started(self._fan_in(self._tag(5), [src], [tensor] * size))
+        return Started(self._fan_out(self._tag(5), [r for r in range(size) if r != rank], [tensor] * size))
 
     def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
-        works = self._exchange(_Tag(self.mark, 6), outs, inps)
+        works = self._exchange(self._tag(6), outs, inps)
         outs[self.rank].copy_(inps[self.rank])
         return Started(works)
 
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:
         if parts is None:
-            return Started(self._fan_out(_Tag(self.mark, 7), [dst], [tensor] * self.size))
-        works = self._fan_in(_Tag(self.mark, 7), [r for r in range(self.size) if r != dst], parts)
+            return Started(self._fan_out(self._tag(7), [dst], [tensor] * self.size))
+        works = self._fan_in(self._tag(7), [r for r in range(self.size) if r != dst], parts)
         parts[dst].copy_(tensor)
         return Started(works)
 
     def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, src: int) -> Started:
         if parts is None:
-            return Started(self._fan_in(_Tag(self.mark, 8), [src], [tensor] * self.size))
-        works = self._fan_out(_Tag(self.mark, 8), [r for r in range(self.size) if r != src], parts)
+            return Started(self._fan_in(self._tag(8), [src], [tensor] * self.size))
+        works = self._fan_out(self._tag(8), [r for r in range(self.size) if r != src], parts)
         tensor.copy_(parts[src])
         return Started(works)
 
@@ -182,7 +184,10 @@ class GlooTransport(Transport):
             return super().barrier()
         # One empty message to and from each rank.
         tokens = torch.zeros(size + 1, dtype=torch.uint8).split(1)
-        return Started(self._exchange(_Tag(self.mark, 9), tokens[:size], tokens[size:] * size))
+        return Started(self._exchange(self._tag(9), tokens[:size], tokens[size:] * size))
+
+    def _tag(self, kind: int) -> _Tag:
+        return _Tag(self.mark * 16 + kind, zlib.crc32(self.unit.encode()))
 
     def _exchange(self, tag: _Tag, received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Any]:
         """`sent[r]` goes to rank r and `received[r]` comes from it, for every other rank r; nothing is copied here."""
@@ -216,11 +221,11 @@ class _Tag:
     """What a message is, as the number gloo matches it by. Users' own sends have small tags; these are above 2**30."""
 
     mark: int
-    kind: int
+    unit: int
 
     def of(self, tensor: Tensor) -> int:
         dtype = _DTYPE_CODES.get(tensor.dtype, 0)
-        mixed = ((self.mark * 1_000_003 + self.kind) * 1_000_003 + dtype) * 1_000_003 + tensor.numel()
+        mixed = ((self.mark * 1_000_003 + self.unit) * 1_000_003 + dtype) * 1_000_003 + tensor.numel()
         return 1 << 30 | (mixed ^ mixed >> 30) & (1 << 30) - 1
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
 
+from ds_comm.recorder import Recorder
 from ds_comm.transports import Started
+from ds_comm.verdict import Finding
+from ds_config.errors import CommError
 
-__all__ = ["DONE", "Pending", "Work"]
+__all__ = ["DONE", "Pending", "Work", "failed"]
 
 
 class Work(Protocol):
@@ -31,31 +35,74 @@ class _Done:
         return True
 
 
+# Where in the backend's sources an error was raised, and its guesses why.
+_BACKEND_NOISE = re.compile(r"^\[[^\]]*:\d+\] | This is typically .*")
 DONE: Work = _Done()
 
 
 class Pending:
-    """An operation on its way, with what remains to do at its end, and the span that ends with it."""
+    """An operation on its way, with what remains to do at its end, and the stamp and span that end with it."""
 
-    __slots__ = ("_span", "_started")
+    __slots__ = ("_host_waits", "_name", "_recorder", "_slot", "_span", "_started")
 
-    def __init__(self, started: Started, span: AbstractContextManager[None]) -> None:
+    def __init__(
+        self,
+        started: Started,
+        name: object,
+        stamp: tuple[Recorder, int],
+        span: AbstractContextManager[None],
+        host_waits: bool,
+    ) -> None:
+        """`host_waits`: whether waiting blocks this thread until the end (CPU), or only the device's stream."""
         self._started: Started | None = started
-        self._span = span
+        self._name, self._span, self._host_waits = name, span, host_waits
+        self._recorder, self._slot = stamp
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `Work.wait`.
+
+        Raises:
+            CommError: another rank ended ("comm-peer-left"), came with something else ("comm-mismatch"), or the backend
+                failed for a reason of its own ("comm-failed").
+        """
         started, self._started = self._started, None
         if started is None:
             return True
-        for work in started.works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+        self._recorder.waiting(self._slot)
+        try:
+            for work in started.works:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        except RuntimeError as error:
+            self._recorder.ended(self._slot)
+            raise failed(self._name, self._recorder.explain(self._slot), error) from error
+        finally:
+            self._span.__exit__(None, None, None)
+        if self._host_waits:
+            self._recorder.ended(self._slot)
+        else:
+            self._recorder.follow(self._slot, started.works)
         if started.finish is not None:
             started.finish()
-        self._span.__exit__(None, None, None)
         return True
 
     def is_completed(self) -> bool:
         return self._started is None or all(work.is_completed() for work in self._started.works)
+
+
+def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommError:
+    """The error of an operation that the backend gave up."""
+    first = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+    if finding is not None:
+        return CommError(
+            f"{finding.line} ({first})",
+            code=finding.code,
+            fix="Read the output of the rank named above: it ended or diverged first.",
+        )
+    return CommError(
+        f"{name} failed: {first}",
+        code="comm-failed",
+        fix="See whether all ranks still run and reach each other; the backend's own message is above.",
+    )

@@ -1,0 +1,156 @@
+"""Stamps every operation while somebody watches: the seat between `call` and the ring.
+
+There is one recorder in a process. Before `init_distributed`, and in a world of one, it is the one that does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_comm._torch import second_connection
+from ds_comm.frames import error_place
+from ds_comm.groups import Channel
+from ds_comm.ring import Ring
+from ds_comm.sidechannel import SideChannel
+from ds_comm.verdict import Finding
+from ds_comm.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
+
+__all__ = ["Recorder", "current", "deadline_from", "patience", "start_recorder", "stop_recorder"]
+
+
+class Recorder(Protocol):
+    """What `call` tells of each operation. `what` is the operation's name, its unit, and the root or peer (-1: none)."""
+
+    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+        """An operation begins; returns its slot."""
+
+    def waiting(self, slot: int) -> None:
+        """This thread blocks in it."""
+
+    def ended(self, slot: int) -> None:
+        """It is complete."""
+
+    def follow(self, slot: int, works: Sequence[Any]) -> None:
+        """It is complete when these torch handles are; the host does not wait for it."""
+
+    def explain(self, slot: int) -> Finding | None:
+        """Why it failed, as far as other ranks explain it."""
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """Others may wait for this rank that long."""
+
+    def watching(self) -> bool:
+        """Whether somebody reads what is stamped."""
+
+    def close(self, why: str) -> None:
+        """Nothing follows."""
+
+
+class _Off:
+    """Nobody watches."""
+
+    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+        return -1
+
+    def waiting(self, slot: int) -> None: ...
+
+    def ended(self, slot: int) -> None: ...
+
+    def follow(self, slot: int, works: Sequence[Any]) -> None: ...
+
+    def explain(self, slot: int) -> Finding | None:
+        return None
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watching(self) -> bool:
+        return False
+
+    def close(self, why: str) -> None: ...
+
+
+class _On:
+    def __init__(self, ring: Ring, watchdog: Watchdog) -> None:
+        self._ring, self._watchdog = ring, watchdog
+        self.waiting, self.ended, self.follow = ring.waiting, ring.ended, watchdog.follow
+
+    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+        if channel.key not in self._watchdog.groups:
+            self._watchdog.groups[channel.key] = channel.ranks
+        return self._ring.begin(channel.key, channel.name, mark, what, tensor)
+
+    def explain(self, slot: int) -> Finding | None:
+        stamp = self._ring.stamp(slot)
+        return None if stamp is None else self._watchdog.explain(stamp)
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        return self._watchdog.patience(seconds)
+
+    def watching(self) -> bool:
+        return self._watchdog.watching
+
+    def close(self, why: str) -> None:
+        self._watchdog.stop(why)
+        self._ring.close()
+
+
+_OFF: Recorder = _Off()
+_current: list[Recorder] = [_OFF]
+
+
+def current() -> Recorder:
+    """The recorder of this process."""
+    return _current[0]
+
+
+def deadline_from(value: str | None) -> float:
+    """Seconds of DS_COMM_DEADLINE_S; 60 when it is not set; 0 turns the watchdog off."""
+    return float(value) if value else DEFAULT_DEADLINE_S
+
+
+def start_recorder(settings: WatchSettings) -> None:
+    """Record from now on, and watch. Needs the default process group; does nothing when it runs already."""
+    world = dist.group.WORLD
+    if world is None or current().watching() or world.size() < 2 or settings.deadline_s <= 0:
+        return
+    stop_recorder("started anew")  # one may be left of a process group that is gone
+    ring = Ring()
+    side = SideChannel(second_connection(world), world.rank())
+    watchdog = Watchdog(ring, side, (world.rank(), world.size()), settings)
+    _current[0] = _On(ring, watchdog)
+    watchdog.start()
+    atexit.register(_at_exit)
+
+
+def stop_recorder(why: str) -> None:
+    """Record no more."""
+    recorder, _current[0] = _current[0], _OFF
+    atexit.unregister(_at_exit)
+    recorder.close(why)
+
+
+def patience(seconds: float) -> AbstractContextManager[None]:
+    """Let other ranks wait up to `seconds` for this one, whatever the deadline: `with ds_comm.patience(1800): save()`.
+
+    For a phase that one rank alone goes through while the others wait in a collective.
+    """
+    return current().patience(seconds)
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, when one does
+    stop_recorder(f"process {os.getpid()} exited" if error is None else _told(error))
+
+
+def _told(error: BaseException) -> str:
+    first = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first} at {error_place(error)}"

@@ -1,0 +1,159 @@
+"""Who waits for whom, decided from what all ranks reported. Pure: reports in, one line per rank out.
+
+Words: a rank *waits* when a thread of it is blocked in an operation; it *came* to an operation when it has a stamp with
+the same mark in the same group; it is *gone* when its process ended or said goodbye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ds_comm.ring import UNEVEN, Stamp
+
+__all__ = ["Finding", "Report", "differs", "judge", "judge_wait"]
+
+_SHOWN = 3  # culprits named in a line
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank says of itself, or what was found of one that cannot.
+
+    Attributes:
+        gone: How it ended ("raised ValueError: ..."); empty while it runs.
+        frame: Where its Python code is: `train.py:88 in step`.
+        now_s: Its clock when it reported; its stamps are on the same clock.
+        stamps: Its last operations, oldest first.
+        heads: The last mark in each group, where stamps do not tell.
+    """
+
+    rank: int
+    gone: str
+    frame: str
+    now_s: float
+    stamps: tuple[Stamp, ...]
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+    def waits(self) -> list[Stamp]:
+        """Operations it is blocked in, the longest wait first."""
+        return sorted((stamp for stamp in self.stamps if stamp.waits), key=lambda stamp: stamp.waited_s)
+
+    def at(self, key: str, mark: int) -> Stamp | None:
+        """Its operation with this mark, if it came to it and the ring still has it."""
+        return next((stamp for stamp in self.stamps if stamp.key == key and stamp.mark == mark), None)
+
+    def head(self, key: str) -> int:
+        """The last mark it came to in this group."""
+        return max((stamp.mark for stamp in self.stamps if stamp.key == key), default=self.heads.get(key, 0))
+
+    def place(self) -> str:
+        """What it does now, in words."""
+        if self.gone:
+            last = self.stamps[-1] if self.stamps else None
+            return f"has ended ({self.gone})" + (f", last in {last}" if last else "")
+        waiting = self.waits()
+        if waiting:
+            return f"waits for {waiting[0]} at {self.frame}"
+        return f"is at {self.frame}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The line of one rank.
+
+    Attributes:
+        code: Section of docs/reference/errors.md: "comm-hang", "comm-mismatch" or "comm-peer-left".
+    """
+
+    code: str
+    line: str
+
+
+def judge(mine: Report, reports: Mapping[int, Report], groups: Mapping[str, tuple[int, ...]]) -> Finding:
+    """What the rank that reports `mine` says.
+
+    Args:
+        reports: What is known of each rank.
+        groups: Ranks of the world of each group that it is in, by torch's name.
+    """
+    me, others = mine.rank, [report for rank, report in sorted(reports.items()) if rank != mine.rank]
+    for wait in mine.waits():
+        ranks = groups.get(wait.key, ())
+        finding = judge_wait(wait, mine, reports, ranks)
+        return finding or Finding("comm-hang", f"{_waits(wait, mine)}; all its ranks came, but nothing moves")
+    for other in others:
+        for wait in other.waits():
+            if me in groups.get(wait.key, ()):
+                culprit = next(_culprits(wait, [mine]), None)
+                if culprit is not None:
+                    code = "comm-hang" if _missing(wait, mine) else "comm-mismatch"
+                    what = "did not come to" if code == "comm-hang" else f"came with {mine.at(wait.key, wait.mark)} to"
+                    line = f"rank {me} is at {mine.frame} and {what} {wait}, for which rank {other.rank} waits at {other.frame}"
+                    return Finding(code, line + _last(mine))
+    busy = next((report for report in others if report.waits() or report.gone), None)
+    what = "" if busy is None else f"; rank {busy.rank} {busy.place()}"
+    return Finding("comm-hang", f"rank {me} is at {mine.frame}{what}{_last(mine)}")
+
+
+def judge_wait(wait: Stamp, mine: Report, reports: Mapping[int, Report], ranks: tuple[int, ...]) -> Finding | None:
+    """What the rank that reports `mine` says of its operation in a group of `ranks`; None when no other rank explains it."""
+    awaited = _awaited(wait, mine.rank, ranks)
+    found = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
+    silent = [rank for rank in awaited if rank not in reports]
+    if silent:
+        found.append(("comm-hang", f"{_ranks(silent)} gave no sign"))
+    if not found:
+        return None
+    codes = [code for code, _ in found]
+    code = next(code for code in ("comm-mismatch", "comm-peer-left", "comm-hang") if code in codes)
+    texts = [text for _, text in found]
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return Finding(code, f"{_waits(wait, mine)}; {'; '.join(texts[:_SHOWN])}{more}")
+
+
+def differs(a: Stamp, b: Stamp) -> bool:
+    """Whether two ranks' operations with one mark cannot be the same one."""
+    even = a.op not in UNEVEN and a.numel != b.numel
+    return a.op != b.op or a.unit != b.unit or a.dtype != b.dtype or a.peer != b.peer or even
+
+
+def _culprits(wait: Stamp, others: Iterable[Report]) -> Iterator[tuple[str, str]]:
+    """Of each rank that keeps `wait` from ending: the code and the words."""
+    for other in others:
+        stamp = other.at(wait.key, wait.mark) if wait.mark else None
+        if stamp is not None and differs(wait, stamp):
+            where = f"has ended ({other.gone})" if other.gone else f"is at {other.frame}"
+            yield "comm-mismatch", f"rank {other.rank} came with {stamp} instead and {where}"
+        elif other.gone:
+            if other.head(wait.key) < wait.mark or not wait.mark or (stamp is not None and not stamp.ended_s):
+                yield "comm-peer-left", f"rank {other.rank} {other.place()}"
+        elif _missing(wait, other):
+            yield "comm-hang", f"rank {other.rank} did not come: it {other.place()}"
+
+
+def _missing(wait: Stamp, other: Report) -> bool:
+    if not wait.mark:  # a message needs a send here and a receive there
+        return not any(stamp.key == wait.key and {stamp.op, wait.op} == {"send", "recv"} for stamp in other.waits())
+    return other.head(wait.key) < wait.mark
+
+
+def _awaited(wait: Stamp, me: int, ranks: tuple[int, ...]) -> list[int]:
+    """Ranks of the world that `wait` needs."""
+    if not wait.mark and 0 <= wait.peer < len(ranks):
+        return [ranks[wait.peer]]
+    return [rank for rank in ranks if rank != me]
+
+
+def _waits(wait: Stamp, mine: Report) -> str:
+    since_s = mine.now_s - (wait.waited_s or wait.began_s)
+    return f"rank {mine.rank} waits since {since_s:.1f} s for {wait} at {mine.frame}"
+
+
+def _last(report: Report) -> str:
+    return f"; its last operation was {report.stamps[-1]}" if report.stamps else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"

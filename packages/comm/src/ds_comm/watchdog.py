@@ -1,0 +1,354 @@
+"""The thread that ends silent hangs: it watches this rank's waits, compares ranks, and lets each say what it sees.
+
+Started by `init_distributed` in a world of more than one rank. Off the path of training: it reads rings, never tensors,
+and talks over its own connection to the job's store.
+
+    five times a second   how long has a thread of this rank been blocked? (20 us)
+    once a second         publish digests of the last operations, compare with one other rank, look for an alarm
+    at the deadline       raise the alarm: every rank reports, reads the others' reports, prints one line, writes a dump
+                          and ends with EXIT_CODE
+
+An alarm is raised before the deadline when a rank that others wait for has ended, or when digests show that ranks did
+different operations without blocking. `patience` is how a rank says that it will be long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_comm.frames import user_frame
+from ds_comm.peers import Peer, open_peer
+from ds_comm.ring import Ring, Stamp
+from ds_comm.sidechannel import SideChannel
+from ds_comm.verdict import Finding, Report, judge, judge_wait
+
+__all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
+
+_log = logging.getLogger(__name__)
+DEFAULT_DEADLINE_S = 60.0
+EXIT_CODE = 86
+_SUSPECT_S = 0.5  # a wait of this length makes the watchdog look at the others
+_REPORTED = 48  # stamps in a report; the dump has all
+_MEET_S = 1.0
+_COLLECT_S = 2.5
+_SEEN_S = 1.0
+_MANY_RANKS = 256  # above it only the rank that raised the alarm reads all reports
+_UNKNOWN = "a place nobody knows"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """How patient to be, and what to do at the end.
+
+    Attributes:
+        deadline_s: How long a rank may be blocked in one operation.
+        local_size: Ranks of this host, as far as known.
+        dump_dir: Where each rank writes what it knew.
+        end: Called at the end with the exit code; ends the process.
+    """
+
+    deadline_s: float = DEFAULT_DEADLINE_S
+    local_size: int = 1
+    dump_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"ds-comm-{os.getuid()}")
+    end: Callable[[int], Any] = os._exit
+
+    @property
+    def poll_s(self) -> float:
+        return min(0.2, self.deadline_s / 10)
+
+    @property
+    def tick_s(self) -> float:
+        return min(1.0, self.deadline_s / 4)
+
+
+class Watchdog:
+    """One rank's watcher. `start`, then `stop`; in between it may end the process.
+
+    Attributes:
+        groups: Ranks of each group that this rank has stamped an operation of, by torch's name. The recorder fills it.
+    """
+
+    def __init__(self, ring: Ring, side: SideChannel, place: tuple[int, int], settings: WatchSettings) -> None:
+        """`place` is this rank and the size of the world."""
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self._ring, self._side, self._settings = ring, side, settings
+        self._rank, self._size = place
+        self._left: dict[int, tuple[str, dict[str, int]]] = {}  # ranks that said goodbye, with what they said
+        self._peers: dict[int, Peer | None] = {self._rank: None}
+        self._digests: dict[str, dict[int, int]] = {}
+        self._on_device: deque[tuple[int, Sequence[Any]]] = deque()
+        self._pause_until_s = 0.0  # on the clock of time.time(), which hosts share well enough
+        self._next_tick_s = 0.0
+        self._ticks = 0
+        self._launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._host = socket.gethostname()
+        self._store_error = ""
+        self._stop, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ds-comm-watchdog", daemon=True)
+        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
+
+    def start(self) -> None:
+        """Begin to watch, once the ranks of this host have met: what one of them does from now on survives it."""
+        self._side.introduce(self._host, {"pid": os.getpid(), "fd": self._ring.fd})
+        deadline = time.monotonic() + _MEET_S
+        while len(self._peers) < self._settings.local_size and time.monotonic() < deadline:
+            self._meet_peers()
+            time.sleep(0.005)
+        self._thread.start()
+
+    @property
+    def watching(self) -> bool:
+        """Whether it still runs; it ends by itself with torch's default process group."""
+        return self._thread.is_alive()
+
+    def stop(self, why: str) -> None:
+        """Tell the others that this rank communicates no more, and end the thread."""
+        if not self._stop.is_set():
+            self._stop.set()
+            over = not self._thread.is_alive()
+            self._thread.join(timeout=5)
+            if not over:
+                self._goodbye(why)
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Let the others wait for this rank that long."""
+        before, self._pause_until_s = self._pause_until_s, time.time() + seconds
+        self._publish()
+        try:
+            yield
+        finally:
+            self._pause_until_s = before
+            self._publish()
+
+    def follow(self, slot: int, works: Sequence[Any]) -> None:
+        """An operation whose end only the device knows: stamp it when these torch handles are complete."""
+        self._on_device.append((slot, works))
+
+    def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
+        """Why an operation of this rank failed, if another rank's end explains it; waits a moment for that to show."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            if self._ending.is_set():  # the operation failed because another rank said its line and ended first
+                time.sleep(_COLLECT_S + 2 * _SEEN_S)
+            finding = self._blame_gone(wait)
+            if finding is not None or time.monotonic() > deadline:
+                return finding
+            time.sleep(0.05)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._settings.poll_s):
+            if self._world is not None and (self._world() is None or not dist.is_initialized()):
+                self._goodbye("destroyed its process groups")
+                return
+            self._follow_device()
+            since = self._ring.blocked_since()
+            blocked_s = time.monotonic() - since if since else 0.0
+            try:
+                self._look(blocked_s)
+            except RuntimeError as error:
+                # Rank 0 or the launcher serves the store; with them it is gone. That is no reason to end a rank that
+                # works, but one that waits will not be released any more.
+                self._store_error = str(error).splitlines()[0]
+                if blocked_s > min(self._settings.deadline_s, 2.0):
+                    self._end({"rank": self._rank, "why": "the job's store is gone"})
+
+    def _follow_device(self) -> None:
+        # A device runs them in order, so only the first can be the one that does not move, since it became the first.
+        done = False
+        while self._on_device and all(work.is_completed() for work in self._on_device[0][1]):
+            self._ring.ended(self._on_device.popleft()[0])
+            done = True
+        if done and self._on_device:
+            self._ring.waiting(self._on_device[0][0])
+
+    def _look(self, blocked_s: float) -> None:
+        now = time.monotonic()
+        if now < self._next_tick_s and blocked_s < _SUSPECT_S:
+            return
+        self._next_tick_s = now + self._settings.tick_s
+        if len(self._peers) < self._size:
+            self._meet_peers()
+        if self._side.num_left() > len(self._left):
+            self._read_goodbyes(range(self._size))
+        if 0 in self._left and self._rank and not self._launcher_serves:
+            self._side.hang_up()
+        if self._side.alarm() is None:
+            why = self._reason(blocked_s)
+            if why is None:
+                self._publish()
+                return
+            self._side.raise_alarm({"rank": self._rank, "why": why})
+        self._end(self._side.alarm())
+
+    def _reason(self, blocked_s: float) -> str | None:
+        """Why this rank raises an alarm now, if it does."""
+        wait = self._longest_wait() if blocked_s > _SUSPECT_S else None
+        if wait is not None:
+            finding = self._blame_gone(wait)
+            if finding is not None:
+                return finding.line
+            if blocked_s > self._settings.deadline_s and not self._asked_for_patience(self.groups.get(wait.key, ())):
+                return f"rank {self._rank} was blocked for {blocked_s:.1f} s in {wait}"
+        return self._compare()
+
+    def _longest_wait(self) -> Stamp | None:
+        return next(iter(self._own_report().waits()), None)
+
+    def _blame_gone(self, wait: Stamp) -> Finding | None:
+        """The line for an operation that will not end because a rank it needs has ended; None when none has."""
+        gone = {rank: why for rank, why in self._gone().items() if rank in self.groups.get(wait.key, ())}
+        for rank, (why, heads) in gone.items():
+            report = self._left_behind(rank, why, heads)
+            finding = judge_wait(wait, self._own_report(), {rank: report}, (self._rank, rank))
+            if finding is not None:
+                return finding
+        return None
+
+    def _gone(self) -> dict[int, tuple[str, dict[str, int]]]:
+        """Ranks that said goodbye or whose process is dead: why, and how far they came in each group."""
+        found = dict(self._left)
+        for rank, peer in self._peers.items():
+            if peer is not None and rank not in found and not peer.alive():
+                found[rank] = peer.end(), {}
+        return found
+
+    def _read_goodbyes(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._left and (note := self._side.ask("left", rank)) is not None:
+                self._left[rank] = note["why"], note["heads"]
+
+    def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> Report:
+        peer = self._peers.get(rank)
+        stamps = () if peer is None else tuple(peer.stamps()[-_REPORTED:])
+        return Report(rank, why, _UNKNOWN, time.monotonic(), stamps, dict(heads))
+
+    def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
+        states = (self._side.ask("state", rank) for rank in ranks)
+        return any(state is not None and state["pause_until_s"] > time.time() for state in states)
+
+    def _compare(self) -> str | None:
+        """Compare digests with another rank, another one at every tick."""
+        self._ticks += 1
+        other = (self._rank + 1 + self._ticks % (self._size - 1)) % self._size
+        state = self._side.ask("state", other)
+        for key, blocks in (state["digests"] if state is not None else {}).items():
+            for block, digest in blocks.items():
+                mine = self._digests.get(key, {}).get(int(block))
+                if mine is not None and mine != digest:
+                    first, last = self._ring.block_marks(int(block))
+                    name = next((s.group for s in self._ring.stamps() if s.key == key), key)
+                    return f"ranks {self._rank} and {other} did different operations among #{first} to #{last} of group {name!r}"
+        return None
+
+    def _publish(self) -> None:
+        for key, blocks in self._ring.digests(self._digests).items():
+            kept = self._digests.setdefault(key, {})
+            kept.update(blocks)
+            for old in sorted(kept)[:-8]:
+                del kept[old]
+        self._side.tell("state", {"pause_until_s": self._pause_until_s, "digests": self._digests})
+
+    def _meet_peers(self) -> None:
+        for hello in self._side.introduced(self._host):
+            if hello["rank"] not in self._peers:
+                self._peers[hello["rank"]] = open_peer(hello["pid"], hello["fd"])
+
+    def _goodbye(self, why: str) -> None:
+        self._ring.goodbye(why)
+        heads: dict[str, int] = {}
+        for stamp in self._ring.stamps():
+            heads[stamp.key] = max(stamp.mark, heads.get(stamp.key, 0))
+        try:
+            self._side.leave(why, heads)
+            if self._rank == 0 and not self._launcher_serves:
+                self._side.wait_for(["left", "hung-up"], range(1, self._size), 1.5 * self._settings.tick_s)
+        except RuntimeError as error:  # the others are gone as well
+            _log.debug("no goodbye: %s", error)
+        for peer in self._peers.values():
+            if peer is not None:
+                peer.close()
+        self._peers = {self._rank: None}
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _own_report(self, stamps: int = _REPORTED) -> Report:
+        mine = self._ring.stamps()
+        kept = [s for s in mine[:-stamps] if s.waits] + mine[-stamps:]
+        thread = next((stamp.thread for stamp in kept if stamp.waits), None)
+        return Report(self._rank, "", user_frame(thread), time.monotonic(), tuple(kept), {})
+
+    def _end(self, alarm: Mapping[str, Any]) -> None:
+        self._ending.set()
+        report = self._own_report()
+        reports = {self._rank: report}
+        try:
+            self._side.report(report)
+            reports |= self._side.collect(self._asked(alarm), _COLLECT_S)
+            self._read_goodbyes(set(range(self._size)) - reports.keys())
+        except RuntimeError as error:
+            self._store_error = self._store_error or str(error).splitlines()[0]
+        for rank, (why, heads) in self._gone().items():
+            if rank not in reports:
+                reports[rank] = self._left_behind(rank, why, heads)
+        if self._store_error:  # the rings of this host can still be read
+            for rank in self._peers.keys() - reports.keys():
+                reports[rank] = self._left_behind(rank, "", {})
+        finding = judge(report, reports, self.groups)
+        self._say(finding, alarm, reports)
+        self._settings.end(EXIT_CODE)
+        self._stop.set()
+
+    def _asked(self, alarm: Mapping[str, Any]) -> set[int]:
+        """Whose reports this rank reads."""
+        if self._size > _MANY_RANKS and alarm["rank"] != self._rank:
+            return {alarm["rank"]}
+        return set(range(self._size)) - {self._rank}
+
+    def _say(self, finding: Finding, alarm: Mapping[str, Any], reports: Mapping[int, Report]) -> None:
+        dump = self._settings.dump_dir / f"rank-{self._rank}-pid-{os.getpid()}.json"
+        line = f"[ds-comm] {finding.line}."
+        if finding.code == "comm-hang" and not alarm["why"].startswith(f"rank {self._rank} was"):
+            line += f" Alarm: {alarm['why']}."
+        try:
+            dump.parent.mkdir(parents=True, exist_ok=True)
+            content = {
+                "line": finding.line,
+                "code": finding.code,
+                "alarm": dict(alarm),
+                "reports": [asdict(other) for other in reports.values()],
+                "stamps": [asdict(stamp) for stamp in self._ring.stamps()],
+            }
+            dump.write_text(json.dumps(content))
+            line += f" Details: ds comm debug {dump.parent}"
+        except OSError as error:
+            line += f" No dump: {error}"
+        sys.stderr.write(f"{line} docs/reference/errors.md#{finding.code}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        try:
+            # The end of one process breaks the connections of the others: all speak first.
+            self._side.tell("seen", True)
+            self._side.wait_for(["seen"], set(reports) - {self._rank}, _SEEN_S)
+            if self._rank == 0:  # the store may live in this process
+                time.sleep(_SEEN_S / 4)
+        except RuntimeError as error:
+            _log.debug("the store is gone: %s", error)

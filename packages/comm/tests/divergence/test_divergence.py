@@ -1,0 +1,198 @@
+"""Ranks that do not do the same: both end, soon, and each says who waits for what and where the other is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_comm.watchdog import EXIT_CODE
+
+DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    codes: list[int]
+    outputs: list[str]
+    took_s: float
+
+
+class Ranks:
+    """A process that imported torch and forks ranks from itself."""
+
+    def __init__(self, folder: Path) -> None:
+        script = Path(__file__).with_name("ranks.py")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "RANK", "WORLD_SIZE"))}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**env, "OMP_NUM_THREADS": "1", "DS_COMM_DUMP_DIR": str(folder / "dumps")},
+        )
+        self.folder = folder
+
+    def run(self, cases: Sequence[tuple[str, int]]) -> list[Outcome]:
+        """Each case with its number of ranks, all at the same time: they mostly wait."""
+        tasks = [task for case, world in cases for task in self._tasks(case, world)]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(tasks) + "\n")
+        self._process.stdin.flush()
+        ends = iter(json.loads(self._process.stdout.readline()))
+        outcomes = []
+        for case, world in cases:
+            codes, times = zip(*(next(ends) for _ in range(world)), strict=True)
+            outputs = [self._out(case, world, rank).read_text() for rank in range(world)]
+            outcomes.append(Outcome(list(codes), outputs, max(times)))
+        return outcomes
+
+    def _tasks(self, case: str, world: int) -> list[dict[str, Any]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return [
+            {
+                "case": case,
+                "deadline_s": DEADLINE_S,
+                "out": str(self._out(case, world, rank)),
+                "env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            }
+            for rank in range(world)
+        ]
+
+    def _out(self, case: str, world: int, rank: int) -> Path:
+        return self.folder / f"{case} {rank} of {world}".replace(" ", "-")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def lines(output: str) -> list[str]:
+    """What the watchdog said, or the error of the operation: one line each."""
+    return [line for line in output.splitlines() if line.startswith("[ds-comm]") or "CommError:" in line]
+
+
+# case: what rank 0 says, what rank 1 says (None: it says nothing of others, it is the one that ended)
+MATRIX = {
+    "skips a submodule": (
+        r"rank 0 waits since .* for all_reduce\[layers\.1\] #11 float32\[8\] of group 'world' at .*ranks\.py:\d+ in forward; "
+        r"rank 1 came with all_reduce\[layers\.2\] #11 .* instead and is at .*ranks\.py:\d+ in forward",
+        r"rank 1 waits since .* for all_reduce\[layers\.2\] #11 .*rank 0 came with all_reduce\[layers\.1\] #11",
+    ),
+    "one forward fewer": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #16 .* rank 1 came with barrier\[save\] #16 .* in save",
+        r"rank 1 waits .* barrier\[save\] #16 .* rank 0 came with all_reduce\[layers\.0\] #16 .* in forward",
+    ),
+    "shorter loader": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #16 .*; rank 1 has ended \(process \d+ exited\)",
+        None,
+    ),
+    "raises": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #10 .*; rank 1 has ended \(ValueError: boom in forward at .*ranks\.py:\d+",
+        r"ValueError: boom in forward",
+    ),
+    "saves alone": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #10 .* rank 1 came with barrier\[save\] #10",
+        r"rank 1 waits .* barrier\[save\] #10 .* rank 0 came with all_reduce\[layers\.0\] #10",
+    ),
+    "another shape": (
+        r"rank 0 waits .* float32\[8\] .* rank 1 came with .* float32\[9\]",
+        r"rank 1 waits .* float32\[9\] .* rank 0 came with .* float32\[8\]",
+    ),
+    "another dtype": (
+        r"rank 0 waits .* float32\[8\] .* rank 1 came with .* float64\[8\]",
+        r"rank 1 waits .* float64\[8\] .* rank 0 came with .* float32\[8\]",
+    ),
+    "another root": (
+        None,
+        r"broadcast\[layers\.0\] #10",
+    ),
+    "sleeps": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #10 .*; rank 1 did not come: it is at .*ranks\.py:\d+ in run",
+        r"rank 1 is at .*ranks\.py:\d+ in run and did not come to all_reduce\[layers\.0\] #10 .*, for which rank 0 waits",
+    ),
+    "is killed": (
+        r"rank 0 waits .* all_reduce\[layers\.0\] #10 .*; rank 1 has ended \(its process \d+ died without a word\), last in "
+        r"all_reduce\[layers\.2\] #9",
+        None,
+    ),
+    "rank 0 ends first": (
+        None,
+        r"rank 1 waits .* all_reduce\[layers\.0\] #10 .*; rank 0 has ended \(process \d+ exited\)",
+    ),
+    "both receive": (
+        r"rank 0 waits .* recv\[activations\] .*; rank 1 did not come: it waits for recv\[activations\]",
+        r"rank 1 waits .* recv\[activations\] .*; rank 0 did not come: it waits for recv\[activations\]",
+    ),
+}
+
+
+FINE = ["asks for patience", "finishes early"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Outcome]]:
+    ranks = Ranks(tmp_path_factory.mktemp("divergence"))
+    cases = [("sleeps", 4), *((case, 2) for case in [*MATRIX, *FINE])]
+    found: dict[tuple[str, int], Outcome] = {}
+    for start in range(0, len(cases), 6):
+        batch = cases[start : start + 6]
+        found |= zip(batch, ranks.run(batch), strict=True)
+    yield found
+    ranks.close()
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_both_ranks_end_and_name_each_other(outcomes: dict[tuple[str, int], Outcome], case: str) -> None:
+    outcome = outcomes[case, 2]
+    assert outcome.took_s < DEADLINE_S + 15, "deadline + 5 s, and starting on a busy machine"
+    for rank, expected in enumerate(MATRIX[case]):
+        if expected is not None:
+            assert outcome.codes[rank] != 0
+            assert re.search(expected, outcome.outputs[rank]), outcome.outputs[rank]
+
+
+@pytest.mark.parametrize("case", ["skips a submodule", "sleeps", "another shape"])
+def test_what_the_watchdog_ends_has_its_exit_code_and_one_line(
+    outcomes: dict[tuple[str, int], Outcome], case: str
+) -> None:
+    outcome = outcomes[case, 2]
+    assert outcome.codes == [EXIT_CODE, EXIT_CODE]
+    for output in outcome.outputs:
+        (line,) = lines(output)
+        assert re.search(r"docs/reference/errors\.md#comm-(hang|mismatch)$", line)
+
+
+def test_four_ranks_name_the_one_that_did_not_come(outcomes: dict[tuple[str, int], Outcome]) -> None:
+    outcome = outcomes["sleeps", 4]
+    assert outcome.codes == [EXIT_CODE] * 4
+    for rank in (0, 2, 3):
+        (line,) = lines(outcome.outputs[rank])
+        assert re.search(rf"rank {rank} waits .*; rank 1 did not come", line), line
+        assert line.count("did not come") == 1
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_is_no_hang_is_left_alone(outcomes: dict[tuple[str, int], Outcome], case: str) -> None:
+    outcome = outcomes[case, 2]
+    assert outcome.codes == [0, 0], outcome.outputs
+    assert outcome.outputs == ["finished\n", "finished\n"]

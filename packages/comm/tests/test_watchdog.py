@@ -1,0 +1,184 @@
+"""The watchdogs of a job, as threads of one process over a store in memory: the same code, no rank to lose."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_comm.ring import Ring
+from ds_comm.sidechannel import SideChannel
+from ds_comm.watchdog import EXIT_CODE, Watchdog, WatchSettings
+
+X = torch.ones(4)
+
+
+@dataclass
+class Rank:
+    ring: Ring
+    watchdog: Watchdog
+    ended: threading.Event
+    codes: list[int]
+
+    def stamp(self, mark: int, op: str = "all_reduce", unit: str = "layers.0", wait: bool = False) -> int:
+        slot = self.ring.begin("0", "world", mark, (op, unit, -1), X)
+        self.ring.waiting(slot) if wait else self.ring.ended(slot)
+        return slot
+
+
+@contextmanager
+def job(size: int, folder: Path, deadline_s: float = 0.3) -> Iterator[list[Rank]]:
+    store, ranks = dist.HashStore(), []
+    for rank in range(size):
+        codes: list[int] = []
+        ended = threading.Event()
+
+        def end(code: int, codes: list[int] = codes, ended: threading.Event = ended) -> None:
+            codes.append(code)
+            ended.set()
+
+        ring = Ring()
+        settings = WatchSettings(deadline_s, local_size=size, dump_dir=folder, end=end)
+        watchdog = Watchdog(ring, SideChannel(store, rank), (rank, size), settings)
+        watchdog.groups["0"] = tuple(range(size))
+        ranks.append(Rank(ring, watchdog, ended, codes))
+    starters = [threading.Thread(target=rank.watchdog.start) for rank in ranks]  # they meet: together or not at all
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join()
+    yield ranks
+    for rank in ranks:
+        rank.watchdog.stop("test is over")
+        rank.ring.close()
+
+
+def test_a_wait_beyond_the_deadline_ends_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(3, tmp_path) as ranks:
+        for rank in ranks:
+            rank.stamp(1)
+        ranks[0].stamp(2, wait=True)
+        ranks[2].stamp(2, wait=True)
+        for rank in ranks:
+            assert rank.ended.wait(10)
+    assert [rank.codes[0] for rank in ranks] == [EXIT_CODE] * 3
+    said = capfd.readouterr().err.splitlines()
+    assert sum("waits since" in line and "rank 1 did not come: it is at" in line for line in said) == 2
+    assert sum("rank 1 is at" in line and "did not come to all_reduce[layers.0] #2" in line for line in said) == 1
+    dumps = sorted(tmp_path.glob("rank-*.json"))
+    assert len(dumps) == 3
+    dump = json.loads(dumps[0].read_text())
+    assert [stamp["mark"] for stamp in dump["stamps"]] == [1, 2]
+    assert sorted(report["rank"] for report in dump["reports"]) == [0, 1, 2]
+
+
+def test_waits_within_the_deadline_are_left_alone(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=1.5) as ranks:
+        slot = ranks[0].stamp(1, wait=True)
+        time.sleep(1.0)
+        ranks[0].ring.ended(slot)
+        time.sleep(1.0)
+        assert not any(rank.codes for rank in ranks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_patience_holds_the_alarm_back(tmp_path: Path) -> None:
+    with job(2, tmp_path) as ranks:
+        with ranks[1].watchdog.patience(60):
+            slot = ranks[0].stamp(1, wait=True)
+            time.sleep(1.2)
+            assert not any(rank.codes for rank in ranks)
+        assert ranks[0].ended.wait(10)
+        ranks[0].ring.ended(slot)
+
+
+def test_a_goodbye_ends_who_waits_before_the_deadline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(3, tmp_path, deadline_s=300) as ranks:
+        for rank in ranks:
+            rank.stamp(1)
+        ranks[2].stamp(2, wait=True)
+        ranks[1].watchdog.stop("ValueError: boom at train.py:3 in step")
+        assert ranks[2].ended.wait(20)
+    assert "rank 1 has ended (ValueError: boom at train.py:3 in step)" in capfd.readouterr().err
+
+
+def test_a_goodbye_after_its_part_ends_nobody(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        ranks[1].stamp(1)
+        ranks[0].stamp(1, wait=True)  # still sending, say
+        ranks[1].watchdog.stop("exited")
+        time.sleep(1.5)
+        assert not ranks[0].codes
+
+
+def test_different_operations_that_block_nobody_are_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(2, tmp_path, deadline_s=2) as ranks:
+        for mark in range(1, 80):
+            ranks[0].stamp(mark, unit=f"layers.{mark % 3}")
+            ranks[1].stamp(mark, unit=f"layers.{(mark + (mark > 40)) % 3}")
+        assert ranks[0].ended.wait(10)
+        assert ranks[1].ended.wait(10)
+    assert "did different operations among #1 to #64 of group 'world'" in capfd.readouterr().err
+
+
+def test_equal_operations_are_no_finding(tmp_path: Path) -> None:
+    with job(3, tmp_path, deadline_s=1) as ranks:
+        for mark in range(1, 300):
+            for rank in ranks:
+                rank.stamp(mark, unit=f"layers.{mark % 3}")
+        time.sleep(1.5)
+        assert not any(rank.codes for rank in ranks)
+
+
+def test_a_failed_operation_is_explained_by_who_left(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        slot = ranks[0].stamp(1, wait=True)
+        stamp = ranks[0].ring.stamp(slot)
+        assert stamp is not None
+        assert ranks[0].watchdog.explain(stamp, limit_s=0.1) is None
+        ranks[1].watchdog.stop("exited")
+        finding = ranks[0].watchdog.explain(stamp)
+        assert finding is not None
+        assert finding.code == "comm-peer-left"
+        ranks[0].ring.ended(slot)
+
+
+class Handle:
+    """A torch handle of a device operation."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_operations_that_only_the_device_waits_for_are_followed(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=0.6) as ranks:
+        first, second = Handle(), Handle()
+        slots = [ranks[0].stamp(mark, wait=True) for mark in (1, 2)]
+        for slot, handle in zip(slots, (first, second), strict=True):
+            ranks[0].watchdog.follow(slot, [handle])
+        first.done = True
+        time.sleep(0.3)
+        stamps = [ranks[0].ring.stamp(slot) for slot in slots]
+        assert [stamp is not None and stamp.waits for stamp in stamps] == [False, True]
+        assert ranks[0].ended.wait(10), "the second does not move"
+
+
+def test_without_its_store_a_rank_that_works_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(2, tmp_path) as ranks:
+        ranks[0].watchdog.stop("exited")
+        time.sleep(0.6)
+        assert not ranks[1].codes
+        ranks[1].stamp(1, wait=True)
+        assert ranks[1].ended.wait(10)
+    assert "rank 0 has ended (exited)" in capfd.readouterr().err
