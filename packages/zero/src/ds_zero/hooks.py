@@ -275,19 +275,23 @@ class Runtime:
     # ---- backward
 
     def _fired_hook(self, number: int, member: int) -> Callable[[Tensor], None]:
-        missing = self._missing[number]
+        # Weak: autograd keeps this function where the garbage collector does not look, so a strong one would never die.
+        missing, owner = self._missing[number], weakref.ref(self)
 
         def fired(param: Tensor) -> None:
             del param
-            if graph_task_id() != self._task:
-                self._in_task()
-            self._any = True
+            runtime = owner()
+            if runtime is None:
+                return
+            if graph_task_id() != runtime._task:
+                runtime._in_task()
+            runtime._any = True
             if member in missing:
                 missing.discard(member)
                 if not missing:
-                    self._complete(number)
+                    runtime._complete(number)
             else:
-                self._again.add(number)
+                runtime._again.add(number)
 
         return fired
 

@@ -236,13 +236,12 @@ def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
 
 
 def _twin(group: Group, purpose: str) -> Group:
-    """The same ranks over a channel of their own. Collective."""
-    return Group(
-        f"{group.name}-{purpose}",
-        group.ranks,
-        group.rank,
-        dist.new_group(list(group.ranks), use_local_synchronization=True),
-    )
+    """The same ranks over a channel of their own. Collective over the group."""
+    # Only the members call this. torch then names the group after its ranks, a name that may only be used once at a time,
+    # so a group of all ranks, which needs no such thing, is named by a counter.
+    part = len(group.ranks) < dist.get_world_size()
+    pg = dist.new_group(list(group.ranks), use_local_synchronization=part)
+    return Group(f"{group.name}-{purpose}", group.ranks, group.rank, pg)
 
 
 def _check_same(specs: Sequence[UnitSpec], group: Group) -> None:

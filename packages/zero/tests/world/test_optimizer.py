@@ -1,0 +1,238 @@
+"""The wrapped optimizer: groups, formats, loss scale, and what a checkpoint takes from it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_zero
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_testing import world
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RAdam": {},
+    "Adamax": {}, "Adagrad": {}, "Adadelta": {}, "RMSprop": {"centered": True, "momentum": 0.5}, "Rprop": {}, "ASGD": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@world(2)
+def test_every_elementwise_optimizer_of_torch(bench, name):
+    cls, keys = getattr(torch.optim, name), OPTIMIZERS[name]
+    net, twin = bench.model("plain"), bench.model("plain")
+    optimizer = ds_zero.shard(net, cls(net.parameters(), lr=0.01, foreach=False, **keys), stage=2, policy=SMALL)
+    plain = cls(twin.parameters(), lr=0.01, foreach=False, **keys)
+    for step in range(4):
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        grads = []
+        for rank in range(2):
+            twin.zero_grad()
+            bench.loss(twin, bench.batch(step, 0, rank)).backward()
+            grads.append([p.grad for p in twin.parameters()])
+        for p, a, b in zip(twin.parameters(), *grads, strict=True):
+            p.grad = (a + b) / 2
+        plain.step()
+    optimizer.close()
+    for (n, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b), n
+
+
+@STAGES
+@world(2)
+def test_groups_are_the_users_and_edits_between_steps_count(bench, stage):
+    def build(net):
+        decay = [p for p in net.parameters() if p.dim() > 1]
+        other = [p for p in net.parameters() if p.dim() <= 1]
+        return torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": 0.1, "name": "decay"},
+                {"params": other, "weight_decay": 0.0, "lr": 3e-3},
+            ],
+            lr=1e-2,
+        )
+
+    net, twin = bench.model("plain", torch.float64), bench.model("plain", torch.float64)
+    inner, plain = build(net), build(twin)
+    groups = inner.param_groups
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=SMALL)
+    assert optimizer.param_groups is groups
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, plain)]
+    for step in range(4):
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        for rank in range(2):
+            (bench.loss(twin, bench.batch(step, 0, rank)) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        for o in (optimizer, plain):
+            o.param_groups[0]["weight_decay"] = 0.2 * step
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
+    assert optimizer.param_groups[0]["name"] == "decay"
+    optimizer.close()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@STAGES
+@pytest.mark.parametrize("sync", [True, False])
+@world(2)
+def test_bf16_gradients_of_many_microbatches_add_up(stage, sync):
+    """1024 gradients of 1: bf16 alone would stop at 256."""
+    net = nn.Linear(32, 1, bias=False)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=1.0), stage=stage, precision="bf16")
+    assert net.weight.dtype == torch.bfloat16
+    with optimizer.reduction(sync):
+        for _ in range(1024):
+            net.weight.sum().backward() if stage < 3 else net(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+    optimizer.sharding.runtime.close()
+    grad = ds_zero.safe_get_full_grad(net.weight)
+    assert grad.dtype == torch.float32
+    assert (grad == 1024).all()
+    optimizer.step()
+    optimizer.close()
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@world(2)
+def test_half_precision_tracks_fp32(bench, stage, precision):
+    net, twin = bench.model("plain"), bench.model("plain")
+    optimizer = ds_zero.shard(net, bench.adamw(net), stage=stage, precision=precision, policy=SMALL, clip=1.0)
+    plain = ds_zero.shard(twin, bench.adamw(twin), stage=0, clip=1.0)
+    losses = []
+    for step in range(30):
+        for model, o in ((net, optimizer), (twin, plain)):
+            loss = bench.loss(model, bench.batch(step % 3, 0, dist.get_rank()))
+            o.scale(loss).backward()
+            o.step()
+            losses.append(loss.item())
+    assert not optimizer.last.skipped
+    assert losses[-2] == pytest.approx(losses[-1], rel=0.05)
+    assert optimizer.last.norm == pytest.approx(plain.last.norm, rel=0.3)
+    optimizer.close()
+    plain.close()
+
+
+@STAGES
+@world(2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(bench, stage):
+    net = bench.model("plain")
+    rule = ds_zero.LossScale(initial=2.0**8, hysteresis=1)
+    precision = ds_zero.Precision(scale=rule)
+    optimizer = ds_zero.shard(net, bench.adamw(net), stage=stage, precision=precision, policy=SMALL)
+    before = bench.model("plain")
+    loss = bench.loss(net, bench.batch(0, 0, dist.get_rank()))
+    optimizer.scale(loss * (float("inf") if dist.get_rank() else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.last == ds_zero.StepReport(norm=optimizer.last.norm, skipped=True, scale=2.0**8)
+    assert not math.isfinite(optimizer.last.norm)
+    with ds_zero.GatheredParameters(net):
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+    optimizer.scale(bench.loss(net, bench.batch(0, 0, 0))).backward()
+    optimizer.step()
+    assert (optimizer.last.skipped, optimizer.last.scale) == (False, 2.0**7)
+    optimizer.close()
+
+
+@world(2)
+def test_fp16_without_scaling_the_loss_is_refused(bench):
+    net = bench.model("plain")
+    optimizer = ds_zero.shard(net, bench.adamw(net), stage=2, precision="fp16")
+    with pytest.raises(PlanError, match="not scaled"):
+        bench.loss(net, bench.batch(0, 0, 0)).backward()
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_divisor_divides_before_norm_and_clip(bench, stage):
+    nets = [bench.model("plain", torch.float64) for _ in range(2)]
+    ours = [ds_zero.shard(n, bench.adamw(n), stage=stage, policy=SMALL, clip=0.1) for n in nets]
+    bench.loss(nets[0], bench.batch(0, 0, dist.get_rank())).backward()
+    (bench.loss(nets[1], bench.batch(0, 0, dist.get_rank())) * 8).backward()
+    ours[1].divisor = 8.0
+    for optimizer in ours:
+        optimizer.step()
+    assert ours[0].last.norm == pytest.approx(ours[1].last.norm, rel=1e-12)
+    assert ours[1].divisor == 1.0
+    for optimizer in ours:
+        optimizer.close()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def dump(optimizer):
+    """A checkpoint in memory: every rank's shards put together by name."""
+    parts = [None] * dist.get_world_size()
+    mine = [(s.shard.name, s.shard.shape, s.shard.interval, s.data.clone()) for s in optimizer.shards()]
+    dist.all_gather_object(parts, mine)
+    whole = {}
+    for name, shape, interval, data in (entry for part in parts for entry in part):
+        flat = whole.setdefault(name, torch.full((math.prod(shape),), float("nan"), dtype=data.dtype))
+        flat[interval.start : interval.stop] = data
+    return whole
+
+
+@pytest.mark.parametrize("target", [0, 1, 2, 3])
+@pytest.mark.parametrize("source", [0, 3])
+@pytest.mark.parametrize("kind", ["unused", "tied"])
+@world(2)
+def test_what_one_stage_saves_another_resumes(bench, kind, source, target):
+    def run(net, optimizer, steps):
+        for step in steps:
+            bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+            optimizer.step()
+
+    first = bench.model(kind, torch.float64)
+    one = ds_zero.shard(first, bench.adamw(first), stage=source, policy=SMALL)
+    run(first, one, range(3))
+    saved, meta = dump(one), json.loads(json.dumps(one.state_dict()))
+    assert not any(torch.isnan(v).any() for v in saved.values())
+    run(first, one, range(3, 5))
+    one.close()
+
+    second = bench.model(kind, torch.float64)
+    with torch.no_grad():
+        for p in second.parameters():
+            p.zero_()
+    two = ds_zero.shard(second, bench.adamw(second), stage=target, policy=ds_zero.UnitPolicy(max_numel=900))
+    two.load_state_dict(meta)
+    two.materialize(["exp_avg", "exp_avg_sq"])
+    for local in two.shards():
+        if local.shard.name in saved:
+            flat = saved[local.shard.name]
+            local.data.copy_(flat[local.shard.interval.start : local.shard.interval.stop])
+        else:
+            assert "spare" in local.shard.name  # never used, so it has no state to save
+    two.refresh()
+    run(second, two, range(3, 5))
+    two.close()
+    for (n, a), b in zip(second.named_parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14, msg=n)
+
+
+@world(2)
+def test_mistakes_are_told(bench):
+    net = bench.model("plain")
+    with pytest.raises(PlanError, match="not the model's"):
+        ds_zero.shard(net, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1))
+    with pytest.raises(PlanError, match="stage 4"):
+        ds_zero.shard(net, bench.adamw(net), stage=4)
+    optimizer = ds_zero.shard(net, bench.adamw(net), stage=1)
+    with pytest.raises(UnsupportedError, match="already sharded"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    state = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match="2 optimizer groups"):
+        optimizer.load_state_dict({**state, "groups": state["groups"] * 2})
+    optimizer.close()

@@ -1,0 +1,201 @@
+"""What a sharded model costs, in counters that do not jitter; and that it gives everything back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_monitor
+import ds_zero
+from ds_monitor.sinks import MemorySink
+from ds_testing import world
+
+EVEN = ds_zero.UnitPolicy(max_numel=32 * 33, persist_numel=0)
+
+
+def even():
+    """Sizes that divide by ranks and lines, so that nothing is padded."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU())))
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(net, optimizer, steps, micros=1):
+    for _ in range(steps):
+        for _ in range(micros):
+            net(torch.randn(2, 32)).square().mean().backward()
+        optimizer.step()
+
+
+def sent_bytes(run):
+    sink = MemorySink()
+    ds_monitor.configure([sink])
+    try:
+        run()
+    finally:
+        ds_monitor.configure([])
+    size, total = dist.get_world_size(), {}
+    for record in sink.records:
+        if record.name.startswith("comm/") and record.attrs.get("unit") not in ("step", "settle"):
+            share = {"comm/all_reduce": 2.0}.get(record.name, 1.0) * (size - 1) / size
+            op = record.name.removeprefix("comm/")
+            whole = record.attrs["nbytes"] * (size if op.startswith("all_gather") else 1)
+            total[op] = total.get(op, 0) + share * whole
+    return total
+
+
+@pytest.mark.parametrize(("stage", "psis"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("overlap", [True, False])
+@world(2)
+def test_wire_bytes_are_the_theory(stage, psis, overlap):
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN, overlap=overlap)
+    psi = 4 * sum(p.numel() for p in net.parameters())
+    train(net, optimizer, 2)
+    total = sent_bytes(lambda: train(net, optimizer, 1))
+    assert sum(total.values()) == psis * psi * (dist.get_world_size() - 1) / dist.get_world_size(), total
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_a_steady_step_takes_no_new_buffer(stage):
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN)
+    train(net, optimizer, 2, micros=2)
+    held = optimizer.sharding.pool.fresh, optimizer.sharding.pool.bytes
+    train(net, optimizer, 5, micros=2)
+    assert (optimizer.sharding.pool.fresh, optimizer.sharding.pool.bytes) == held
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("stage", "full", "grads"), [(0, 1.0, 1.0), (1, 1.0, 1.0), (2, 1.0, 0.5), (3, 0.0, 0.5)])
+@world(2)
+def test_bytes_between_steps_are_the_stages(stage, full, grads):
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN)
+    psi = 4 * sum(p.numel() for p in net.parameters())
+    train(net, optimizer, 1)
+    held = {}
+    for unit in optimizer.sharding.units:
+        for what, size in unit.bytes.items():
+            held[what] = held.get(what, 0) + size
+    assert held["full"] == full * psi
+    assert held["shard"] == (0.5 * psi if stage == 3 else 0)
+    assert held["grad_full"] + held["grad_shard"] == grads * psi
+    state = sum(
+        v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
+    )
+    assert state == psi * (1.0 if stage == 0 else 0.5)
+    optimizer.close()
+
+
+@world(2)
+def test_live_bytes_stay_within_the_budget():
+    """Stage 3 holds the unit in use and at most one more."""
+    net, most = even(), [0]
+    optimizer = ds_zero.shard(net, sgd(net), stage=3, policy=EVEN)
+    units = optimizer.sharding.units
+
+    def watch(*_):
+        most[0] = max(most[0], sum(u.full.untyped_storage().nbytes() > 0 for u in units))
+
+    for module in net:
+        module.register_forward_hook(watch)
+        module.register_full_backward_hook(watch)
+    train(net, optimizer, 3)
+    assert 1 <= most[0] <= 2 < len(units)
+    optimizer.close()
+
+
+def facts():
+    gc.collect()
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        len(dist.distributed_c10d._world.pg_map),
+        len(os.listdir("/proc/self/task")),
+    )
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_close_leaves_nothing(stage):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    counts, memory = [], []
+    for _ in range(12):
+        optimizer = ds_zero.shard(
+            net, torch.optim.AdamW(net.parameters()), stage=stage, policy=ds_zero.UnitPolicy(persist_numel=0)
+        )
+        for _ in range(2):
+            net(torch.randn(4, 256)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+        del optimizer
+        counts.append(facts())
+        memory.append(resident())
+    assert counts[3:] == [counts[3]] * len(counts[3:])
+    assert memory[-1] - memory[5] <= (len(memory) - 6) * 1_000_000
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+    assert all(type(p) is nn.Parameter and not p.__dict__ for p in net.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_dropping_everything_without_close_frees_it(stage):
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN)
+    train(net, optimizer, 2)
+    dead = weakref.ref(optimizer.sharding), weakref.ref(optimizer.sharding.units[0])
+    del net, optimizer
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
+@world(2)
+def test_many_models_in_one_process_and_one_loss():
+    """Actor at stage 3, critic at stage 2, frozen reference at stage 3: one joint loss, interleaved steps."""
+    nets, twins = [[even().double() for _ in range(3)] for _ in range(2)]
+    actor = ds_zero.shard(nets[0], sgd(nets[0]), stage=3, policy=EVEN)
+    critic = ds_zero.shard(nets[1], sgd(nets[1]), stage=2, policy=EVEN)
+    frozen = ds_zero.shard(nets[2].requires_grad_(False), stage=3, policy=EVEN)
+    twins[2].requires_grad_(False)
+    plain = [sgd(t) for t in twins[:2]]
+
+    def loss(models, step, rank):
+        x = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(7 * step + rank))
+        return (models[1](models[0](x)) - models[2](x)).square().mean() + models[0](x).mean()
+
+    for step in range(4):
+        loss(nets, step, dist.get_rank()).backward()
+        for rank in range(2):
+            (loss(twins, step, rank) / 2).backward()
+        if step % 2:
+            actor.step()
+            plain[0].step()
+            plain[0].zero_grad()
+        critic.step()
+        plain[1].step()
+        plain[1].zero_grad()
+    for sharded in (actor, critic, frozen):
+        sharded.close()
+    for net, twin in zip(nets, twins, strict=True):
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,258 @@
+"""One engine on one rank: train for a few steps, time them, print one line of JSON on rank 0.
+
+usage: python zero.py ENGINE CONFIG STEPS      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+
+Runs under our interpreter or under a peer's, so it imports no more than torch before it knows the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WIDTH, LAYERS, HEADS, VOCAB, CLIP = 384, 6, 6, 8192, 1.0
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        return self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, WIDTH)
+        )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nn.Module):
+    """17.0 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Config:
+    batch: int
+    tokens: int
+    small: bool = False
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.small:
+            return nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)))
+        return Gpt()
+
+    def data(self, step: int, rank: int) -> Tensor:
+        made = torch.Generator().manual_seed(1000 * step + rank)
+        if self.small:
+            return torch.randn(4, 64, generator=made)
+        return torch.randint(0, VOCAB, (self.batch, self.tokens + 1), generator=made)
+
+    def loss(self, model: nn.Module, data: Tensor) -> Tensor:
+        if self.small:
+            return model(data).square().mean()
+        return nn.functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+
+
+CONFIGS = {"compute": Config(2, 128), "comm": Config(1, 32), "small": Config(0, 0, small=True)}
+
+Step = Callable[[Tensor], Tensor]
+"""One whole training step on this rank's data; returns the loss."""
+
+
+def adamw(params: object, **keys: object) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **{"fused": True, **keys})
+
+
+def plain(config: Config, model: nn.Module, *, update: bool) -> Step:
+    optimizer = adamw(model.parameters())
+
+    def step(data: Tensor) -> Tensor:
+        loss = config.loss(model, data)
+        loss.backward()
+        if update:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ours(config: Config, model: nn.Module, stage: int) -> Step:
+    import ds_zero
+
+    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=stage, clip=CLIP)
+
+    def step(data: Tensor) -> Tensor:
+        loss = config.loss(model, data)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def ddp(config: Config, model: nn.Module, *, redundant: bool) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if redundant:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-4, weight_decay=0.01, fused=True
+        )
+    else:
+        optimizer = adamw(model.parameters())
+
+    def step(data: Tensor) -> Tensor:
+        loss = config.loss(wrapped, data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def fsdp2(config: Config, model: nn.Module, *, reshard: bool) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in getattr(model, "blocks", [] if config.small else model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = adamw(model.parameters())
+
+    def step(data: Tensor) -> Tensor:
+        loss = config.loss(model, data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def deepspeed(config: Config, model: nn.Module, stage: int, *, tuned: bool) -> Step:
+    import deepspeed as peer
+
+    zero: dict[str, object] = {"stage": stage}
+    if tuned:
+        zero |= {"overlap_comm": False, "reduce_bucket_size": 4_000_000, "allgather_bucket_size": 20_000_000}
+        zero |= {"stage3_prefetch_bucket_size": 4_000_000} if stage == 3 else {}
+    settings = {
+        "train_micro_batch_size_per_gpu": max(config.batch, 1), "gradient_clipping": CLIP, "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    engine, *_ = peer.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
+
+    def step(data: Tensor) -> Tensor:
+        loss = config.loss(engine, data)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+ENGINES: dict[str, Callable[[Config, nn.Module], Step]] = {
+    "fwdbwd": lambda c, m: plain(c, m, update=False),
+    "local": lambda c, m: plain(c, m, update=True),
+    "ddp": lambda c, m: ddp(c, m, redundant=False),
+    "zero_redundancy": lambda c, m: ddp(c, m, redundant=True),
+    "fsdp2": lambda c, m: fsdp2(c, m, reshard=True),
+    "fsdp2_keep": lambda c, m: fsdp2(c, m, reshard=False),
+    **{f"ours{s}": lambda c, m, s=s: ours(c, m, s) for s in range(4)},
+    **{f"deepspeed{s}": lambda c, m, s=s: deepspeed(c, m, s, tuned=False) for s in range(1, 4)},
+    **{f"deepspeed{s}_tuned": lambda c, m, s=s: deepspeed(c, m, s, tuned=True) for s in range(1, 4)},
+}
+
+
+def pss_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+
+
+def main(engine: str, name: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    world, rank, config = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), CONFIGS[name]
+    if world > 1 or engine.startswith("deepspeed"):
+        dist.init_process_group("gloo")
+    import torch._dynamo  # every optimizer imports it; so it is not part of anyone's time or memory
+    import torch.distributed.fsdp
+
+    if engine.startswith("deepspeed"):
+        import deepspeed as _
+    if engine.startswith("ours"):
+        import ds_zero as _  # noqa: F401
+    base = pss_bytes()
+    model = config.model()
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):
+        step = ENGINES[engine](config, model)
+    made = time.perf_counter() - began
+    times, losses, cpu = [], [], []
+    for i in range(steps):
+        data = config.data(i, rank)
+        if world > 1:
+            dist.barrier()
+        used, since = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        loss = step(data)
+        times.append(time.perf_counter() - since)
+        now = resource.getrusage(resource.RUSAGE_SELF)
+        cpu.append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
+        losses.append(loss.item())
+    pss = pss_bytes()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    late = times[min(3, steps - 1) :]
+    facts = {"engine": engine, "config": name, "world": world, "step_ms": statistics.median(late) * 1e3, "min_ms": min(late) * 1e3,
+             "cpu_ms": statistics.median(cpu[min(3, steps - 1) :]) * 1e3, "init_ms": made * 1e3, "pss_mb": (pss - base) / 1e6,
+             "peak_mb": (peak - base) / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
+    if rank == 0:
+        print(json.dumps(facts), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        os._exit(0)  # some engines take longer to end than to train
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,115 @@
+"""Sharded training against its peers: forward + backward alone, DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
+
+usage: nox -s bench -- zero [ROUNDS] [CONFIG ...]
+
+Two ranks with one thread each (and one rank for `small`). Every (engine, config) is a fresh pair of processes; engines
+alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's, or the row says so. Three
+configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small` (24 Linear layers of 64 x 64).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from peers import ensure
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "zero.json"
+WORKER = Path(__file__).parent / "workers" / "zero.py"
+STEPS = {"compute": 10, "comm": 20, "small": 100}
+ENGINES = ["fwdbwd", "local", "ddp", "ours0", "ours1", "ours2", "ours3", "zero_redundancy", "fsdp2_keep", "fsdp2", "deepspeed1",
+           "deepspeed2", "deepspeed3", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned"]  # fmt: skip
+
+
+def run(engine: str, config: str, world: int) -> dict | None:
+    """One fresh set of ranks; None (with the end of its output) if it failed."""
+    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(world),
+    }
+    base |= {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "LOCAL_SIZE": str(world)}
+    ranks = [
+        subprocess.Popen(
+            [python, str(WORKER), engine, config, str(STEPS[config])],
+            env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(world)
+    ]  # fmt: skip
+    try:
+        outs = [p.communicate(timeout=240) for p in ranks]
+    except subprocess.TimeoutExpired:
+        for p in ranks:
+            p.kill()
+        print(f"  {engine}/{config}/{world}: no end after 240 s")
+        return None
+    lines = [line for line in outs[0][0].splitlines() if line.startswith("{")]
+    if not lines:
+        print(f"  {engine}/{config}/{world} failed: {outs[0][1].strip().splitlines()[-1:]}")
+        return None
+    return json.loads(lines[-1])
+
+
+def summary(runs: list[dict]) -> dict:
+    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "pss_mb", "peak_mb")
+    return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
+        "rounds": len(runs),
+        "losses": runs[0]["losses"],
+    }
+
+
+def agrees(row: dict, reference: dict) -> bool:
+    pairs = zip(row["losses"][:10], reference["losses"][:10], strict=True)
+    return all(abs(a - b) <= 1e-4 * abs(b) + 1e-6 for a, b in pairs)
+
+
+def table(rows: dict[str, dict]) -> None:
+    floor, reference = rows["fwdbwd"]["step_ms"], rows.get("ddp", rows.get("local"))
+    print(f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'peak MB':>8}  losses")
+    for engine, row in rows.items():
+        row["over_ms"] = round(row["step_ms"] - floor, 2)
+        row["agrees"] = engine == "fwdbwd" or agrees(row, reference)
+        print(f"  {engine:18} {row['step_ms']:9.2f} {row['over_ms']:9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
+              f"{row['peak_mb']:8.1f}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
+    for stage in (1, 2, 3):
+        mine, peer = rows.get(f"ours{stage}"), rows.get(f"deepspeed{stage}")
+        if mine and peer:
+            print(f"  stage {stage}: {mine['step_ms'] / peer['step_ms']:.2f}x of DeepSpeed's step, overhead "
+                  f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
+
+
+def main(rounds: int, configs: list[str]) -> None:
+    found: dict[str, dict] = {}
+    for config in configs:
+        for world in (1, 2) if config == "small" else (2,):
+            engines = [e for e in ENGINES if world > 1 or not e.startswith(("ddp", "fsdp2", "zero_redundancy"))]
+            runs: dict[str, list[dict]] = {e: [] for e in engines}
+            for _ in range(rounds):
+                for engine in engines:
+                    result = run(engine, config, world)
+                    if result:
+                        runs[engine].append(result)
+            rows = {e: summary(r) for e, r in runs.items() if r}
+            print(f"{config}, {world} rank(s), every engine on gloo")
+            table(rows)
+            found[f"{config}-{world}"] = rows
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
+    DATA.write_text(json.dumps({"machine": machine, "results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2:] or list(STEPS))
