@@ -126,7 +126,7 @@ def broken(world: int = 2, **changes: Any) -> DsError:
         ({"train_batch_size": -4}, "batch-positive", "train_batch_size = -4"),
         ({"optimizer": {"type": "AdamWW", "params": {}}}, "optimizer-type", "AdamWW"),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, "optimizer-params", "momentun"),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, "optimizer-unbuilt", "Lamb"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {}}}, "optimizer-unbuilt", "OneBitLamb"),
         ({"scheduler": {"type": "StepLRR", "params": {}}}, "schedule-type", "StepLRR"),
         ({"scheduler": {"type": "StepLR", "params": {"step": 1}}}, "schedule-params", "'step'"),
     ],
@@ -139,7 +139,7 @@ def test_rules_say_what_was_found(changes: dict[str, Any], code: str, said: str)
 
 
 def test_all_broken_rules_are_one_error() -> None:
-    error = broken(train_batch_size=10, fp16={"enabled": True}, bf16={"enabled": True}, optimizer={"type": "Lamb"})
+    error = broken(train_batch_size=10, fp16={"enabled": True}, bf16={"enabled": True}, optimizer={"type": "MuAdam"})
     assert isinstance(error, PlanError)
     assert error.code == "plan-rules"
     for code in ("precision-both", "batch-arithmetic", "optimizer-unbuilt"):

@@ -18,19 +18,22 @@ import torch
 from torch import nn
 
 import ds_monitor
+from ds_accel import get_accelerator
+from ds_ckpt.config import make_engine
 from ds_comm import Mesh, init_distributed, world_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine.config import load_config, source_of
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
-from ds_engine.optimizers import make_optimizer, make_torch_scheduler
+from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
 from ds_engine.plan import Plan, Shapes, make_plan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.telemetry import Telemetry
 from ds_monitor.config import make_sinks
 from ds_zero import ShardedOptimizer, Sharding, shard
+from ds_zero.layout import Kind
 from ds_zero.sharding import describe
 
 __all__ = ["Parts", "build", "initialize", "shapes_of"]
@@ -124,13 +127,16 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(config.log_level.upper())
     mesh = Mesh.build(plan.mesh)
-    device, synchronize = _device()
+    accelerator = get_accelerator()
+    index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
+    accelerator.set_device(index)
+    device = accelerator.device(index)
     model.to(device)
     # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
     inner = _optimizer(plan, model, parts)
     options: dict[str, Any] = {
         "stage": plan.residency,
-        "group": mesh["gradient"].pg,
+        "group": mesh["gradient"],
         "precision": plan.precision,
         "policy": plan.policy,
         "overlap": config.zero_optimization.overlap_comm is not False,
@@ -139,7 +145,8 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
     if inner is None:
         sharded = shard(model, None, **options)
     else:
-        sharded = shard(model, inner, clip=config.gradient_clipping or None, **options)
+        layout: Kind = "whole" if takes_whole(inner) else "flat"
+        sharded = shard(model, inner, clip=config.gradient_clipping or None, layout=layout, **options)
     optimizer = sharded if isinstance(sharded, ShardedOptimizer) else None
     sinks = tuple(make_sinks(config, rank=mesh.rank))
     ds_monitor.attach(sinks)
@@ -151,17 +158,13 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
         loader=_loader(plan, mesh, parts),
         mesh=mesh,
         device=device,
-        telemetry=Telemetry(config, mesh.rank == 0, synchronize),
+        telemetry=Telemetry(config, mesh.rank == 0, accelerator.synchronize),
+        checkpointer=make_engine(config.checkpoint, mesh["world"]),
         sinks=sinks,
     )
     if config.dump_state and mesh.rank == 0:
         _log.info("plan:\n%s", plan)
     return Engine(plan, components)
-
-
-def _device() -> tuple[torch.device, Callable[[], None]]:
-    """Temporary, until ds_accel is there."""
-    return torch.device("cpu"), lambda: None
 
 
 def _check_arguments(model: object, mpu: object, mesh_param: tuple[int, int] | None) -> None:
@@ -195,7 +198,11 @@ def _optimizer(plan: Plan, model: nn.Module, parts: Parts) -> torch.optim.Optimi
             code="engine-optimizer",
             fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
         )
-    return None if plan.config.optimizer is None else make_optimizer(plan.config.optimizer, params)
+    return (
+        None
+        if plan.config.optimizer is None
+        else make_optimizer(plan.config.optimizer, params, model, plan.precision.param)
+    )
 
 
 def _scheduler(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import ds_ckpt
 import ds_monitor
 from ds_ckpt import LoadOptions
+from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
@@ -40,6 +41,7 @@ class Run(Protocol):
     sharding: Sharding
     lr_scheduler: Any
     training_dataloader: Any
+    checkpointer: Checkpointer
     mesh: Mesh
     device: torch.device
 
@@ -67,9 +69,9 @@ def save_run(run: Run, path: str, client: Mapping[str, Any]) -> str:
         "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
     }
     shards = [*_model_shards(run), *_optim_shards(run), *_random_shards(run, _random_states(run.device))]
-    saved = ds_ckpt.save(path, shards, meta, group=run.mesh["world"], aliases=_aliases(run.module))
-    ds_monitor.event("engine/saved", path=saved.path, nbytes=saved.nbytes)
-    return saved.path
+    run.checkpointer.save(path, shards, meta, aliases=_aliases(run.module))
+    ds_monitor.event("engine/saved", path=path)
+    return path
 
 
 def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tuple[str | None, dict[str, Any] | None]:
@@ -78,6 +80,7 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     Args:
         parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model.
     """
+    run.checkpointer.wait()
     path = f"{root}/{tag}" if tag is not None else _newest(root)
     if path is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)

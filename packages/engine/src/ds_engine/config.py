@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ds_ckpt.config import CheckpointConfig
 from ds_config import Dead, Document, Provenance, Unbuilt, explain, load
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine.batch import BatchRequest
 from ds_engine.sections import OptimizerSection, SchedulerSection
-from ds_engine.zero_sections import BF16Config, CheckpointConfig, DataTypesConfig, FP16Config, ZeroConfig
+from ds_engine.zero_sections import BF16Config, DataTypesConfig, FP16Config, ZeroConfig
 from ds_monitor.config import MonitorConfig
 
 __all__ = ["Config", "explain_config", "load_config", "source_of"]

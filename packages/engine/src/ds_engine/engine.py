@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.checkpoints import load_run, save_run
@@ -50,6 +51,7 @@ class Components:
         mesh: The groups of this rank.
         device: Where the model is.
         telemetry: Tells of steps.
+        checkpointer: Saves at once, or behind the next steps.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 
@@ -61,6 +63,7 @@ class Components:
     mesh: Mesh
     device: torch.device
     telemetry: Telemetry
+    checkpointer: Checkpointer
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
@@ -106,6 +109,7 @@ class Engine(nn.Module):
         self.mesh, self.device = components.mesh, components.device
         self.counters = Counters()
         self.last: StepResult | None = None
+        self.checkpointer = components.checkpointer
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._backwards = plan.program.backwards(0)
         self._position = 0  # which microbatch of the program comes next
@@ -245,6 +249,8 @@ class Engine(nn.Module):
     ) -> str:
         """Save everything a run needs to go on, on any number of ranks. Collective. Returns the checkpoint's path.
 
+        With `checkpoint.saving.asynchronous` it is written behind the next steps; `close` and the next save wait for it.
+
         Args:
             save_dir: Directory of checkpoints; the new one is complete or not there at all.
             tag: Its name; `global_step<n>` by default.
@@ -338,6 +344,7 @@ class Engine(nn.Module):
 
     def close(self) -> None:
         """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""
+        self.checkpointer.close()
         if self.optimizer is not None:
             self.optimizer.close()
         else:
@@ -392,6 +399,7 @@ class Engine(nn.Module):
         elif self.plan.config.gradient_allreduce_op == "sum":
             optimizer.divisor = 1.0 / data.size
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self.checkpointer.before_update()
         with self._telemetry.phase("step"):
             optimizer.step()
         self._position, self._taken = 0, self.training_dataloader.taken if self.training_dataloader else 0

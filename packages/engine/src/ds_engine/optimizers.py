@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+import ds_ops
 from ds_config import nearest
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.sections import (
     AdagradSection,
     AdamSection,
     AdamWSection,
+    LambSection,
+    LionSection,
+    MuonSection,
     OptimizerSection,
     SchedulerSection,
     TorchOptimizerSection,
     TorchSchedulerSection,
 )
 
-__all__ = ["NOT_BUILT", "check_optimizer", "check_scheduler", "make_optimizer", "make_torch_scheduler"]
-
-Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+__all__ = ["NOT_BUILT", "check_optimizer", "check_scheduler", "make_optimizer", "make_torch_scheduler", "takes_whole"]
 
 NOT_BUILT: Mapping[str, str] = {
-    "lamb": "AdamW; large batches train with a lower lr",
     "onebitadam": "AdamW with zero_optimization.stage 1 or 2",
     "zerooneadam": "AdamW with zero_optimization.stage 1 or 2",
     "onebitlamb": "AdamW with zero_optimization.stage 1 or 2",
-    "lion": "AdamW, or pass an optimizer of your own to initialize()",
-    "muon": "AdamW, or pass torch.optim.Muon to initialize() at stage 0",
     "muadam": "an optimizer of the package mup, passed to initialize()",
     "muadamw": "an optimizer of the package mup, passed to initialize()",
     "musgd": "an optimizer of the package mup, passed to initialize()",
@@ -38,40 +38,105 @@ NOT_BUILT: Mapping[str, str] = {
 """Optimizer types of the schema that do not exist here, and what to use."""
 
 
-def _adam(section: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+Made = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
+
+def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
     p = section.params
     decoupled = p.adam_w_mode or isinstance(section, AdamWSection)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind, {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay, "amsgrad": p.amsgrad}
+    values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
+    if p.amsgrad or p.torch_adam:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | {"amsgrad": p.amsgrad}
+    kind = ds_ops.optim.AdamW if decoupled else ds_ops.optim.Adam
+    return kind, values | states | {"bias_correction": p.bias_correction}
 
 
-def _adagrad(section: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _adagrad(section: AdagradSection, states: dict[str, Any]) -> Made:
     p = section.params
-    return torch.optim.Adagrad, {"lr": p.lr, "eps": p.eps, "weight_decay": p.weight_decay}
+    return ds_ops.optim.Adagrad, {"lr": p.lr, "eps": p.eps, "weight_decay": p.weight_decay} | states
 
 
-def _torch(section: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _lion(section: LionSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    return ds_ops.optim.Lion, {"lr": p.lr, "betas": p.betas, "weight_decay": p.weight_decay} | states
+
+
+def _lamb(section: LambSection, states: dict[str, Any]) -> Made:
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff")
+    return ds_ops.optim.Lamb, {name: getattr(section.params, name) for name in names} | states
+
+
+def _muon(section: MuonSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    rates = {"lr": _first(p.muon_lr, p.lr, 2e-2), "adam_lr": _first(p.adam_lr, p.lr, 3e-4)}
+    rest = {"adam_betas": p.betas, "adam_eps": p.eps, "ns_method": p.ns_method}
+    return ds_ops.optim.Muon, rates | rest | states | {"momentum": p.momentum, "weight_decay": p.weight_decay}
+
+
+def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
+    del states
     check_optimizer(section)
     return getattr(torch.optim, section.type), {key: _tupled(value) for key, value in section.params.items()}
 
 
-_TABLE: Mapping[type, Callable[[Any], tuple[type[torch.optim.Optimizer], dict[str, Any]]]] = {
+_TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
     AdamSection: _adam,
     AdamWSection: _adam,
     AdagradSection: _adagrad,
+    LionSection: _lion,
+    LambSection: _lamb,
+    MuonSection: _muon,
     TorchOptimizerSection: _torch,
 }
 
 
-def make_optimizer(section: OptimizerSection, params: Params) -> torch.optim.Optimizer:
-    """The optimizer that `section` describes, over `params` (parameters, or groups with values of their own).
+def make_optimizer(
+    section: OptimizerSection, params: Sequence[Any], model: nn.Module, dtype: torch.dtype | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that `section` describes.
 
+    Args:
+        params: Parameters of `model`, or groups of them with values of their own.
+        model: Where their names come from; Muon takes other parameters than embeddings and heads.
+        dtype: Format of the parameters, for state that is not kept in fp32; None is that of the model.
     Raises:
         ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
         UnsupportedError: the type is known and not built here ("optimizer-unbuilt").
     """
-    kind, arguments = _TABLE[type(section)](section)
+    narrow = not getattr(section.params, "fp32_optimizer_states", True)
+    kept = dtype or next((p.dtype for p in model.parameters()), torch.float32)
+    kind, arguments = _TABLE[type(section)](section, {"state_dtype": kept} if narrow else {})
+    if isinstance(section, MuonSection):
+        params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
     return kind(params, **arguments)
+
+
+def takes_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer looks at a parameter as a whole, so that a shard must not cut it."""
+    known = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+    return not getattr(optimizer, "elementwise", True) or isinstance(optimizer, known)
+
+
+def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+    if not any(isinstance(group, dict) for group in params):
+        groups = [{"params": list(params)}]
+    made = []
+    for group in groups:
+        whole = [p for p in group["params"] if group.get("use_muon", _for_muon(names.get(id(p), ""), p))]
+        chosen = {id(p) for p in whole}
+        rest = [p for p in group["params"] if id(p) not in chosen]
+        made += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part]
+    return made
+
+
+def _for_muon(name: str, param: torch.Tensor) -> bool:
+    lowered = name.lower()
+    return param.ndim >= 2 and "embed" not in lowered and "lm_head" not in lowered
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 def make_torch_scheduler(section: TorchSchedulerSection, optimizer: torch.optim.Optimizer) -> Any:

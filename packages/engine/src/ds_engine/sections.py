@@ -21,6 +21,12 @@ __all__ = [
     "AdamSection",
     "AdamWSection",
     "LRRangeTestSection",
+    "LambParams",
+    "LambSection",
+    "LionParams",
+    "LionSection",
+    "MuonParams",
+    "MuonSection",
     "OneCycleSection",
     "OptimizerSection",
     "SchedulerSection",
@@ -42,7 +48,7 @@ def _tag(section: Any, known: Collection[str]) -> str:
 
 
 def _optimizer_tag(section: Any) -> str:
-    return _tag(section, ("adam", "adamw", "adagrad"))
+    return _tag(section, ("adam", "adamw", "adagrad", "lion", "lamb", "muon"))
 
 
 def _scheduler_tag(section: Any) -> str:
@@ -53,7 +59,13 @@ class _OptimizerParams(StrictModel):
     max_grad_norm: Annotated[float | None, Unbuilt("gradient_clipping, next to the optimizer section")] = None
 
 
-class AdamParams(_OptimizerParams):
+class _StateParams(_OptimizerParams):
+    fp32_optimizer_states: bool = Field(
+        default=True, description="Keep state in fp32; false keeps it in the format of the parameters."
+    )
+
+
+class AdamParams(_StateParams):
     """Kingma and Ba, arXiv:1412.6980; with decoupled decay Loshchilov and Hutter, arXiv:1711.05101."""
 
     lr: Rate = Field(default=1e-3, description="Learning rate.")
@@ -62,24 +74,60 @@ class AdamParams(_OptimizerParams):
     )
     eps: Rate = Field(default=1e-8, description="Added to the root of the second mean.")
     weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
-    amsgrad: bool = Field(default=False, description="Divide by the largest second mean seen so far.")
-    bias_correction: Annotated[
-        bool, Unbuilt("true: without it the first steps are up to 1000 times too small or large")
-    ] = True
-    fp32_optimizer_states: Annotated[bool, Unbuilt("true: moments are kept in the master format")] = True
-    torch_adam: Annotated[bool, Dead("every Adam here equals torch's; the fastest one that does is used")] = False
+    bias_correction: bool = Field(default=True, description="Correct the means for their start at zero.")
+    amsgrad: bool = Field(
+        default=False, description="Divide by the largest second mean so far; torch's implementation."
+    )
+    torch_adam: bool = Field(default=False, description="Use torch's implementation.")
     adam_w_mode: bool = Field(
         default=True,
         description="Decoupled weight decay (AdamW). True also for the type Adam; false adds the decay to the gradient.",
     )
 
 
-class AdagradParams(_OptimizerParams):
+class AdagradParams(_StateParams):
     """Duchi et al., JMLR 12 (2011)."""
 
     lr: Rate = Field(default=1e-2, description="Learning rate.")
     eps: Rate = Field(default=1e-10, description="Added to the root of the sum of squares.")
     weight_decay: Rate = Field(default=0.0, description="Added to the gradient, times the parameter.")
+
+
+class LionParams(_StateParams):
+    """Chen et al., arXiv:2302.06675."""
+
+    lr: Rate = Field(default=1e-3, description="Learning rate.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Weights of the update and of the momentum.")
+    weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+
+
+class LambParams(_StateParams):
+    """You et al., arXiv:1904.00962."""
+
+    lr: Rate = Field(default=1e-3, description="Learning rate.")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="Decay of the running means of gradient and its square."
+    )
+    eps: Rate = Field(default=1e-8, description="Added to the root of the second mean.")
+    weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+    bias_correction: bool = Field(default=True, description="Correct the means for their start at zero.")
+    max_coeff: float = Field(default=10.0, gt=0, description="Largest trust ratio.")
+    min_coeff: float = Field(default=0.01, ge=0, description="Smallest trust ratio.")
+    eps_inside_sqrt: Annotated[bool, Unbuilt("false")] = False
+    amsgrad: Annotated[bool, Unbuilt("false")] = False
+
+
+class MuonParams(_StateParams):
+    """Jordan et al. 2024. Matrices that are neither embedding nor head by their name; AdamW for the rest."""
+
+    lr: Rate | None = Field(default=None, description="Of both kinds, where theirs is not given.")
+    muon_lr: Rate | None = Field(default=None, description="Of the matrices; 0.02 if neither is given.")
+    adam_lr: Rate | None = Field(default=None, description="Of the rest; 3e-4 if neither is given.")
+    momentum: Beta = Field(default=0.95, description="Decay of the matrices' momentum.")
+    weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's, for the rest.")
+    eps: Rate = Field(default=1e-10, description="AdamW's, for the rest.")
+    ns_method: Literal["gram", "standard"] = Field(default="gram", description="How matrices are orthogonalized.")
 
 
 class _Optimizer(StrictModel):
@@ -107,6 +155,27 @@ class AdagradSection(_Optimizer):
     params: AdagradParams = AdagradParams()
 
 
+class LionSection(_Optimizer):
+    """The sign of a momentum."""
+
+    type: Literal["Lion", "lion", "LION"]
+    params: LionParams = LionParams()
+
+
+class LambSection(_Optimizer):
+    """Adam whose step is scaled to the size of each parameter."""
+
+    type: Literal["Lamb", "lamb", "LAMB"]
+    params: LambParams = LambParams()
+
+
+class MuonSection(_Optimizer):
+    """Momentum whose matrices are made orthogonal."""
+
+    type: Literal["Muon", "muon", "MUON"]
+    params: MuonParams = MuonParams()
+
+
 class TorchOptimizerSection(_Optimizer):
     """Any class of torch.optim, by its exact name, with its own parameters."""
 
@@ -118,6 +187,9 @@ OptimizerSection = Annotated[
     Annotated[AdamSection, Tag("adam")]
     | Annotated[AdamWSection, Tag("adamw")]
     | Annotated[AdagradSection, Tag("adagrad")]
+    | Annotated[LionSection, Tag("lion")]
+    | Annotated[LambSection, Tag("lamb")]
+    | Annotated[MuonSection, Tag("muon")]
     | Annotated[TorchOptimizerSection, Tag("torch")],
     Discriminator(_optimizer_tag),
 ]

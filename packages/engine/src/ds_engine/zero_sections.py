@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ds_config import Alias, StrictModel
 
-__all__ = ["BF16Config", "CheckpointConfig", "DataTypesConfig", "FP16Config", "ZeroConfig"]
+__all__ = ["BF16Config", "DataTypesConfig", "FP16Config", "ZeroConfig"]
 
 
 class ZeroConfig(StrictModel):
@@ -35,7 +35,3 @@ class BF16Config(StrictModel):
 
 class DataTypesConfig(StrictModel):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-
-
-class CheckpointConfig(StrictModel):
-    tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "WARN"

@@ -1,0 +1,110 @@
+"""Every optimizer type of the schema is made as its parameters say, and shards without changing its result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_engine
+import ds_ops
+from ds_config.errors import DsError
+from ds_engine import load_config
+from ds_engine.optimizers import NOT_BUILT, check_optimizer, make_optimizer, takes_whole
+
+Make = Callable[[], nn.Module]
+Settings = Callable[..., dict[str, Any]]
+
+
+def made(section: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    config = load_config({"optimizer": section})
+    assert config.optimizer is not None
+    return make_optimizer(config.optimizer, list(model.parameters()), model)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "expected"),
+    [
+        ({"type": "Adam"}, ds_ops.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+        ({"type": "adam", "params": {"adam_w_mode": False}}, ds_ops.optim.Adam, {"eps": 1e-8}),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, ds_ops.optim.AdamW, {"betas": (0.9, 0.999)}),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, ds_ops.optim.AdamW, {"bias_correction": False}),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW, {"amsgrad": False}),
+        ({"type": "Adam", "params": {"amsgrad": True, "adam_w_mode": False}}, torch.optim.Adam, {"amsgrad": True}),
+        ({"type": "Adagrad", "params": {"eps": 1e-5}}, ds_ops.optim.Adagrad, {"lr": 1e-2, "eps": 1e-5}),
+        ({"type": "lion", "params": {"betas": [0.8, 0.9]}}, ds_ops.optim.Lion, {"betas": (0.8, 0.9)}),
+        ({"type": "LAMB", "params": {"max_coeff": 5.0}}, ds_ops.optim.Lamb, {"max_coeff": 5.0, "min_coeff": 0.01}),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"momentum": 0.9}),
+        ({"type": "RMSprop", "params": {"alpha": 0.5}}, torch.optim.RMSprop, {"alpha": 0.5}),
+        ({"type": "Adamax", "params": {"betas": [0.5, 0.9]}}, torch.optim.Adamax, {"betas": (0.5, 0.9)}),
+    ],
+)
+def test_types_and_parameters(
+    make_model: Make, section: dict[str, Any], kind: type[torch.optim.Optimizer], expected: dict[str, Any]
+) -> None:
+    optimizer = made(section, make_model())
+    assert type(optimizer) is kind
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in expected} == expected
+
+
+def test_muon_takes_matrices_that_are_neither_embedding_nor_head() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
+    optimizer = made({"type": "Muon", "params": {"muon_lr": 0.5, "lr": 0.1, "weight_decay": 0.01}}, model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_use = {g["use_muon"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
+    assert by_use == {True: ["mix.weight"], False: ["embed.weight", "mix.bias", "lm_head.weight", "lm_head.bias"]}
+    assert {g["use_muon"]: g["lr"] for g in optimizer.param_groups} == {True: 0.5, False: 0.1}
+    assert takes_whole(optimizer)
+
+
+def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:
+    model = make_model()
+    section = load_config({"optimizer": {"type": "Muon"}}).optimizer
+    groups = [{"params": list(model.parameters()), "use_muon": False, "lr": 0.7}]
+    optimizer = make_optimizer(section, groups, model)  # type: ignore[arg-type]
+    assert [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(False, 0.7, 4)]
+
+
+def test_narrow_state(make_model: Make, config: Settings, rows: Any) -> None:
+    adam = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+    engine = ds_engine.initialize(model=make_model(), config=config(optimizer=adam, bf16={"enabled": True}))[0]
+    batch = (rows.x[:4].bfloat16(), rows.y[:4].bfloat16())
+    engine.train_batch(iter([batch] * 2))
+    assert engine.optimizer is not None
+    states = {s.data.dtype for s in engine.optimizer.shards() if s.shard.name.startswith("optim/")}
+    assert states == {torch.bfloat16}
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "Lamb", "Muon", "SGD", "RMSprop", "Adafactor"])
+def test_training_with_each(make_model: Make, config: Settings, rows: Any, name: str) -> None:
+    """What the engine trains equals the same optimizer alone, at a stage that cuts state."""
+    params = {} if name == "Adafactor" else {"lr": 0.01}
+    section = {"type": name, "params": params}
+    batches = [(rows.x[i : i + 8], rows.y[i : i + 8]) for i in range(0, 40, 8)]
+    model, alone = make_model(), make_model()
+    asked = config(
+        optimizer=section, zero_optimization={"stage": 2}, gradient_accumulation_steps=1, gradient_clipping=0
+    )
+    engine = ds_engine.initialize(model=model, config=asked)[0]
+    expected = made(section, alone)
+    for batch in batches:
+        engine.train_batch(iter([batch]))
+        alone(*batch).backward()
+        expected.step()
+        expected.zero_grad()
+    engine.close()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_what_is_not_built_says_what_to_use(name: str) -> None:
+    section = load_config({"optimizer": {"type": name, "params": {"freeze_step": 3}}}).optimizer
+    assert section is not None
+    with pytest.raises(DsError) as caught:
+        check_optimizer(section)
+    assert caught.value.code == "optimizer-unbuilt"
+    assert NOT_BUILT[name] in caught.value.fix
