@@ -197,16 +197,16 @@ class Accelerator:
     # --- what it can
 
     def supports(self, dtype: torch.dtype) -> Verdict:
-        """Whether tensors of `dtype` can be computed with here, and why."""
-        return supports(self.facts, self.module, str(dtype).removeprefix("torch."), self._probed_index())
+        """Whether tensors of `dtype` can be computed with here, and why. May start the device, to read its capability."""
+        return supports(self.facts, self.module, str(dtype).removeprefix("torch."))
 
     def graphs(self) -> Verdict:
         """Whether work can be recorded once and replayed, and why."""
         return graphs(self.facts, self.module)
 
     def triton(self) -> Verdict:
-        """Whether Triton kernels can run, and why."""
-        return triton(self.facts, self.module, self._probed_index())
+        """Whether Triton kernels can run, and why. May start the device, to read its capability."""
+        return triton(self.facts, self.module)
 
     def new_graph(self) -> Any:
         """An empty graph to be filled by `capture` and run by its `replay()`.
@@ -239,10 +239,6 @@ class Accelerator:
     def _indexed(self) -> bool:
         """Whether the functions of the module take a device index; the CPU and mps are one device."""
         return self.module is not torch.cpu and hasattr(self.module, "current_device")
-
-    def _probed_index(self) -> int:
-        # A probe must not start a device, and the devices of one process are alike.
-        return 0
 
     def _verb(self, name: str) -> Callable[..., Any]:
         verb = getattr(self.module, name, None)

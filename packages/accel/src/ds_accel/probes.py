@@ -1,6 +1,7 @@
 """Rules applied to one machine: verdicts with their reasons.
 
-A probe is a plain function of facts, a device module and an index, so that a fake module tests it.
+A probe is a plain function of facts, a device module and an index, so that a fake module tests it. The devices that one process
+sees are taken to be alike: index 0 speaks for all unless another is given.
 """
 
 from __future__ import annotations
