@@ -62,7 +62,7 @@ def test_what_deepspeed_wrote_is_read_to_the_bit(written):
     assert source.meta["counters"]["steps"] == 3
     assert source.meta["client"]["note"] == "hello"
     assert set(source.meta["optimizer"]["scalars"]["step"].values()) == {3.0}
-    assert [g["weight_decay"] for g in source.meta["optimizer"]["groups"]] == [0.1, 0.0 if stage < 3 else 0.1]
+    assert [g["weight_decay"] for g in source.meta["optimizer"]["groups"]] == ([0.1, 0.0] if stage < 3 else [0.1])
 
 
 @pytest.mark.timeout(400)
@@ -81,7 +81,7 @@ def test_it_resumes_in_one_process_with_the_same_next_losses(written, tmp_path):
     groups = [{**group, "params": []} for group in source.meta["optimizer"]["groups"]]
     for name, param in net.named_parameters():
         if name in names:
-            groups[param.dim() <= 1]["params"].append(param)
+            groups[param.dim() <= 1 and len(groups) > 1]["params"].append(param)
         else:
             param.requires_grad_(False)
     known = ("params", "lr", "betas", "eps", "weight_decay")

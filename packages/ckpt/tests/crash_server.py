@@ -12,7 +12,7 @@ import threading
 import torch
 
 import ds_ckpt
-from ds_ckpt.storage import Disk
+from ds_ckpt.local import Disk
 
 
 class Deadly(Disk):
@@ -96,7 +96,7 @@ def trial(order):
 def main():
     ds_ckpt.saving.BLOCK_BYTES = 256
     ds_ckpt.writer.SLAB_BYTES = 4096  # many small writes: many points
-    ds_ckpt.storage._DIRECT_BYTES = 0
+    ds_ckpt.local._DIRECT_BYTES = 0
     for line in sys.stdin:
         order = json.loads(line)
         read, write = os.pipe()

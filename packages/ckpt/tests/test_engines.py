@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.storage import Disk
+from ds_ckpt.local import Disk
 from ds_ckpt.writer import SLAB_BYTES
 from ds_config.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.storage import Disk
+from ds_ckpt.local import Disk
 from ds_config.errors import CheckpointError
 
 
@@ -115,7 +115,7 @@ class Failing(Disk):
 def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(tmp_path, monkeypatch, error, forever, tag):
     monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 2048)
     monkeypatch.setattr(ds_ckpt.writer, "SLAB_BYTES", 2**16)
-    monkeypatch.setattr(ds_ckpt.storage, "_DIRECT_BYTES", 0)
+    monkeypatch.setattr(ds_ckpt.local, "_DIRECT_BYTES", 0)
     failures = 0
     for first in range(1, 200):
         root = tmp_path / f"r{first}"

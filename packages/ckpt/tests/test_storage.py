@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.storage import ObjectStorage, locate
+from ds_ckpt.objects import ObjectStorage
+from ds_ckpt.storage import locate
 from ds_config.errors import CheckpointError, UnsupportedError
 
 

@@ -9,9 +9,12 @@ from ds_ckpt.check import Diff, Verified, diff, verify
 from ds_ckpt.engines import Asynchronous, Checkpointer, Pending, Synchronous
 from ds_ckpt.format import Manifest
 from ds_ckpt.loading import load
+from ds_ckpt.local import LocalStorage
+from ds_ckpt.memory import MemoryStorage
+from ds_ckpt.objects import ObjectStorage
 from ds_ckpt.plan import LoadOptions
 from ds_ckpt.saving import Saved, save
-from ds_ckpt.storage import At, LocalStorage, MemoryStorage, ObjectStorage
+from ds_ckpt.storage import At
 from ds_ckpt.tensors import whole
 
 __all__ = [

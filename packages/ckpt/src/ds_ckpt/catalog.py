@@ -6,8 +6,9 @@ import os
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode, peek_sequence
+from ds_ckpt.protocols import Storage
 from ds_ckpt.reader import Files
-from ds_ckpt.storage import At, Storage, locate, open_storage
+from ds_ckpt.storage import At, locate, open_storage
 from ds_config.errors import CheckpointError
 
 __all__ = ["find_latest", "inspect", "list_tags", "next_sequence", "prune", "read_manifest", "remove"]

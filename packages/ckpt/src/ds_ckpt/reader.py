@@ -16,13 +16,14 @@ from typing import Final
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.format import Manifest
 from ds_ckpt.plan import BlockRead, Run
-from ds_ckpt.storage import ReadFile, Storage
+from ds_ckpt.protocols import ReadFile, Storage
 from ds_config.errors import CheckpointError
 
 __all__ = ["Files", "Partial", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]
 
 _GAP: Final = 4096  # bytes between two runs that are read through: a disk reads pages anyway
 _THREADS: Final = 4
+_STRETCH: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +87,35 @@ def _read_block(files: Files, read: BlockRead, buffers: Sequence[memoryview]) ->
     file = files.get(read.file)
     runs = read.runs
     if len(runs) == 1 and runs[0].nbytes == read.nbytes:
-        target = _target(runs[0], buffers)
-        file.read_into(target, read.at)
-        if crc32(target) != int(read.crc32, 16):
+        if _read_into(file, _target(runs[0], buffers), read.at) != int(read.crc32, 16):
             raise bad_block(files, read)
         return None
     crc, ranges = 0, []
     for low, high, group in _spans(runs, read.nbytes):
         if len(group) == 1 and group[0].nbytes == high - low:
-            data = _target(group[0], buffers)
-            file.read_into(data, read.at + low)
+            part = _read_into(file, _target(group[0], buffers), read.at + low)
         else:
             data = memoryview(bytearray(high - low))
-            file.read_into(data, read.at + low)
+            part = _read_into(file, data, read.at + low)
             for run in group:
                 _target(run, buffers)[:] = data[run.at - low : run.at - low + run.nbytes]
-        crc ^= shifted(crc32(data), read.nbytes - high)
+        crc ^= shifted(part, read.nbytes - high)
         ranges.append((low, high))
     if ranges == [(0, read.nbytes)]:
         if crc != int(read.crc32, 16):
             raise bad_block(files, read)
         return None
     return Partial(read.file, read.at, tuple(ranges), crc)
+
+
+def _read_into(file: ReadFile, target: memoryview, offset: int) -> int:
+    """Fill `target` and return its checksum, taken while each stretch is still in the processor's cache."""
+    crc = 0
+    for low in range(0, target.nbytes, _STRETCH):
+        stretch = target[low : low + _STRETCH]
+        file.read_into(stretch, offset + low)
+        crc = crc32(stretch, crc)
+    return crc
 
 
 def _target(run: Run, buffers: Sequence[memoryview]) -> memoryview:
@@ -158,9 +166,13 @@ def unproven(partials: Iterable[Partial], expected: Mapping[tuple[int, int], tup
 
 def check_block(files: Files, read: BlockRead) -> None:
     """Read all of a block only to check it. Raises CheckpointError "ckpt-block-damaged"."""
-    data = memoryview(bytearray(read.nbytes))
-    files.get(read.file).read_into(data, read.at)
-    if crc32(data) != int(read.crc32, 16):
+    file, crc = files.get(read.file), 0
+    stretch = memoryview(bytearray(min(read.nbytes, _STRETCH)))
+    for low in range(0, read.nbytes, _STRETCH):
+        part = stretch[: min(_STRETCH, read.nbytes - low)]
+        file.read_into(part, read.at + low)
+        crc = crc32(part, crc)
+    if crc != int(read.crc32, 16):
         raise bad_block(files, read)
 
 

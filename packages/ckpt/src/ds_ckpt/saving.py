@@ -28,7 +28,8 @@ from ds_ckpt.crc import crc32
 from ds_ckpt.format import BLOCK_BYTES, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord, encode, valid_name
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.plan import Item, SavePlan, plan_save
-from ds_ckpt.storage import At, Draft, locate
+from ds_ckpt.protocols import Draft
+from ds_ckpt.storage import At, locate
 from ds_ckpt.tensors import Local, byte_view, check_local, copier
 from ds_ckpt.writer import Pool, Stream, Written
 from ds_comm.placement import Box, Interval, TensorShard

@@ -16,18 +16,18 @@ def test_saves_behind_training_collectives(tmp_path, model):
     local = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
     engine = ds_ckpt.Asynchronous(keep=2)
     traffic = torch.ones(1000)
-    for step in range(6):
+    for step in range(4):
         engine.save(tmp_path / f"s{step}", local, {"step": step}, behind=step % 2 == 1)
         dist.all_reduce(traffic)
         engine.before_update()
         for item in local:
             item.data.add_(1)
     engine.close()
-    assert ds_ckpt.list_tags(tmp_path) == ["s4", "s5"]
+    assert ds_ckpt.list_tags(tmp_path) == ["s2", "s3"]
     back = [model.local(s, fill=False) for s in model.layout(rank, 2, 1, "replica")]
-    assert ds_ckpt.load(tmp_path / "s4", back) == {"step": 4}
+    assert ds_ckpt.load(tmp_path / "s2", back) == {"step": 2}
     for item in back:
-        assert torch.equal(item.data, model.expected(item.shard) + 4)
+        assert torch.equal(item.data, model.expected(item.shard) + 2)
 
 
 @world(2)
@@ -57,7 +57,7 @@ def test_an_error_of_one_rank_surfaces_on_both(tmp_path, model):
     rank = dist.get_rank()
     local = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
 
-    class Broken(ds_ckpt.storage.Disk):
+    class Broken(ds_ckpt.local.Disk):
         def write(self, fd, data, offset):
             raise OSError(5, "Input/output error")
 

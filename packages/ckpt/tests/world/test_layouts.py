@@ -97,7 +97,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(tmp_pat
     shards = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
     ds_ckpt.save(tmp_path / "good", shards, {"step": 1})
 
-    class Full(ds_ckpt.storage.Disk):
+    class Full(ds_ckpt.local.Disk):
         def write(self, fd, data, offset):
             raise OSError(28, "No space left on device")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_ckpt.convert.tensors import Entry, Source
 from ds_ckpt.dtypes import BY_CODE, ITEMSIZE
 from ds_ckpt.jsontext import parse
-from ds_ckpt.storage import Disk, LocalWriteFile
+from ds_ckpt.local import Disk, LocalWriteFile
 from ds_ckpt.tensors import byte_view
 from ds_ckpt.writer import safetensors_header
 from ds_config.errors import CheckpointError

@@ -1,0 +1,320 @@
+"""Checkpoints as directories of a file system.
+
+The draft is `.tmp-<tag>-<token>` beside the tag; files and directories are synced, then one rename publishes it. An older
+checkpoint of the same tag steps aside as `.old-<tag>` for the moment between two renames, and readers look there when the
+tag is gone. A draft is locked by its owner (flock on the directory), so the next save can tell a crashed draft, which it
+removes, from one that is being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from typing import Final
+
+import ds_monitor
+from ds_ckpt.format import MANIFEST
+from ds_ckpt.protocols import Draft, ReadFile, WriteFile, not_found, truncated
+from ds_config.errors import CheckpointError
+
+__all__ = ["Disk", "LocalStorage", "LocalWriteFile"]
+
+_PAGE: Final = 4096
+_DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
+_TMP: Final = ".tmp-"
+_OLD: Final = ".old-"
+
+
+class Disk:
+    """The system calls a local save makes, one method each, so that a test can make any of them fail or be the last."""
+
+    def make_directory(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def lock(self, path: str) -> int:
+        """A descriptor of the directory that holds an exclusive lock; -1 where the file system has no locks.
+
+        Raises:
+            BlockingIOError: another process holds it.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
+                return -1
+            raise
+        return fd
+
+    def open_new(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def open_direct(self, path: str) -> int:
+        """A second descriptor of a file, for writes that bypass the page cache; -1 where there is no such thing."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return -1
+            raise
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve the file's space: a full disk is known before the first write, and parallel writes need no lock."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_directory(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def remove_tree(self, path: str) -> None:
+        shutil.rmtree(path)
+
+
+class LocalWriteFile:
+    """Whole pages go past the page cache where the file system lets them (O_DIRECT), the rest through it."""
+
+    parallel = True
+
+    def __init__(self, disk: Disk, path: str, nbytes: int) -> None:
+        self._disk, self._path = disk, path
+        self._fd = disk.open_new(path)
+        self._direct = -1
+        try:
+            if nbytes >= _DIRECT_BYTES:
+                disk.allocate(self._fd, nbytes)
+                self._direct = disk.open_direct(path)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        pages = data.nbytes - data.nbytes % _PAGE
+        if self._direct >= 0 and pages and offset % _PAGE == 0:
+            done = self._put(self._direct, data[:pages], offset)
+            data, offset = data[done:], offset + done
+        self._put(self._fd, data, offset)
+
+    def _put(self, fd: int, data: memoryview, offset: int) -> int:
+        total = 0
+        while total < data.nbytes:
+            try:
+                done = self._disk.write(fd, data[total:], offset + total)
+            except OSError as error:
+                if fd == self._direct and error.errno == errno.EINVAL:
+                    return total  # memory or size that this device does not take directly: the page cache does
+                raise
+            if done <= 0:
+                raise OSError(errno.EIO, "the device took no bytes", self._path)
+            total += done
+            if fd == self._direct and done % _PAGE:
+                return total
+        return total
+
+    def close(self) -> None:
+        try:
+            self._disk.sync(self._fd)
+        finally:
+            fds, self._fd, self._direct = (self._fd, self._direct), -1, -1
+            for fd in fds:
+                if fd >= 0:
+                    self._disk.close(fd)
+
+    def abandon(self) -> None:
+        fds, self._fd, self._direct = (self._fd, self._direct), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+class _LocalReadFile:
+    def __init__(self, path: str, where: str) -> None:
+        self._fd, self._where = os.open(path, os.O_RDONLY | os.O_CLOEXEC), where
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        while buffer.nbytes:
+            got = os.preadv(self._fd, [buffer], offset)
+            if got <= 0:
+                raise truncated(self._where, offset, buffer.nbytes)
+            buffer, offset = buffer[got:], offset + got
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _LocalDraft:
+    def __init__(self, storage: LocalStorage, tag: str, token: str) -> None:
+        self._storage, self._disk, self._tag = storage, storage.disk, tag
+        self._path = os.path.join(storage.root, f"{_TMP}{tag}-{token}")
+        self._lock = -1
+
+    def file_name(self, rank: int) -> str:
+        return f"data-{rank:05d}.safetensors"
+
+    def create(self) -> None:
+        root = self._storage.root
+        self._disk.make_directory(root)
+        self._storage.recover()
+        target = os.path.join(root, self._tag)
+        if _is_something_else(target):
+            raise CheckpointError(
+                f"{target} exists and is not a checkpoint; saving there would delete it",
+                code="ckpt-target-exists",
+                fix="Choose another directory, or move what is there.",
+            )
+        self._disk.make_directory(self._path)
+        self._lock = self._disk.lock(self._path)
+
+    def write_file(self, name: str, nbytes: int) -> WriteFile:
+        if not os.path.isdir(self._path):
+            raise CheckpointError(
+                f"this rank does not see {self._path}, which rank 0 made",
+                code="ckpt-not-shared",
+                fix="Save into a directory that all ranks share.",
+            )
+        return LocalWriteFile(self._disk, os.path.join(self._path, name), nbytes)
+
+    def commit(self, manifest: bytes) -> None:
+        disk, root = self._disk, self._storage.root
+        file = LocalWriteFile(disk, os.path.join(self._path, MANIFEST), 0)
+        try:
+            file.write(0, memoryview(manifest))
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
+        disk.sync_directory(self._path)
+        target, aside = os.path.join(root, self._tag), os.path.join(root, _OLD + self._tag)
+        replaced = os.path.lexists(target)
+        if replaced:
+            disk.rename(target, aside)
+        disk.rename(self._path, target)
+        disk.sync_directory(root)
+        self._unlock()
+        if replaced:
+            try:
+                disk.remove_tree(aside)
+            except OSError as error:  # the save is done; the next one into this root tries again
+                ds_monitor.event("ckpt.leftover", path=aside, why=str(error))
+
+    def abort(self) -> None:
+        # Also undoes a commit that failed half way: the older checkpoint of this tag returns.
+        try:
+            if os.path.isdir(self._path):
+                self._disk.remove_tree(self._path)
+            self._storage.put_back()
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            fd, self._lock = self._lock, -1
+            os.close(fd)
+
+
+class LocalStorage:
+    """Checkpoints as directories below `root`, on any file system with an atomic rename."""
+
+    def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        self.root = os.path.abspath(os.fspath(root))
+        self.disk = disk or Disk()
+
+    def tags(self) -> list[str]:
+        try:
+            names = os.listdir(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = {n.removeprefix(_OLD) for n in names if not n.startswith(".") or n.startswith(_OLD)}
+        return [t for t in found if os.path.isfile(os.path.join(self._directory(t), MANIFEST))]
+
+    def read(self, tag: str, name: str, limit: int) -> bytes:
+        try:
+            with open(os.path.join(self._directory(tag), name), "rb") as file:
+                return file.read(limit)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise not_found(self.where(tag), name) from error
+
+    def open(self, tag: str, name: str) -> ReadFile:
+        path = os.path.join(self._directory(tag), name)
+        try:
+            return _LocalReadFile(path, f"{self.where(tag)}/{name}")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise not_found(self.where(tag), name) from error
+
+    def draft(self, tag: str, token: str) -> Draft:
+        return _LocalDraft(self, tag, token)
+
+    def remove(self, tag: str) -> None:
+        # Out of sight first: a crash while files go leaves no checkpoint that looks whole.
+        path, hidden = os.path.join(self.root, tag), os.path.join(self.root, f"{_TMP}removed-{tag}")
+        if os.path.isdir(hidden):
+            self.disk.remove_tree(hidden)
+        self.disk.rename(path, hidden)
+        self.disk.remove_tree(hidden)
+
+    def where(self, tag: str) -> str:
+        return os.path.join(self.root, tag)
+
+    def recover(self) -> None:
+        """Finish or undo what a crash left: overwritten checkpoints, drafts whose owner is gone."""
+        self.put_back()
+        for name in os.listdir(self.root):
+            path = os.path.join(self.root, name)
+            if name.startswith(_TMP) and os.path.isdir(path):
+                self._remove_if_dead(path)
+
+    def put_back(self) -> None:
+        """Give a checkpoint that stepped aside its name again, or remove it when its successor is in place."""
+        for name in os.listdir(self.root) if os.path.isdir(self.root) else []:
+            if not name.startswith(_OLD):
+                continue
+            aside, target = os.path.join(self.root, name), os.path.join(self.root, name.removeprefix(_OLD))
+            if os.path.lexists(target):
+                self.disk.remove_tree(aside)
+            else:
+                self.disk.rename(aside, target)
+
+    def _remove_if_dead(self, path: str) -> None:
+        try:
+            fd = self.disk.lock(path)
+        except (BlockingIOError, FileNotFoundError):
+            return  # its owner lives, or has just finished
+        if fd < 0:
+            return  # no locks here: better a leftover than someone's draft
+        try:
+            self.disk.remove_tree(path)
+        finally:
+            os.close(fd)
+
+    def _directory(self, tag: str) -> str:
+        path = os.path.join(self.root, tag)
+        aside = os.path.join(self.root, _OLD + tag)
+        return aside if not os.path.lexists(path) and os.path.isdir(aside) else path
+
+
+def _is_something_else(path: str) -> bool:
+    if not os.path.lexists(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+        return False
+    return not os.path.isdir(path) or bool(os.listdir(path))

@@ -1,0 +1,88 @@
+"""What a storage of checkpoints must do. Words: a *root* holds checkpoints by *tag*; a *draft* is a checkpoint under way,
+invisible to readers until `commit`. How that is made atomic is the storage's own business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from ds_ckpt.format import MANIFEST
+from ds_config.errors import CheckpointError
+
+__all__ = ["Draft", "ReadFile", "Storage", "WriteFile", "not_found", "truncated"]
+
+
+class WriteFile(Protocol):
+    """A data file being written. `parallel` says whether offsets may come in any order and from several threads."""
+
+    parallel: bool
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` from byte `offset`."""
+
+    def close(self) -> None:
+        """Return when the bytes are durable."""
+
+    def abandon(self) -> None:
+        """Let go of the file without any promise about its content."""
+
+
+class ReadFile(Protocol):
+    """A data file being read, at any offset, from any thread."""
+
+    nbytes: int
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset`; raises CheckpointError "ckpt-file-truncated" when the file ends before."""
+
+    def close(self) -> None: ...
+
+
+class Draft(Protocol):
+    """A checkpoint under way. Rank 0 creates, commits and aborts; every rank writes its own files."""
+
+    def file_name(self, rank: int) -> str: ...
+    def create(self) -> None: ...
+    def write_file(self, name: str, nbytes: int) -> WriteFile: ...
+    def commit(self, manifest: bytes) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Storage(Protocol):
+    """Checkpoints by tag."""
+
+    def tags(self) -> list[str]:
+        """Tags that have a manifest, in no order. Whether it is a good one is for the caller to see."""
+
+    def read(self, tag: str, name: str, limit: int) -> bytes:
+        """At most `limit` first bytes of a file; raises CheckpointError "ckpt-not-found"."""
+
+    def open(self, tag: str, name: str) -> ReadFile: ...
+    def draft(self, tag: str, token: str) -> Draft: ...
+    def remove(self, tag: str) -> None: ...
+    def where(self, tag: str) -> str:
+        """The tag as a user would write it, for messages."""
+
+
+def not_found(where: str, name: str) -> CheckpointError:
+    """The error for a file that is not there; names the checkpoints beside it where it can."""
+    siblings = ""
+    parent = Path(where).parent
+    if parent.is_dir():
+        near = sorted(p.name for p in parent.iterdir() if (p / MANIFEST).is_file())[:8]
+        siblings = f"; checkpoints beside it: {', '.join(near) or 'none'}"
+    return CheckpointError(
+        f"{where} has no {name}{siblings}",
+        code="ckpt-not-found",
+        fix="Give the directory of one checkpoint, as `ds_ckpt.find_latest(dir)` returns it.",
+    )
+
+
+def truncated(where: str, offset: int, nbytes: int) -> CheckpointError:
+    """The error for a file that ends too early."""
+    return CheckpointError(
+        f"{where} ends before byte {offset + nbytes} ({nbytes} bytes were asked for at {offset})",
+        code="ckpt-file-truncated",
+        fix="The file was cut; use another checkpoint.",
+    )

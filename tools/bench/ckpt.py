@@ -1,0 +1,245 @@
+"""Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP and safetensors on the same state in one run.
+
+usage: nox -s bench -- ckpt [DIRECTORY] [REPEATS]
+
+All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
+Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device: the same bytes from aligned memory with O_DIRECT,
+4 MiB at a time from four threads, and one fsync.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import ds_ckpt
+from ds_comm.placement import Box, Interval, TensorShard
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt.json"
+TENSORS, NUMEL = 120, 1_025_000
+
+
+def state(fill: float) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}.weight": torch.full((1000, NUMEL // 1000), fill + i) for i in range(TENSORS)}
+
+
+def synced(path: Path) -> None:
+    for file in [path, *path.rglob("*")]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def raw_write(path: Path, nbytes: int) -> None:
+    piece = 4 * 2**20
+    buffer = mmap.mmap(-1, piece)
+    buffer.write(b"x" * piece)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
+    os.posix_fallocate(fd, 0, nbytes)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: os.pwrite(fd, buffer, at), range(0, nbytes - piece + 1, piece)))
+    os.fsync(fd)
+    os.close(fd)
+
+
+class Shard:
+    def __init__(self, shard: TensorShard, data: torch.Tensor) -> None:
+        self.shard, self.data = shard, data
+
+
+def halves(tensors: dict[str, torch.Tensor], rank: int) -> list[Shard]:
+    out = []
+    for name, tensor in tensors.items():
+        cut = tensor.numel() // 2 + 17
+        part = Interval(0, cut) if rank == 0 else Interval(cut, tensor.numel())
+        shard = TensorShard(name, tuple(tensor.shape), "float32", Box.whole(tuple(tensor.shape)), part)
+        out.append(Shard(shard, tensor.reshape(-1)[part.start : part.stop]))
+    return out
+
+
+def timed(action: Callable[[], object]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def saves(root: Path, full: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+    nbytes = sum(t.nbytes for t in full.values())
+
+    def torch_save() -> None:
+        torch.save(full, root / "torch.pt")
+        synced(root / "torch.pt")
+
+    def safetensors_save() -> None:
+        save_file(full, root / "st.safetensors")
+        synced(root / "st.safetensors")
+
+    def dcp_save() -> None:
+        shutil.rmtree(root / "dcp", ignore_errors=True)
+        dcp.save(full, checkpoint_id=root / "dcp")  # syncs its files by default
+
+    return {
+        "raw": lambda: raw_write(root / "raw", nbytes),
+        "ds-ckpt": lambda: ds_ckpt.save(root / "runs" / "ours", ds_ckpt.whole(full), {}),
+        "torch.save": torch_save,
+        "safetensors": safetensors_save,
+        "dcp": dcp_save,
+    }
+
+
+def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+    def into(found: dict[str, torch.Tensor]) -> None:
+        for name, tensor in target.items():
+            tensor.copy_(found[name])
+
+    path = root / "runs" / "ours"
+    return {
+        "ds-ckpt": lambda: ds_ckpt.load(path, ds_ckpt.whole(target)),
+        "ds-ckpt, as two shards each": lambda: ds_ckpt.load(path, halves(target, 0) + halves(target, 1)),
+        "torch.load": lambda: into(torch.load(root / "torch.pt", weights_only=True)),
+        "torch.load, mapped": lambda: into(torch.load(root / "torch.pt", weights_only=True, mmap=True)),
+        "safetensors": lambda: into(load_file(root / "st.safetensors")),
+        "dcp": lambda: dcp.load(target, checkpoint_id=root / "dcp"),
+    }
+
+
+FILES = {"ds-ckpt": "runs", "torch.load": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
+
+
+def cache(root: Path, name: str, *, warm: bool) -> None:
+    """Bring the files that a case reads into the page cache, or drop them from it."""
+    top = root / FILES[name.split(",")[0]]
+    for file in [f for f in [top, *top.rglob("*")] if f.is_file()]:
+        fd = os.open(file, os.O_RDONLY)
+        if warm:
+            while os.read(fd, 2**24):
+                pass
+        else:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
+    """How long a call keeps the training step, the writing of the save before being over. Saves go to memory-backed files
+    where there are any, so that the disk of this machine is not what is measured."""
+    times: dict[str, list[float]] = {"ds-ckpt": [], "ds-ckpt, copied behind": [], "dcp.async_save": []}
+    engine = ds_ckpt.Asynchronous()
+    shards = ds_ckpt.whole(full)
+    for turn in range(repeats + 1):
+        now = timed(lambda: engine.save(root / "a" / "x", shards, {}))
+        engine.wait()
+        behind = timed(lambda: engine.save(root / "a" / "x", shards, {}, behind=True))
+        engine.before_update()
+        engine.wait()
+        futures: list[object] = []
+        shutil.rmtree(root / "dcp-async", ignore_errors=True)
+        theirs = timed(lambda: futures.append(dcp.async_save(full, checkpoint_id=root / "dcp-async")))  # noqa: B023
+        futures[0].result()  # type: ignore[attr-defined]
+        if turn:
+            for name, value in zip(times, (now, behind, theirs), strict=True):
+                times[name].append(value)
+    engine.close()
+    return times
+
+
+def memory_slope(root: Path) -> float:
+    """Bytes of resident memory per save over 50 saves, after 10."""
+    engine, small = ds_ckpt.Asynchronous(keep=1), {"w": torch.ones(5_000_000)}
+    sizes = []
+    for step in range(60):
+        engine.save(root / "m" / f"s{step % 2}", ds_ckpt.whole(small), {})
+        engine.wait()
+        sizes.append(psutil.Process().memory_info().rss)
+    engine.close()
+    return (sizes[-1] - sizes[10]) / 50
+
+
+def main(where: str | None, repeats: int) -> int:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29555")
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    root = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir=where))
+    memory = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir="/dev/shm" if os.path.isdir("/dev/shm") else where))
+    full, target = state(1.0), state(0.0)
+    nbytes = sum(t.nbytes for t in full.values())
+    try:
+        save_times: dict[str, list[float]] = {}
+        load_times: dict[str, list[float]] = {}
+        cold_times: dict[str, list[float]] = {}
+        for turn in range(repeats + 1):
+            for name, action in saves(root, full).items():
+                elapsed = timed(action)
+                if turn:
+                    save_times.setdefault(name, []).append(elapsed)
+            for warm, times in ((True, load_times), (False, cold_times)):
+                for name, action in loads(root, target).items():
+                    cache(root, name, warm=warm)
+                    elapsed = timed(action)
+                    if turn:
+                        times.setdefault(name, []).append(elapsed)
+        written = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
+        stall_times = stalls(memory, full, repeats)
+        slope = memory_slope(memory)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(memory, ignore_errors=True)
+        dist.destroy_process_group()
+    every = (save_times, load_times, cold_times, stall_times)
+    save_s, load_s, cold_s, stall_s = ({n: statistics.median(t) for n, t in x.items()} for x in every)
+
+    def rates(times: dict[str, float]) -> dict[str, float]:
+        return {n: nbytes / t / 1e9 for n, t in times.items()}
+
+    result = {
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "state": {"tensors": TENSORS, "nbytes": nbytes},
+        "repeats": repeats,
+        "save_gb_per_s": rates(save_s),
+        "load_gb_per_s": rates(load_s),
+        "cold_load_gb_per_s": rates(cold_s),
+        "stall_ms": {n: t * 1e3 for n, t in stall_s.items()},
+        "bytes_over_minimum": written / nbytes,
+        "memory_bytes_per_save": slope,
+    }
+    save_rate, load_rate, cold_rate = rates(save_s), rates(load_s), rates(cold_s)
+    result["ratios"] = {
+        "save over raw": save_rate["ds-ckpt"] / save_rate["raw"],
+        "save over dcp": save_rate["ds-ckpt"] / save_rate["dcp"],
+        "load over dcp": load_rate["ds-ckpt"] / load_rate["dcp"],
+        "load over best peer": load_rate["ds-ckpt"]
+        / max(v for n, v in load_rate.items() if not n.startswith("ds-ckpt")),
+        "cold load over dcp": cold_rate["ds-ckpt"] / cold_rate["dcp"],
+        "cold load over best peer": cold_rate["ds-ckpt"]
+        / max(v for n, v in cold_rate.items() if n in FILES and n != "ds-ckpt"),
+        "other layout over plain load": load_rate["ds-ckpt, as two shards each"] / load_rate["ds-ckpt"],
+        "stall, dcp over ours": stall_s["dcp.async_save"] / stall_s["ds-ckpt"],
+        "stall, dcp over ours copied behind": stall_s["dcp.async_save"] / stall_s["ds-ckpt, copied behind"],
+    }
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    DATA.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 5))
