@@ -115,6 +115,18 @@ def test_another_job_is_left_alone(box: Sandbox) -> None:
     assert other.returncode == 0
 
 
+def test_a_kernel_without_pidfds(box: Sandbox) -> None:
+    box.script("import os; del os.pidfd_open", "sitecustomize.py")  # in `ds run`, the keeper and the ranks
+    script = box.script(STUBBORN)
+    env = {"PYTHONPATH": str(box.folder)}
+    job = box.start("run", "--nproc", "2", "--grace", "0.5", script, env=env)
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists() and len(box.alive()) == PROCESSES)
+    os.kill(rank_pid(box, 1), signal.SIGKILL)
+    box.wait(lambda: not box.alive(), seconds=10)
+    assert job.wait(timeout=5) == 137
+    assert job.communicate()[1].splitlines()[-1].startswith("ds run: rank 1 failed first")
+
+
 def test_ranks_may_end_well_on_a_signal(box: Sandbox) -> None:
     script = box.script("""
         import os, pathlib, signal, sys, time

@@ -66,6 +66,18 @@ def test_log_files_hold_everything_and_the_screen_rank_0(box: Sandbox) -> None:
     assert sorted(box.file("deep/logs/rank0.log").read_text().splitlines()) == ["err 0", "out 0"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full to write to")
+def test_a_full_disk_under_the_log_does_not_end_the_job(box: Sandbox) -> None:
+    box.file("logs").mkdir()
+    box.file("logs/rank1.log").symlink_to("/dev/full")
+    script = box.script("import time; print('one'); time.sleep(0.2); print('two'); open('finished', 'w')")
+    done = box.ds("run", "--nproc", "2", "--log-dir", "logs", script)
+    assert done.returncode == 0
+    assert done.stderr == "ds run: no more lines in logs/rank1.log: No space left on device\n"
+    assert box.file("finished").exists()
+    assert box.file("logs/rank0.log").read_text() == "one\ntwo\n"
+
+
 def test_rank_0_gets_standard_input_and_the_others_none(box: Sandbox) -> None:
     script = box.script("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
     done = box.ds("run", "--nproc", "2", script, stdin="typed")

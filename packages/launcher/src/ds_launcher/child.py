@@ -14,11 +14,12 @@ from typing import IO
 from ds_launcher.blame import Ending, starts_traceback
 from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.plan import Process
-from ds_launcher.procfs import die_with
+from ds_launcher.procfs import die_with, open_pidfd
 
 __all__ = ["HANDLED", "Child", "Stream", "start_child"]
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# By name: Windows, which only gets as far as the message that it is not supported, has two of them.
+HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 _TAIL_LINES, _TAIL_WIDTH = 400, 4096
 
 
@@ -77,7 +78,7 @@ class Stream:
         if self._raw and data:
             screen.raw(self._name, data)
         for line in self._splitter.feed(data) if data else self._splitter.finish():
-            self._keep(line)
+            self._keep(line, screen)
             if process.shown and not self._raw:
                 # torch marks its tracebacks with the rank itself; once is enough.
                 prefix = process.prefix.encode()
@@ -86,9 +87,15 @@ class Stream:
             self.pipe.close()
         return bool(data)
 
-    def _keep(self, line: bytes) -> None:
+    def _keep(self, line: bytes, screen: Screen) -> None:
         if self._child.log is not None:
-            self._child.log.write(line + b"\n")
+            try:
+                self._child.log.write(line + b"\n")
+            except OSError as error:  # a full disk under the log is no reason to end a job
+                screen.line(
+                    "err", b"ds run: ", f"no more lines in {self._child.process.log}: {error.strerror}".encode()
+                )
+                self._child.log = None
         if self._name == "err":
             self._child.tail.append(line[:_TAIL_WIDTH])
             if starts_traceback(line):
@@ -114,7 +121,7 @@ def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
         start_new_session=True,
         preexec_fn=lambda: _before_exec(keeper),
     )
-    child = Child(process, popen, os.pidfd_open(popen.pid) if hasattr(os, "pidfd_open") else None, log)
+    child = Child(process, popen, open_pidfd(popen.pid), log)
     streams = [
         Stream(child, name, pipe, raw=plain and screen.is_terminal(name))
         for name, pipe in (("out", popen.stdout), ("err", popen.stderr))

@@ -66,10 +66,11 @@ class Keeper:
         self._signal = 0  # the first one that asked us to stop
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
+        self._adopts = False  # whether orphans become our children; then nobody can be missed
 
     def run(self) -> int:
         """Start everything, wait until nobody is left, say who failed first, return the exit status."""
-        adopt_orphans()
+        self._adopts = adopt_orphans()
         self._watch(self._control, self._on_control)
         self._watch(self._caught[0], self._on_own_signal)
         if self._launch.stop_on_eof:
@@ -204,8 +205,9 @@ class Keeper:
             send(proc, signal.SIGTERM)
 
     def _kill(self) -> None:
-        for child in self._running():
-            with contextlib.suppress(ProcessLookupError):
+        # Without adoption the group of a rank that ended is the only way to what it left.
+        for child in self._running() if self._adopts else self._children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.popen.pid, signal.SIGKILL)
         for proc in self._others():
             send(proc, signal.SIGKILL)
@@ -221,8 +223,10 @@ class Keeper:
     def _reap(self) -> None:
         """Reap what we adopted; where there is no pidfd, notice the ends of our own."""
         for child in self._running():
-            if child.pidfd is None and os.waitid(os.P_PID, child.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if child.pidfd is None and child.popen.poll() is not None:
                 self._on_exit(child)
+        if not self._adopts:
+            return
         own = {child.popen.pid for child in self._running()}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):

@@ -1,12 +1,14 @@
 """Processes of this host: who descends from whom, and signals that reach the process they are meant for.
 
 On Linux a process id may be given to another process as soon as its owner is reaped, so nothing here signals by number
-alone: a pidfd is opened first, then the start time is compared, then the signal goes through the pidfd. Elsewhere
-(`descendants` finds nothing without /proc) the keeper falls back to process groups.
+alone: a pidfd is opened first, then the start time is compared, then the signal goes through the pidfd. Kernels before 5.3
+have no pidfd; there the start time is compared right before the signal. Without /proc `descendants` finds nothing, and
+the keeper falls back to process groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "send"]
+__all__ = ["Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "open_pidfd", "send"]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
@@ -62,22 +64,37 @@ def descendants(root: int) -> list[Proc]:
     return found
 
 
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that means this process for ever and is readable when it ended; None where there is no such thing.
+
+    Raises:
+        ProcessLookupError: no process has this id.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # not Linux; a kernel or a container that does not know the call
+        return None
+
+
 def send(proc: Proc, number: int) -> bool:
     """Signal exactly this process. False when it is gone."""
-    try:
-        handle = os.pidfd_open(proc.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        now = _read(proc.pid)
-        if now is None or now.start != proc.start:
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = open_pidfd(proc.pid)
+            if handle is not None:
+                stack.callback(os.close, handle)
+            now = _read(proc.pid)
+            if now is None or now.start != proc.start:
+                return False
+            if handle is not None:
+                signal.pidfd_send_signal(handle, number)
+            else:
+                os.kill(proc.pid, number)
+        except ProcessLookupError:
             return False
-        signal.pidfd_send_signal(handle, number)
-        return True
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)
+    return True
 
 
 def kill_descendants(timeout_s: float) -> list[int]:
