@@ -6,16 +6,16 @@ A process that no launcher started is a world of one: nothing is made, every gro
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from ds_accel import get_accelerator
 from ds_comm.groups import Group, world_group
 from ds_comm.launch import Launch, read_launch
 from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
@@ -26,6 +26,7 @@ __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "loca
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.02
+_told: list[str] = []  # environment variables that this module set
 
 
 def init_distributed(
@@ -53,8 +54,8 @@ def init_distributed(
         if launch is None:
             return world_group()
         store = _meet(launch, timeout)
-        for name, value in launch.environment().items():
-            os.environ.setdefault(name, value)
+        _tell_torch(launch.environment())
+        _choose_device(launch)
         dist.init_process_group(
             backend or _default_backend(),
             store=dist.PrefixStore("ds_comm", store),
@@ -75,6 +76,8 @@ def destroy_process_group() -> None:
     stop_recorder("ended communication")
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _told:  # a later init_distributed reads what the launcher set, not what this one did
+        os.environ.pop(_told.pop(), None)
 
 
 def local_rank() -> int:
@@ -90,9 +93,26 @@ def _watch_settings(deadline_s: float | None) -> WatchSettings:
     return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
 
 
+def _tell_torch(variables: Mapping[str, str]) -> None:
+    """Set the variables that torch's own functions read, where the launcher did not."""
+    for name, value in variables.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _told.append(name)
+
+
+def _choose_device(launch: Launch) -> None:
+    """Each rank of a host takes a device of its own, unless the launcher shows it only one."""
+    accelerator = get_accelerator()
+    if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
+        accelerator.set_device(launch.local_rank)
+
+
 def _default_backend() -> str:
-    device = torch.accelerator.current_accelerator()
-    return "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    accelerator = get_accelerator()
+    if accelerator.name == "cpu":
+        return accelerator.comm_backend
+    return f"cpu:gloo,{accelerator.device().type}:{accelerator.comm_backend}"
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -101,8 +121,7 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
     try:
         if launch.port == 0:
             return _meet_on_free_port(launch, timeout)
-        os.environ.setdefault("MASTER_ADDR", address)
-        os.environ.setdefault("MASTER_PORT", str(launch.port))
+        _tell_torch({"MASTER_ADDR": address, "MASTER_PORT": str(launch.port)})
         # torch knows when the launcher's own store is to be used and who serves it.
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except (dist.DistError, OSError, ValueError) as error:
@@ -120,30 +139,30 @@ def _meet_on_free_port(launch: Launch, timeout: timedelta) -> dist.Store:
 
     No two jobs can clash: the kernel gives each its own port, and the file is named after the job and its starter.
     """
-    note = Path(tempfile.gettempdir()) / f"ds-comm-{os.getuid()}-{launch.job or 'job'}-{os.getppid()}.port".replace(
-        "/", "_"
-    )
+    name = f"ds-comm-{os.getuid()}-{launch.job or 'job'}-{os.getppid()}.port"
+    note = Path(tempfile.gettempdir()) / name.replace("/", "_")
     if launch.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         draft = note.with_suffix(f".{os.getpid()}")
-        draft.write_text(f"{socket.gethostname()} {store.port}")
+        draft.write_text(f"{os.getpid()} {store.port}")
         draft.replace(note)  # others see all of it or nothing
         store.wait([f"here/{rank}" for rank in range(1, launch.world_size)], timeout)
         note.unlink()
     else:
         store = dist.TCPStore("127.0.0.1", _read_note(note, timeout), is_master=False, timeout=timeout)
         store.set(f"here/{launch.rank}", "")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(store.port))
+    _tell_torch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
     return store
 
 
 def _read_note(note: Path, timeout: timedelta) -> int:
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
+    while time.monotonic() < deadline:
         try:
-            return int(note.read_text().split()[1])
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise
+            pid, port = map(int, note.read_text().split())
+            os.kill(pid, 0)  # a note may be left by a job that was killed
+        except (FileNotFoundError, ProcessLookupError):
             time.sleep(_POLL_S)
+        else:
+            return port
+    raise TimeoutError(f"rank 0 left no note in {note}")

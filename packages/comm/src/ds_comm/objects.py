@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_comm import collectives, p2p
 from ds_comm.call import Call
+from ds_comm.collectives import all_gather_single, broadcast, gather, scatter
 from ds_comm.groups import Group, GroupLike, as_group
+from ds_comm.p2p import recv, send
 
 __all__ = [
     "all_gather_object",
@@ -33,7 +34,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None,
     mine = _pack(obj, group)
     sizes = _all_sizes(mine, group, unit)
     rows = mine.new_empty((group.size, max(sizes)))
-    collectives.all_gather_single(rows, _padded(mine, max(sizes)), group, unit=unit)
+    all_gather_single(rows, _padded(mine, max(sizes)), group, unit=unit)
     object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -53,7 +54,7 @@ def gather_object(
     mine = _pack(obj, group)
     sizes = _all_sizes(mine, group, unit)
     rows = list(mine.new_empty((group.size, max(sizes)))) if group.rank == root else None
-    collectives.gather(_padded(mine, max(sizes)), rows, group_dst=root, group=group, unit=unit)
+    gather(_padded(mine, max(sizes)), rows, group_dst=root, group=group, unit=unit)
     if rows is not None and object_gather_list is not None:
         object_gather_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
@@ -73,10 +74,10 @@ def broadcast_object_list(
     root = call.root(src, group_src, default=0)
     packed = _pack(list(object_list) if group.rank == root else None, group, device)
     size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
-    collectives.broadcast(size, group_src=root, group=group, unit=unit)
+    broadcast(size, group_src=root, group=group, unit=unit)
     if group.rank != root:
         packed = packed.new_empty(int(size))
-    collectives.broadcast(packed, group_src=root, group=group, unit=unit)
+    broadcast(packed, group_src=root, group=group, unit=unit)
     received = _unpack(packed)
     call.check_count("object_list", object_list, len(received))
     object_list[:] = received
@@ -103,9 +104,9 @@ def scatter_object_list(
         packed = [_pack(obj, group) for obj in given]
         sizes.copy_(torch.tensor([part.numel() for part in packed]))
         parts = [_padded(part, int(sizes.max())) for part in packed]
-    collectives.broadcast(sizes, group_src=root, group=group, unit=unit)
+    broadcast(sizes, group_src=root, group=group, unit=unit)
     mine = torch.empty(int(sizes.max()), dtype=torch.uint8, device=sizes.device)
-    collectives.scatter(mine, parts, group_src=root, group=group, unit=unit)
+    scatter(mine, parts, group_src=root, group=group, unit=unit)
     scatter_object_output_list[:1] = [_unpack(mine[: int(sizes[group.rank])])]
 
 
@@ -121,8 +122,8 @@ def send_object_list(
     group = as_group(group)
     packed = _pack(list(object_list), group)
     size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
-    p2p.send(size, dst, group, group_dst=group_dst, unit=unit)
-    p2p.send(packed, dst, group, group_dst=group_dst, unit=unit)
+    send(size, dst, group, group_dst=group_dst, unit=unit)
+    send(packed, dst, group, group_dst=group_dst, unit=unit)
 
 
 def recv_object_list(
@@ -136,9 +137,9 @@ def recv_object_list(
     """Fill the list with what rank `src` sends; it has as many places as objects come."""
     group = as_group(group)
     size = torch.zeros(1, dtype=torch.int64, device=_device(group))
-    p2p.recv(size, src, group, group_src=group_src, unit=unit)
+    recv(size, src, group, group_src=group_src, unit=unit)
     packed = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    p2p.recv(packed, src, group, group_src=group_src, unit=unit)
+    recv(packed, src, group, group_src=group_src, unit=unit)
     received = _unpack(packed)
     Call("recv_object_list", group, unit).check_count("object_list", object_list, len(received))
     object_list[:] = received
@@ -167,5 +168,5 @@ def _padded(packed: Tensor, size: int) -> Tensor:
 def _all_sizes(packed: Tensor, group: Group, unit: str) -> list[int]:
     sizes = torch.empty(group.size, dtype=torch.int64, device=packed.device)
     mine = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
-    collectives.all_gather_single(sizes, mine, group, unit=unit)
+    all_gather_single(sizes, mine, group, unit=unit)
     return [int(size) for size in sizes.tolist()]

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
 
+import torch
+
 from ds_comm.recorder import Recorder
 from ds_comm.transports import Started
 from ds_comm.verdict import Finding
 from ds_config.errors import CommError
 
-__all__ = ["DONE", "Pending", "Work", "failed"]
+__all__ = ["DONE", "Pending", "Work", "failed", "time_device_operations"]
 
 
 class Work(Protocol):
@@ -38,6 +40,12 @@ class _Done:
 # Where in the backend's sources an error was raised, and its guesses why.
 _BACKEND_NOISE = re.compile(r"^\[[^\]]*:\d+\] | This is typically .*")
 DONE: Work = _Done()
+_time_device = [False]
+
+
+def time_device_operations(on: bool) -> None:
+    """Whether spans of operations on an accelerator last until the device has done them. Waits for each: costs speed."""
+    _time_device[0] = on
 
 
 class Pending:
@@ -68,6 +76,17 @@ class Pending:
         started, self._started = self._started, None
         if started is None:
             return True
+        try:
+            self._wait_for(started, timeout)
+            if started.finish is not None:
+                started.finish()
+            if _time_device[0] and not self._host_waits:
+                torch.accelerator.synchronize()
+        finally:
+            self._span.__exit__(None, None, None)
+        return True
+
+    def _wait_for(self, started: Started, timeout: timedelta | None) -> None:
         self._recorder.waiting(self._slot)
         try:
             for work in started.works:
@@ -78,15 +97,10 @@ class Pending:
         except RuntimeError as error:
             self._recorder.ended(self._slot)
             raise failed(self._name, self._recorder.explain(self._slot), error) from error
-        finally:
-            self._span.__exit__(None, None, None)
         if self._host_waits:
             self._recorder.ended(self._slot)
         else:
             self._recorder.follow(self._slot, started.works)
-        if started.finish is not None:
-            started.finish()
-        return True
 
     def is_completed(self) -> bool:
         return self._started is None or all(work.is_completed() for work in self._started.works)

@@ -1,0 +1,129 @@
+"""`ds comm debug` and `ds comm bench`: why did the job end, and how fast are the collectives here?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ds_comm
+from ds_comm.dumps import read_dumps, render
+from ds_comm.sweep import OPERATIONS, Timing, cases, sweep
+from ds_config.errors import DsError
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "look into a job that was ended by the watchdog; measure collectives"
+_SIZES = ("4K", "64K", "1M", "16M", "64M")
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    commands = parser.add_subparsers(dest="what", required=True)
+    debug = commands.add_parser("debug", help="show where ranks parted, from the dumps of their watchdogs")
+    debug.add_argument("folder", type=Path, help="the folder that the [ds-comm] lines of the job name")
+    debug.add_argument("--before", type=int, default=5, help="operations to show around the difference")
+    bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
+    bench.add_argument("--nproc", type=int, default=2, help="ranks to start on this host")
+    bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
+    bench.add_argument("--backends", nargs="+", default=["gloo"], help="names as torch knows them; they alternate")
+    bench.add_argument("--dtypes", nargs="+", default=["float32"])
+    bench.add_argument("--sizes", nargs="+", type=_bytes, default=[_bytes(size) for size in _SIZES])
+    bench.add_argument("--seconds", type=float, default=1.0, help="about how long to repeat each row")
+    bench.add_argument("--json", type=Path, help="also write every timing to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        if args.what == "debug":
+            print(render(read_dumps(args.folder), args.before))
+            return 0
+        if args.nproc > 1 and "RANK" not in os.environ:
+            return _start_ranks(args)
+        return _bench(args)
+    except DsError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    """Run this command again as ranks that find each other on a free port."""
+    again = [sys.executable, "-m", "ds_comm.cli", *map(str, _arguments(args))]
+    here = {"PMI_SIZE": args.nproc, "MPI_LOCALNRANKS": args.nproc, "OMP_NUM_THREADS": 1}
+    ranks = [
+        subprocess.Popen(again, env=os.environ | _texts({**here, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}))
+        for rank in range(args.nproc)
+    ]
+    return max(rank.wait() for rank in ranks)
+
+
+def _arguments(args: argparse.Namespace) -> list[object]:
+    listed = ["--ops", *args.ops, "--backends", *args.backends, "--dtypes", *args.dtypes, "--sizes", *args.sizes]
+    return ["bench", "--nproc", 1, *listed, "--seconds", args.seconds, *(["--json", args.json] if args.json else [])]
+
+
+def _texts(env: dict[str, int]) -> dict[str, str]:
+    return {name: str(value) for name, value in env.items()}
+
+
+def _bench(args: argparse.Namespace) -> int:
+    world = ds_comm.init_distributed("gloo")
+    if world.size == 1:
+        print("a world of one communicates nothing: use --nproc 2 or more", file=sys.stderr)
+        return 2
+    groups = {}
+    for backend in args.backends:
+        pg = world.pg if backend == "gloo" else dist.new_group(backend=backend)
+        groups[backend] = ds_comm.Group(backend, world.ranks, world.rank, pg)
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    timings = []
+    if world.rank == 0:
+        print(_HEAD)
+    for timing in sweep(groups, cases(args.ops, args.backends, dtypes, args.sizes), args.seconds):
+        timings.append(timing)
+        if world.rank == 0:
+            print(_line(timing), flush=True)
+    if world.rank == 0 and args.json:
+        args.json.write_text(json.dumps([_plain(timing) for timing in timings], indent=1))
+    ds_comm.destroy_process_group()
+    return 0
+
+
+_HEAD = f"{'op':<16}{'backend':<10}{'dtype':<10}{'bytes':>12}{'median us':>12}{'best us':>12}{'alg GB/s':>10}{'bus GB/s':>10}"
+
+
+def _line(timing: Timing) -> str:
+    case, gbytes = timing.case, 1 / 8
+    dtype = str(case.dtype).removeprefix("torch.")
+    times = f"{timing.median_s * 1e6:>12.1f}{timing.best_s * 1e6:>12.1f}"
+    speeds = f"{timing.algorithm_gbps * gbytes:>10.2f}{timing.bus_gbps * gbytes:>10.2f}"
+    return f"{case.op:<16}{case.backend:<10}{dtype:<10}{case.nbytes:>12}{times}{speeds}"
+
+
+def _plain(timing: Timing) -> dict[str, object]:
+    plain = asdict(timing)
+    plain["case"]["dtype"] = str(timing.case.dtype).removeprefix("torch.")
+    return plain
+
+
+def _bytes(text: str) -> int:
+    """`64K`, `16M`, `1G`, or a number of bytes."""
+    units = {"K": 10, "M": 20, "G": 30}
+    number, shift = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 0)
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, or 4K, 16M, 1G")
+    return int(number) << shift
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="ds comm")
+    register(_parser)
+    raise SystemExit(main(_parser.parse_args()))

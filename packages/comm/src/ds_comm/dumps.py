@@ -1,0 +1,113 @@
+"""What the watchdogs wrote when they ended a job, read back and put side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_comm.ring import Stamp
+from ds_comm.verdict import differs
+from ds_config.errors import CommError
+
+__all__ = ["Dump", "Row", "compare", "read_dumps", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """One rank's: the line it printed and all its stamps, oldest first."""
+
+    rank: int
+    line: str
+    stamps: tuple[Stamp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of a group: each rank's stamp, None where it did not come (or its ring no longer has it)."""
+
+    group: str
+    mark: int
+    stamps: dict[int, Stamp | None]
+
+    @property
+    def agree(self) -> bool:
+        """Whether every rank came with the same operation."""
+        found = [stamp for stamp in self.stamps.values() if stamp is not None]
+        return len(found) == len(self.stamps) and not any(differs(found[0], stamp) for stamp in found)
+
+
+def read_dumps(folder: Path) -> list[Dump]:
+    """The newest dump of each rank in `folder`, in order of rank.
+
+    Raises:
+        CommError: there is none ("comm-no-dump").
+    """
+    newest: dict[int, tuple[float, Dump]] = {}
+    for path in folder.glob("rank-*.json"):
+        content = json.loads(path.read_text())
+        rank = int(path.name.split("-")[1])
+        dump = Dump(rank, content["line"], tuple(_stamp(stamp) for stamp in content["stamps"]))
+        written_s = path.stat().st_mtime
+        if rank not in newest or newest[rank][0] < written_s:
+            newest[rank] = written_s, dump
+    if not newest:
+        raise CommError(
+            f"{folder} has no rank-*.json",
+            code="comm-no-dump",
+            fix="Give the folder that the [ds-comm] line of the job named; each host has its own.",
+        )
+    return [newest[rank][1] for rank in sorted(newest)]
+
+
+def compare(dumps: Sequence[Dump]) -> list[Row]:
+    """Operations by group and mark; a group's ranks are those of the dumps that have a stamp of it."""
+    by_group: dict[str, dict[int, dict[int, Stamp]]] = defaultdict(lambda: defaultdict(dict))
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for dump in dumps:
+        for stamp in dump.stamps:
+            if stamp.mark:
+                by_group[stamp.key][stamp.mark][dump.rank] = stamp
+                ranks[stamp.key].add(dump.rank)
+    return [
+        Row(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])})
+        for key, marks in sorted(by_group.items())
+        for mark, found in sorted(marks.items())
+    ]
+
+
+def render(dumps: Sequence[Dump], before: int = 5) -> str:
+    """The lines of all ranks, and of each group the operations around the first one that they do not share."""
+    lines = [dump.line for dump in dumps]
+    rows = compare(dumps)
+    for group in dict.fromkeys(row.group for row in rows):
+        mine = [row for row in rows if row.group == group]
+        # A ring forgets old operations on one rank sooner than on another: look from where all remember.
+        start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
+        mine = [row for row in mine if row.mark >= start]
+        odd = next((i for i, row in enumerate(mine) if not row.agree), None)
+        if odd is None:
+            lines += ["", f"group {group!r}: all {len(mine)} remembered operations agree, up to #{mine[-1].mark}"]
+            continue
+        lines += ["", f"group {group!r}: ranks part at #{mine[odd].mark}"]
+        for row in mine[max(0, odd - before) : odd + before]:
+            lines.append(f"  #{row.mark}" + ("" if row.agree else "   <- differs"))
+            shown = dict.fromkeys(_short(stamp) for stamp in row.stamps.values())
+            for text in shown:
+                who = [str(rank) for rank, stamp in row.stamps.items() if _short(stamp) == text]
+                lines.append(f"      rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}")
+    return "\n".join(lines)
+
+
+def _short(stamp: Stamp | None) -> str:
+    if stamp is None:
+        return "did not come"
+    state = "waits" if stamp.waits else "done" if stamp.ended_s else "started"
+    return f"{stamp.op}[{stamp.unit}] {stamp.dtype}{list(stamp.shape)} {state}"
+
+
+def _stamp(data: dict[str, Any]) -> Stamp:
+    return Stamp(**{**data, "shape": tuple(data["shape"])})

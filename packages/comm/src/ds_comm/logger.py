@@ -1,0 +1,182 @@
+"""The comms logger: counts, sizes, latencies and bandwidths of every collective, and who makes the others wait.
+
+A sink of ds-monitor. It reads the spans that collectives report (`comm/<op>`, from the call to the end of the wait), so an
+asynchronous operation counts the time in which it overlapped with computation, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_comm.bandwidth import bandwidth, message_bytes
+from ds_comm.config import CommsLoggerConfig
+from ds_comm.groups import GroupLike, as_group
+from ds_comm.objects import all_gather_object
+from ds_comm.work import time_device_operations
+from ds_monitor import Kind, Record
+
+__all__ = ["CommsLogger", "SummaryRow", "trimmed_mean"]
+
+_log = logging.getLogger(__name__)
+_PREFIX = "comm/"
+_TRIMMED = 0.1  # of the latencies at either end
+_Key = tuple[str, int, int]  # operation, bytes of the whole message, ranks
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """One operation at one message size in groups of one size. Averages are 10 % trimmed means.
+
+    Attributes:
+        comm_ms: Latency of the fastest rank, operation by operation: what communication itself took.
+        straggler_ms: What this rank waited beyond that, for ranks that came late. None without straggler analysis.
+    """
+
+    op: str
+    message_bytes: int
+    ranks: int
+    count: int
+    total_ms: float
+    average_ms: float
+    algorithm_gbps: float
+    bus_gbps: float
+    comm_ms: float | None = None
+    straggler_ms: float | None = None
+
+
+class CommsLogger:
+    """Collects from the moment it is given to `ds_monitor.configure`."""
+
+    def __init__(self, config: CommsLoggerConfig | None = None) -> None:
+        self.config = config if config is not None else CommsLoggerConfig(enabled=True)
+        self._latencies_s: dict[_Key, array[float]] = {}
+        time_device_operations(True)
+
+    def write(self, record: Record) -> None:
+        """Count a collective; other records do not concern it."""
+        if record.kind is not Kind.SPAN or not record.name.startswith(_PREFIX) or "ranks" not in record.attrs:
+            return
+        op, unit = record.name.removeprefix(_PREFIX), record.attrs["unit"]
+        if not self.config.prof_all and not {op, unit} & set(self.config.prof_ops):
+            return
+        ranks = record.attrs["ranks"]
+        size = message_bytes(op, record.attrs["nbytes"], ranks)
+        name = f"{op}[{unit}]" if self.config.debug and unit else op
+        self._latencies_s.setdefault((name, size, ranks), array("d")).append(record.value)
+        if self.config.verbose:
+            speed = bandwidth(op, record.attrs["nbytes"], ranks, record.value)
+            _log.info(
+                "%s[%s] %d bytes, %d ranks: %.3f ms, %.2f Gbps, bus %.2f Gbps",
+                *(op, unit, size, ranks, record.value * 1e3, speed.algorithm_gbps, speed.bus_gbps),
+            )
+
+    def end_step(self, step: int) -> None:
+        """Totals run over steps."""
+
+    def close(self) -> None:
+        """Stop waiting for the device; what was collected stays."""
+        time_device_operations(False)
+
+    def reset(self) -> None:
+        """Forget what was collected."""
+        self._latencies_s.clear()
+
+    def has_data(self) -> bool:
+        """Whether anything was collected."""
+        return bool(self._latencies_s)
+
+    def summary(self, fastest_s: Mapping[_Key, Sequence[float]] | None = None) -> list[SummaryRow]:
+        """A row per operation and size, in that order. `fastest_s`: of each operation, the latency of its fastest rank."""
+        return [
+            _row(key, latencies, None if fastest_s is None else fastest_s.get(key, ()))
+            for key, latencies in sorted(self._latencies_s.items())
+        ]
+
+    def log_summary(self, show_straggler: bool = False, group: GroupLike = None) -> str:
+        """Log the table and return it. With `show_straggler` all ranks of `group` call it together."""
+        text = table(self.summary(self._fastest(group) if show_straggler else None))
+        _log.info("communication so far\n%s", text)
+        return text
+
+    def as_dict(self, show_straggler: bool = False, group: GroupLike = None) -> dict[str, Any]:
+        """The summary as plain data."""
+        rows = self.summary(self._fastest(group) if show_straggler else None)
+        return {
+            "summary": [asdict(row) for row in rows],
+            "metadata": {"trimmed": _TRIMMED, "ranks": as_group(group).size},
+        }
+
+    def _fastest(self, group: GroupLike) -> dict[_Key, list[float]]:
+        """Of every operation that all ranks of the group logged, its latency on the fastest of them."""
+        group = as_group(group)
+        every: list[dict[_Key, list[float]]] = [{} for _ in range(group.size)]
+        all_gather_object(
+            every, {key: list(found) for key, found in self._latencies_s.items()}, group, unit="comms logger"
+        )
+        common = set.intersection(*(set(one) for one in every))
+        return {key: [min(times) for times in zip(*(one[key] for one in every), strict=False)] for key in common}
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest tenth; 0 of nothing."""
+    cut = int(len(values) * _TRIMMED)
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+def table(rows: Iterable[SummaryRow]) -> str:
+    """The summary as text, one line per operation and size."""
+    rows = list(rows)
+    head = ["Comm. Op", "Message Size", "Ranks", "Count", "Total Latency(ms)", "Avg Latency(ms)"]
+    head += ["tput_avg (Gbps)", "busbw_avg (Gbps)"]
+    straggler = any(row.straggler_ms is not None for row in rows)
+    if straggler:
+        head += ["Comm lat(ms)", "Straggler(ms)"]
+    lines = [head]
+    for row in rows:
+        cells = [row.op, _size(row.message_bytes), str(row.ranks), str(row.count), f"{row.total_ms:.2f}"]
+        cells += [f"{row.average_ms:.3f}", f"{row.algorithm_gbps:.2f}", f"{row.bus_gbps:.2f}"]
+        if straggler:
+            cells += ["" if value is None else f"{value:.2f}" for value in (row.comm_ms, row.straggler_ms)]
+        lines.append(cells)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _row(key: _Key, latencies_s: Sequence[float], fastest_s: Sequence[float] | None) -> SummaryRow:
+    name, size, ranks = key
+    op = name.partition("[")[0]
+    average_s = trimmed_mean(latencies_s)
+    speed = bandwidth(op, size // message_bytes(op, 1, ranks), ranks, average_s)
+    comm_ms = straggler_ms = None
+    if fastest_s is not None:
+        comm_ms = sum(fastest_s) * 1e3
+        straggler_ms = sum(latencies_s[: len(fastest_s)]) * 1e3 - comm_ms
+    total_ms = sum(latencies_s) * 1e3
+    return SummaryRow(
+        name,
+        size,
+        ranks,
+        len(latencies_s),
+        total_ms,
+        average_s * 1e3,
+        speed.algorithm_gbps,
+        speed.bus_gbps,
+        comm_ms,
+        straggler_ms,
+    )
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"

@@ -1,0 +1,108 @@
+"""`ds comm debug` over dumps, and `ds comm bench` on two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ds_comm import cli
+from ds_comm.dumps import compare, read_dumps, render
+from ds_comm.ring import Stamp
+from ds_config.errors import CommError
+
+STAMP = Stamp("0", "world", 1, "all_reduce", "layers.0", "float32", (8,), 8, -1, 1.0, 0.0, 2.0, 1)
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.register(parser)
+    return parser.parse_args(list(words))
+
+
+def dump(folder: Path, rank: int, stamps: list[Stamp], pid: int = 1) -> None:
+    content = {"line": f"rank {rank} says", "code": "comm-hang", "stamps": [asdict(stamp) for stamp in stamps]}
+    (folder / f"rank-{rank}-pid-{pid}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    same = [replace(STAMP, mark=mark) for mark in range(1, 10)]
+    odd = replace(STAMP, mark=10, unit="layers.1", waited_s=1.0, ended_s=0.0)
+    dump(tmp_path, 0, [*same, replace(odd, unit="layers.2"), replace(STAMP, mark=0, op="send")])
+    dump(tmp_path, 1, [*same[3:], odd])  # its ring forgot the first ones
+    dump(tmp_path, 2, same)
+    return tmp_path
+
+
+def test_operations_side_by_side(folder: Path) -> None:
+    rows = compare(read_dumps(folder))
+    assert [row.mark for row in rows] == list(range(1, 11))
+    assert rows[5].agree
+    assert not rows[9].agree
+    assert rows[9].stamps[2] is None
+
+
+def test_the_parting_is_shown_with_what_came_before(folder: Path) -> None:
+    text = render(read_dumps(folder), before=2)
+    assert text.startswith("rank 0 says\nrank 1 says\nrank 2 says\n")
+    assert "group 'world': ranks part at #10" in text
+    assert "#8" in text
+    assert "#7" not in text
+    assert "rank 0: all_reduce[layers.2] float32[8] waits" in text
+    assert "rank 2: did not come" in text
+    assert "ranks 0, 1, 2: all_reduce[layers.0] float32[8] done" in text
+
+
+def test_agreement_is_said(tmp_path: Path) -> None:
+    for rank in range(2):
+        dump(tmp_path, rank, [replace(STAMP, mark=mark) for mark in (1, 2)])
+    assert "all 2 remembered operations agree, up to #2" in render(read_dumps(tmp_path))
+
+
+def test_debug(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments("debug", str(folder))) == 0
+    assert "part at #10" in capsys.readouterr().out
+    empty = folder / "empty"
+    empty.mkdir()
+    assert cli.main(arguments("debug", str(empty))) == 1
+    assert "comm-no-dump" in capsys.readouterr().err
+    with pytest.raises(CommError, match=r"no rank-\*\.json"):
+        read_dumps(empty)
+
+
+def test_the_newest_dump_of_a_rank_counts(folder: Path) -> None:
+    dump(folder, 2, [STAMP], pid=7)
+    (folder / "rank-2-pid-1.json").touch()
+    assert len(read_dumps(folder)[2].stamps) == 9
+
+
+def test_bench_prints_a_table_and_writes_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bench.json"
+    words = ["bench", "--ops", "all_reduce", "barrier", "--sizes", "1K", "0", "--dtypes", "float32", "bfloat16"]
+    assert cli.main(arguments(*words, "--seconds", "0.02", "--json", str(out))) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["op", "backend", "dtype"]
+    assert len(lines) == 1 + 4 + 1
+    timings = json.loads(out.read_text())
+    assert {timing["case"]["op"] for timing in timings} == {"all_reduce", "barrier"}
+    assert all(0 < timing["best_s"] <= timing["median_s"] <= timing["p99_s"] for timing in timings)
+
+
+def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments("bench", "--nproc", "1")) == 2
+    assert "--nproc 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "expected"), [("12", 12), ("4K", 4096), ("16m", 16 << 20), ("1G", 1 << 30)])
+def test_sizes(text: str, expected: int) -> None:
+    assert arguments("bench", "--sizes", text).sizes == [expected]
+
+
+def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("bench", "--sizes", "big")
+    assert "'big' is no size" in capsys.readouterr().err

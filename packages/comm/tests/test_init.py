@@ -1,0 +1,106 @@
+"""Meeting on a free port: many jobs at once on one host, and what others left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import ds_comm
+from ds_comm import init
+from ds_comm.launch import Launch
+from ds_config.errors import CommError
+
+PAIR = Launch("OpenMPI", 0, 2, 0, 2, "", 0, "job")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(init, "_tell_torch", lambda variables: None)  # the jobs of a test are threads of one process
+    return tmp_path
+
+
+def meet(launch: Launch, timeout_s: float = 30) -> dist.Store:
+    return init._meet(launch, timedelta(seconds=timeout_s))
+
+
+def test_twenty_jobs_at_once_do_not_clash(folder: Path) -> None:
+    stores: dict[tuple[str, int], dist.Store] = {}
+
+    def rank(job: str, index: int) -> None:
+        stores[job, index] = meet(replace(PAIR, job=job, rank=index))
+
+    threads = [threading.Thread(target=rank, args=(f"job{n}", index)) for n in range(20) for index in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(stores) == 40
+    for n in range(20):
+        stores[f"job{n}", 0].set("who", f"job{n}")
+    for n in range(20):
+        assert stores[f"job{n}", 1].get("who") == f"job{n}".encode()
+    assert list(folder.iterdir()) == [], "no note is left"
+
+
+def test_the_note_of_a_killed_job_is_not_followed(folder: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    note = folder / f"ds-comm-{os.getuid()}-job-{os.getppid()}.port"
+    note.write_text(f"{dead.pid} 1")
+    with pytest.raises(CommError, match="left no note") as caught:
+        meet(replace(PAIR, rank=1), timeout_s=0.2)
+    assert caught.value.code == "comm-rendezvous"
+
+
+def test_ranks_that_do_not_come_are_told() -> None:
+    with pytest.raises(CommError, match=r"rank 0 of 2 .* could not meet the others") as caught:
+        meet(PAIR, timeout_s=0.2)
+    assert "all ranks were started" in caught.value.fix
+
+
+def test_two_ranks_of_an_mpi_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, torch, ds_comm\n"
+        "for _ in range(2):\n"
+        "    world = ds_comm.init_distributed('gloo')\n"
+        "    assert ds_comm.init_distributed().size == 2\n"
+        "    x = torch.ones(3) * (world.rank + 1)\n"
+        "    ds_comm.all_reduce(x)\n"
+        "    assert x.tolist() == [3, 3, 3]\n"
+        "    assert os.environ['RANK'] == str(world.rank) and ds_comm.local_rank() == world.rank\n"
+        "    ds_comm.destroy_process_group()\n"
+        "    assert 'RANK' not in os.environ and 'MASTER_PORT' not in os.environ\n"
+        "print('fine')\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    env |= {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=env | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=100)[0] for rank in ranks] == ["fine\n", "fine\n"]
+
+
+def test_without_a_launcher_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert ds_comm.init_distributed().size == 1
+    assert not dist.is_initialized()
+    assert ds_comm.local_rank() == 0
+    ds_comm.destroy_process_group()
