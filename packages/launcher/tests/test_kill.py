@@ -156,12 +156,16 @@ def test_what_a_finished_job_left_running_is_stopped(box: Sandbox) -> None:
 
 def test_a_keeper_stuck_on_a_full_screen_still_kills(box: Sandbox) -> None:
     script = box.script("""
-        import os, pathlib
-        pathlib.Path("pid" + os.environ["RANK"]).touch()
-        while True: print("x" * 1000)
+        import os
+        with open("written" + os.environ["RANK"], "w", buffering=1) as written:
+            while True:
+                print("x" * 10000)
+                print(file=written)
     """)
     job = box.start("run", "--nproc", "2", "--grace", "0.5", script)  # nobody reads its output
-    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    # More than 4 MiB wait in the keeper; then it reads no more, the pipes fill, the ranks stand still.
+    box.wait(lambda: box.file("written0").exists() and box.file("written1").exists())
+    box.wait(lambda: sum(box.file(f"written{rank}").stat().st_size for rank in range(2)) > 420)
     job.kill()
     box.wait(lambda: not box.alive(), seconds=10)
     job.wait(timeout=5)

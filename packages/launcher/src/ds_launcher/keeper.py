@@ -81,8 +81,9 @@ class Keeper:
             self._dispatch(self._patience_s())
             self._reap()
             self._advance()
-        while self._open_streams and self._dispatch(1.0):
-            pass  # nobody can write any more: each pipe comes to its end
+        # Nobody can write any more: each pipe comes to its end. Who stopped us does not wait for a screen nobody reads.
+        while self._open_streams and not (self._signal and self._screen.full) and self._dispatch(1.0):
+            pass
         status = self._report()
         self._show_rest()
         return status
