@@ -1,0 +1,105 @@
+"""One process, no process group: the same path."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import ds_zero
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_equals_plain_torch(stage, clip):
+    model, twin = net(), net()
+    optimizer = ds_zero.shard(model, torch.optim.AdamW(model.parameters(), foreach=False), stage=stage, clip=clip)
+    plain = torch.optim.AdamW(twin.parameters(), foreach=False)
+    for step in range(5):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        twin(x).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), clip or float("inf"))
+        plain.step()
+        plain.zero_grad()
+        assert (
+            optimizer.last.norm is None if clip is None else optimizer.last.norm == pytest.approx(norm.item(), rel=1e-5)
+        )
+    optimizer.close()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        if clip is None:
+            assert torch.equal(a, b)
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_models_can_be_copied_and_saved_while_sharded(stage):
+    model = net()
+    optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in torch.load(buffer, weights_only=True).items())
+    twin(torch.ones(1, 4)).sum().backward()
+    assert twin[0].weight.grad is not None
+    assert optimizer.zero_grad() is None
+    optimizer.close()
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    model = net()
+    optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+
+    def closure():
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    before = model(torch.ones(1, 4)).sum()
+    assert torch.equal(optimizer.step(closure), before)
+    assert model(torch.ones(1, 4)).sum() < before
+    optimizer.close()
+
+
+def test_a_model_without_an_optimizer():
+    model = net().requires_grad_(False)
+    sharding = ds_zero.shard(model, stage=3)
+    assert torch.equal(model(torch.ones(1, 4)), net()(torch.ones(1, 4)))
+    assert sorted(s.shard.name for s in sharding.param_shards()) == sorted(
+        f"param/{n}" for n, _ in model.named_parameters()
+    )
+    sharding.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_compiled_without_graph_breaks(stage):
+    model = net()
+    optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    twin = net()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for step in range(4):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for forward, o in ((compiled, optimizer), (twin, plain)):
+            forward(x).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    assert counter.frame_count == 1
+    optimizer.close()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
