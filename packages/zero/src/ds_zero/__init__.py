@@ -22,6 +22,7 @@ from ds_zero.access import (
 from ds_zero.api import shard
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.optimizer import ShardedOptimizer, StepReport
+from ds_zero.plan import UnitBytes, ZeroPlan, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision
 from ds_zero.released import Released
 from ds_zero.residency import STAGES, Residency
@@ -39,9 +40,13 @@ __all__ = [
     "ShardedOptimizer",
     "Sharding",
     "StepReport",
+    "UnitBytes",
     "UnitLayout",
     "UnitPolicy",
     "UnitSpec",
+    "ZeroPlan",
+    "plan",
+    "plan_bytes",
     "plan_layout",
     "plan_units",
     "register_external_parameter",

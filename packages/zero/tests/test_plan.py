@@ -1,0 +1,83 @@
+"""Bytes before anything is allocated."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import ds_zero
+from ds_zero.units import ModuleInfo, ParamInfo
+
+
+def net():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+NUMEL = 4 * (64 * 64 + 64)
+NO_PERSIST = ds_zero.UnitPolicy(max_numel=64 * 64 + 64, persist_numel=0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "bytes_per_element"),
+    # world 4; per element: full, shard, grads, optim
+    [(0, "fp32", (4, 0, 4, 8)), (1, "fp32", (4, 0, 4, 2)), (2, "fp32", (4, 0, 1, 2)), (3, "fp32", (0, 1, 1, 2)),
+     (0, "bf16", (2, 4, 2 + 4, 8)), (1, "bf16", (2, 1, 2 + 1, 2)), (2, "bf16", (2, 1, 1, 2)), (3, "bf16", (0, 1, 1, 2))],
+)  # fmt: skip
+def test_kept_bytes_are_the_papers(stage, precision, bytes_per_element):
+    options = ds_zero.ShardOptions(stage=stage, precision=precision, policy=NO_PERSIST)
+    found = ds_zero.plan(net(), 4, options)
+    assert tuple(found.kept.values()) == tuple(NUMEL * b for b in bytes_per_element)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_equals_what_is_allocated_in_one_process(stage, precision):
+    options = ds_zero.ShardOptions(stage=stage, precision=precision)
+    found = ds_zero.plan(net(), 1, options, state_tensors=1)
+    model = net()
+    optimizer = ds_zero.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), stage=stage, precision=precision
+    )
+    for _ in range(2):
+        model(torch.ones(2, 64, dtype=model[0].weight.dtype)).sum().backward()
+        optimizer.step()
+    held = [u.bytes for u in optimizer.sharding.units]
+    assert sum(h["full"] for h in held) == found.kept["full"]
+    assert sum(h["shard"] for h in held) == found.kept["shard"]
+    assert sum(h["grad_full"] + h["grad_shard"] for h in held) == found.kept["grads"]
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert state == found.kept["optim"]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_doubling_the_ranks_halves_what_is_sharded(stage):
+    options = ds_zero.ShardOptions(stage=stage, precision="bf16", policy=NO_PERSIST)
+    small, large = (ds_zero.plan(net(), world, options).kept for world in (8, 16))
+    assert small["optim"] == pytest.approx(2 * large["optim"], rel=0.05)  # chunks are whole lines
+    assert small["shard"] == pytest.approx(2 * large["shard"], rel=0.05)
+
+
+def test_seventy_billion_parameters_from_records_in_no_time():
+    modules, params = [ModuleInfo(""), ModuleInfo("layers", callable=False)], []
+    for i in range(80):
+        modules.append(ModuleInfo(f"layers.{i}"))
+        params += [ParamInfo(f"layers.{i}.w{j}", (8192, 13_000), "bfloat16", f"layers.{i}", 0) for j in range(8)]
+    began = time.process_time()
+    found = ds_zero.plan(params, 1024, ds_zero.ShardOptions(stage=3, precision="bf16"), modules=modules)
+    assert time.process_time() - began < 10
+    assert len(found.units) == 80
+    assert found.kept["optim"] == pytest.approx(8 * 80 * 8 * 8192 * 13_000 / 1024, rel=1e-3)
+    assert "80 units on 1024 ranks" in str(found)
+    assert found.peak == sum(found.kept.values()) + found.passing
+
+
+def test_a_model_on_the_meta_device_is_enough():
+    with torch.device("meta"):
+        model = nn.Linear(1 << 15, 1 << 15)
+    assert ds_zero.plan(model, 8, ds_zero.ShardOptions(stage=3)).kept["shard"] == pytest.approx(
+        (1 << 30) * 4 / 8, rel=1e-3
+    )
