@@ -42,9 +42,8 @@ def usage(project: Project, projects: Mapping[str, Project]) -> Usage:
             if found.top != project.module and found.top not in sys.stdlib_module_names:
                 imported.setdefault(_distribution(found.top, ours), found)
         strings = (n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant))
-        named |= {
-            requirement_name(text) for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)
-        }
+        words = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)}
+        named |= {requirement_name(name) for text in words for name in (text, text.split(".")[0])}
     return Usage(imported, frozenset(named))
 
 
@@ -58,7 +57,7 @@ def problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
         for name, where in sorted(needed.imported.items())
         if name not in required | optional
     ]
-    for name in sorted(required - needed.imported.keys()):
+    for name in sorted(required - needed.imported.keys() - set(project.plugs_into)):
         found.append(f"pyproject.toml declares {name}, which no file imports")
     for name in sorted(optional - needed.imported.keys() - needed.named):
         found.append(f"an extra declares {name}, which no file imports or runs")

@@ -29,6 +29,7 @@ class Project:
         build_requires: What its build backend needs.
         test_requires: Its `tests` dependency group: what only its tests import.
         native: Whether it is built from native/ as well.
+        plugs_into: Distributions that call this one through the entry points it registers.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Project:
     build_requires: tuple[str, ...]
     test_requires: tuple[str, ...]
     native: bool
+    plugs_into: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -54,6 +56,14 @@ def requirement_name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~;\[@(]", requirement.strip(), maxsplit=1)[0]).lower()
 
 
+# Commands belong to the launcher; other groups are named after their owner (`ds_monitor.sinks`).
+_GROUP_OWNERS = {"ds.commands": "ds-launcher"}
+
+
+def _plugs_into(groups: Iterable[str]) -> tuple[str, ...]:
+    return tuple(_GROUP_OWNERS.get(group, requirement_name(group.split(".")[0])) for group in groups)
+
+
 def read_project(folder: Path) -> Project:
     """Read one package's pyproject.toml."""
     data = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -67,6 +77,7 @@ def read_project(folder: Path) -> Project:
         build_requires=tuple(build["requires"]),
         test_requires=tuple(data.get("dependency-groups", {}).get("tests", ())),
         native="scikit" in build["build-backend"],
+        plugs_into=_plugs_into(project.get("entry-points", {})),
     )
 
 

@@ -360,7 +360,7 @@ def _row_sizes(tensor: Tensor, sizes: Sequence[int], world: int) -> list[int]:
     if tensor.numel() % world:
         raise CommError(
             f"all_to_all of {tensor.numel()} elements does not divide by {world} ranks",
-            code="comm-size-mismatch",
+            code="comm-size",
             fix="Pass split sizes.",
         )
     return [tensor.numel() // world] * world

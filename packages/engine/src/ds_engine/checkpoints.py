@@ -100,7 +100,7 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     if meta.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",
-            code="ckpt-format",
+            code="engine-checkpoint",
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
     _restore(run, meta, parts)
