@@ -1,0 +1,216 @@
+"""The configuration sections that ds-zero owns: `zero_optimization`, `fp16`, `bf16`, `torch_autocast`, `data_types`.
+
+Imported only by who reads a configuration; `import ds_zero` does not need pydantic. Keys and defaults are those of
+DeepSpeed's schema; each is used, deprecated, dead (with what replaces it), or not built (an error when it is switched on).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+
+__all__ = [
+    "BF16Config",
+    "DataTypesConfig",
+    "FP16Config",
+    "LeafModuleConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "TorchAutocastConfig",
+    "ZeroConfig",
+]
+
+_log = logging.getLogger("ds_zero")
+
+Count = Annotated[int, Field(ge=0)]
+DType = Literal["fp32", "fp16", "bf16"]
+AutocastDType = Literal[
+    "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16", "torch.float32", "fp32", "float32"
+]
+_NO_TIERS = "none; state that does not fit needs more ranks or a higher stage"
+
+
+class OffloadParamConfig(StrictModel):
+    """`zero_optimization.offload_param`. Only `device: none` is built; the other keys speak of the other devices."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], Unbuilt(_NO_TIERS)] = "none"
+    nvme_path: Annotated[str | None, Unbuilt(_NO_TIERS)] = None
+    buffer_count: Annotated[Count, Dead("it speaks of offloading, which is off")] = 5
+    buffer_size: Annotated[Count, Dead("it speaks of offloading, which is off")] = 100_000_000
+    max_in_cpu: Annotated[Count, Dead("it speaks of offloading, which is off")] = 1_000_000_000
+    pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = True
+
+
+class OffloadOptimizerConfig(StrictModel):
+    """`zero_optimization.offload_optimizer`. Only `device: none` is built; the other keys speak of the other devices."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], Unbuilt(_NO_TIERS)] = "none"
+    nvme_path: Annotated[str | None, Unbuilt(_NO_TIERS)] = None
+    buffer_count: Annotated[Count, Dead("it speaks of offloading, which is off")] = 4
+    pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = True
+    pipeline_read: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
+    pipeline_write: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
+    fast_init: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
+    ratio: Annotated[float, Field(ge=0, le=1), Dead("it speaks of offloading, which is off")] = 1.0
+    super_offload: Annotated[bool, Unbuilt(_NO_TIERS)] = False
+    cpuadam_cores_perc: Annotated[float, Field(ge=0, le=1), Dead("it speaks of offloading, which is off")] = 0.8
+
+
+class LeafModuleConfig(StrictModel):
+    """`zero_optimization.leaf_module`: modules whose parameters are gathered together. A hint; results do not depend on it."""
+
+    classes: Annotated[tuple[str, ...], Dead("name the modules; any order of experts is right without it")] = ()
+    names: tuple[str, ...] = Field(default=(), description="Qualified names of modules that are never split.")
+    name_suffixes: tuple[str, ...] = Field(default=(), description="Ends of such names.")
+
+
+def _offload(on: bool) -> dict[str, str]:
+    return {"device": "cpu" if on else "none"}
+
+
+class ZeroConfig(StrictModel):
+    """`zero_optimization`: what is cut into one shard per rank, and how it travels."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=0, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."
+    )
+    overlap_comm: bool | None = Field(default=None, description="Communicate while computing; null is true.")
+    reduce_bucket_size: Count = Field(
+        default=500_000_000,
+        description="Elements that travel together. Unless given, an eighth of the model, so that there is something to overlap.",
+    )
+    param_persistence_threshold: Annotated[Count, Alias("stage3_param_persistence_threshold")] = Field(
+        default=100_000, description="Stage 3 keeps parameters up to so many elements whole."
+    )
+    model_persistence_threshold: Annotated[Count, Alias("stage3_model_persistence_threshold")] = Field(
+        default=sys.maxsize, description="At most so many elements are kept whole in all."
+    )
+    leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Modules that are never split.")
+    enable_sanity_checks: bool = Field(
+        default=False, description="Raise on all ranks if the ranks of a step used different parameters."
+    )
+
+    # What the units replace
+    contiguous_gradients: Annotated[bool, Dead("gradients of a unit are always contiguous")] = True
+    reduce_scatter: Annotated[bool, Dead("what is sharded is reduce-scattered, what is whole is all-reduced")] = True
+    use_multi_rank_bucket_allreduce: Annotated[bool, Dead("what is sharded is reduce-scattered")] = True
+    allgather_partitions: Annotated[bool, Dead("parameters are gathered by units")] = True
+    allgather_bucket_size: Annotated[Count, Dead("units of reduce_bucket_size are gathered, too")] = 500_000_000
+    sub_group_size: Annotated[Count, Dead("the optimizer updates unit by unit")] = 1_000_000_000
+    prefetch_bucket_size: Annotated[
+        Count, Alias("stage3_prefetch_bucket_size"), Dead("the next unit is gathered ahead with overlap_comm")
+    ] = 50_000_000
+    max_live_parameters: Annotated[
+        Count, Alias("stage3_max_live_parameters"), Dead("at most two units are whole at a time")
+    ] = 1_000_000_000
+    max_reuse_distance: Annotated[
+        Count, Alias("stage3_max_reuse_distance"), Dead("a unit is released when its graph is done with it")
+    ] = 1_000_000_000
+    module_granularity_threshold: Annotated[
+        int, Alias("stage3_module_granularity_threshold"), Dead("units have the size of reduce_bucket_size")
+    ] = 0
+    use_all_reduce_for_fetch_params: Annotated[
+        bool, Alias("stage3_use_all_reduce_for_fetch_params"), Dead("parameters are gathered in place")
+    ] = False
+    allgather_sequential: Annotated[
+        bool, Alias("stage3_allgather_sequential"), Dead("a unit is one gather without a copy")
+    ] = False
+    round_robin_gradients: Annotated[bool, Dead("every rank owns the same share of every unit")] = False
+    memory_efficient_linear: Annotated[bool, Dead("released parameters are gathered again in backward")] = True
+    override_module_apply: Annotated[bool, Dead("nothing in torch is patched")] = True
+    log_trace_cache_warnings: Annotated[bool, Dead("the recorded order is only a hint")] = False
+    load_from_fp32_weights: Annotated[bool, Dead("checkpoints hold the master weights")] = True
+    elastic_checkpoint: Annotated[bool, Dead("every checkpoint resumes on any number of ranks")] = False
+    pipeline_loading_checkpoint: Annotated[bool, Dead("every rank reads only the bytes that it holds")] = False
+    gather_16bit_weights_on_model_save: Annotated[
+        bool, Alias("stage3_gather_16bit_weights_on_model_save"), Dead("weights are gathered where they are asked for")
+    ] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[bool, Dead("weights are gathered where they are asked for")] = (
+        False
+    )
+    save_muon_momentum_buffer_in_memory: Annotated[bool, Dead("the momentum stays with its shard")] = False
+
+    # Older names
+    cpu_offload: Annotated[bool, Deprecated("offload_optimizer", convert=_offload)] = False
+    cpu_offload_param: Annotated[bool, Deprecated("offload_param", convert=_offload)] = False
+    cpu_offload_use_pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
+
+    # Not built
+    offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters rest.")
+    offload_optimizer: OffloadOptimizerConfig | None = Field(default=None, description="Where optimizer state rests.")
+    zenflow: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
+    ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
+    legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False
+    zero_hpz_partition_size: Annotated[Count, Unbuilt("1")] = 1
+    zero_quantized_weights: Annotated[bool, Unbuilt("false; bf16 halves what is gathered")] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, Unbuilt("false")] = False
+    zero_quantized_gradients: Annotated[bool, Unbuilt("communication_data_type = bf16")] = False
+    zeropp_loco_param: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
+    mics_shard_size: Annotated[int, Unbuilt("-1; all ranks share one copy")] = -1
+    mics_hierarchical_params_gather: Annotated[bool, Unbuilt("false")] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_bool(cls, data: Any) -> Any:
+        # The oldest form of the section. True was stage 1.
+        if isinstance(data, bool):
+            _log.warning("zero_optimization: %s is deprecated, use {'stage': %d}", data, data)
+            return {"stage": int(data)}
+        return data
+
+
+class FP16Config(StrictModel):
+    """`fp16`: parameters in fp16, masters in fp32, a scaled loss."""
+
+    enabled: bool = Field(default=False, description="Train in fp16.")
+    auto_cast: bool = Field(default=False, description="Cast floating-point inputs of the model to fp16.")
+    loss_scale: float = Field(default=0.0, ge=0, description="Constant loss scale; 0 is dynamic.")
+    initial_scale_power: Count = Field(default=16, description="The first dynamic scale is 2 to this power.")
+    loss_scale_window: int = Field(default=1000, gt=0, description="Clean steps before the scale doubles.")
+    hysteresis: int = Field(default=2, gt=0, description="Overflows to tolerate before the scale halves.")
+    consecutive_hysteresis: bool = Field(default=False, description="Refill the hysteresis on every clean step.")
+    min_loss_scale: float = Field(default=1.0, gt=0, description="The scale never falls below it.")
+    fp16_master_weights_and_grads: bool = Field(
+        default=False,
+        description="Keep masters and accumulated gradients in fp16, too. Updates below their precision are lost.",
+    )
+
+
+class BF16Config(StrictModel):
+    """`bf16`: parameters in bf16, masters in fp32, no loss scale."""
+
+    enabled: bool = Field(default=False, description="Train in bf16.")
+    check_grad_overflow: bool = Field(default=True, description="Skip a step whose gradients are not finite.")
+    immediate_grad_update: Annotated[bool, Dead("gradients add up in fp32 as they arrive")] = False
+    bf16_master_weights_and_grads: bool = Field(
+        default=False,
+        description="Keep masters and accumulated gradients in bf16, too. Updates below their precision are lost.",
+    )
+    bf16_optimizer_states: bool = Field(
+        default=False, description="Keep optimizer state in bf16. Needs bf16_master_weights_and_grads."
+    )
+
+
+class TorchAutocastConfig(StrictModel):
+    """`torch_autocast`: run the forward under torch.autocast; parameters keep their format."""
+
+    enabled: bool = Field(default=False, description="Run forward under torch.autocast.")
+    dtype: AutocastDType | None = Field(default=None, description="Its format; null is torch's choice for the device.")
+    lower_precision_safe_modules: Annotated[
+        tuple[str, ...] | None, Unbuilt("communication_data_type, for all parameters alike")
+    ] = None
+
+
+class DataTypesConfig(StrictModel):
+    """`data_types`: formats that differ from the mode's."""
+
+    grad_accum_dtype: DType | None = Field(default=None, description="Format microbatches add up in; null is fp32.")
+    param_dtype: DType | None = Field(default=None, description="Must be the format of the active mode, if given.")
+    buffer_dtype: DType | None = Field(
+        default=None, description="Cast floating-point buffers to it; null leaves them as they are."
+    )
