@@ -44,17 +44,21 @@ class Sandbox:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,  # importing torch on a busy machine takes long
         )
 
     def start(
-        self, *words: str, env: dict[str, str] | None = None, screen: int = subprocess.PIPE
+        self,
+        *words: str,
+        env: dict[str, str] | None = None,
+        screen: int = subprocess.PIPE,
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*DS, *words],
             cwd=self.folder,
             env={**self.env, **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=screen,
             stderr=screen,
             text=True,
@@ -71,7 +75,7 @@ class Sandbox:
                 continue
         return found
 
-    def wait(self, condition: Callable[[], object], seconds: float = 20) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
         """Poll until the condition holds; fail the test when it does not in time."""
         deadline = time.monotonic() + seconds
         while not condition():

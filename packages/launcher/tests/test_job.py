@@ -199,6 +199,7 @@ def test_pdsh_numbers_the_nodes_and_keeps_percent_signs() -> None:
     words = shlex.split(process.argv[-1])
     assert words[words.index("--node-rank") + 1] == "%n"
     assert words[-2:] == ["100%%", "%%h"]
+    assert "--stop-on-eof" in words
 
 
 def test_slurm_and_openmpi_start_one_task_a_node() -> None:

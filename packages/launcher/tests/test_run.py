@@ -239,7 +239,7 @@ def test_twenty_jobs_at_once_get_twenty_ports(box: Sandbox) -> None:
         while len(list(pathlib.Path().glob("listening*"))) < 20: time.sleep(0.02)
     """)
     jobs = [box.start("run", "--nproc", "1", script) for _ in range(20)]
-    errors = [job.communicate(timeout=60)[1] for job in jobs]
+    errors = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * 20, errors
     assert len(list(box.folder.glob("listening*"))) == 20
 

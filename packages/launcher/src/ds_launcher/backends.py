@@ -1,8 +1,9 @@
 """How the nodes of a job are reached: each backend is a pure function from a job to the processes that start it.
 
 On every node the same thing runs: `python -m ds_launcher run --world-info ... --node-rank I script`, so supervision, output
-and exit codes are the local ones everywhere; a backend only carries it there. A remote node started through ssh watches
-its standard input: when the ssh ends, for whatever reason, the node stops its ranks.
+and exit codes are the local ones everywhere; a backend only carries it there. A node started through ssh or pdsh watches its
+standard input: when its end on this side is gone, for whatever reason, the node stops its ranks. srun and mpirun end
+their tasks themselves.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def _ssh(job: Job) -> tuple[Process, ...]:
 
 def _pdsh(job: Job) -> tuple[Process, ...]:
     names = ",".join(host.name for host in job.inventory)
-    # pdsh puts the host's position in the list for %n; a % of the user's is written %%.
+    # pdsh keeps the standard input of its commands open until it ends, whatever its own is, so nodes can watch it.
+    # It puts the host's position in the list for %n; a % of the user's is written %%.
     mark = "@NODE-RANK@"
-    line = _shell(job, _node_argv(job, mark)).replace("%", "%%").replace(mark, "%n")
+    line = _shell(job, _node_argv(job, mark, "--stop-on-eof")).replace("%", "%%").replace(mark, "%n")
     env = {"PDSH_RCMD_TYPE": "ssh"}
     if job.ssh_port is not None:
         env["PDSH_SSH_ARGS_APPEND"] = f"-p {job.ssh_port}"
