@@ -59,6 +59,13 @@ def tests(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", *session.posargs, external=True)
 
 
+@nox.session(venv_backend="none")
+def grid(session: nox.Session) -> None:
+    """The slow tests: ds-zero's whole parity grid, and checkpoints against DeepSpeed in its own environment."""
+    python = developing(session, "lint")
+    session.run(python, "-m", "pytest", "-m", "slow", *session.posargs, external=True)
+
+
 # ---- parts of it, and what needs more --------------------------------------------------------------------------------
 
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     ds_ckpt.save(str(tmp_path / "theirs"), engine.sharding.param_shards(), {"step": 3})
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(tmp_path, load_module_only=True)
-    assert caught.value.code == "ckpt-format"
+    assert caught.value.code == "engine-checkpoint"
     engine.close()
 
 
