@@ -384,3 +384,62 @@ def test_close_gives_the_model_back(make_model: Make, config: Settings, rows: An
     assert close_to(values(twin), values(model))
     model(rows.x[:4], rows.y[:4]).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_inputs_are_cast_and_operations_under_autocast(make_model: Make, config: Settings, rows: Any) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watching(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("table", torch.ones(6))
+            self.register_buffer("index", torch.arange(6))
+
+        def forward(self, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+            assert ids.dtype == torch.int64
+            seen.append(self.inner.first(x).dtype)  # type: ignore[union-attr,operator]
+            return self.inner(x, y)
+
+    batch = (rows.x[:4], rows.y[:4], torch.arange(4))
+    for changes, expected in (
+        ({"fp16": {"enabled": True, "auto_cast": True}}, torch.float16),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, torch.bfloat16),
+        ({"data_types": {"buffer_dtype": "bf16"}}, torch.float32),
+    ):
+        engine = start(Watching(make_model()), config(**changes))
+        engine.train_batch(iter([batch] * 2))
+        assert set(seen) == {expected}
+        seen.clear()
+        buffers = {name: b.dtype for name, b in engine.module.named_buffers()}
+        wanted = torch.bfloat16 if "data_types" in changes else torch.float32
+        assert buffers == {"table": wanted, "index": torch.int64}
+        engine.close()
+
+
+def test_low_precision_masters_and_states(make_model: Make, config: Settings, rows: Any) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    engine = start(make_model(), config(bf16=bf16, zero_optimization={"stage": 1}))
+    engine.train_batch(iter([(rows.x[:4].bfloat16(), rows.y[:4].bfloat16())] * 2))
+    assert engine.optimizer is not None
+    assert {shard.data.dtype for shard in engine.optimizer.shards()} == {torch.bfloat16}
+    engine.close()
+
+
+def test_sanity_checks_are_the_strict_mode(make_model: Make, config: Settings) -> None:
+    engine = start(make_model(), config(zero_optimization={"enable_sanity_checks": True, "overlap_comm": False}))
+    assert (engine.sharding.options.strict, engine.sharding.options.overlap) == (True, False)
+    engine.close()
+
+
+def test_nothing_but_the_plan_is_asked() -> None:
+    """A decision that is taken while training is one that no plan shows."""
+    folder = Path(ds_engine.__file__).parent
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in (folder / "engine.py", folder / "build.py", folder / "telemetry.py")
+        for line in path.read_text().splitlines()
+        if "plan.config" in line or ".config." in line
+    ]
+    allowed = ("model_dump", "make_sinks", "make_engine", "config.optimizer", "config.scheduler")
+    assert [line for line in found if not any(word in line for word in allowed)] == []

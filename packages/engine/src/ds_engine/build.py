@@ -122,33 +122,34 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
-    config = plan.config
-    if config.log_level is not None:
+    if plan.telling.level is not None:
         for name in _LOGGERS:
-            logging.getLogger(name).setLevel(config.log_level.upper())
+            logging.getLogger(name).setLevel(plan.telling.level.upper())
     mesh = Mesh.build(plan.mesh)
     accelerator = get_accelerator()
     index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
     accelerator.set_device(index)
     device = accelerator.device(index)
     model.to(device)
+    _cast_buffers(model, plan.casting.buffers)
     # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
     inner = _optimizer(plan, model, parts)
     options: dict[str, Any] = {
         "stage": plan.residency,
         "group": mesh["gradient"],
         "precision": plan.precision,
-        "policy": plan.policy,
-        "overlap": config.zero_optimization.overlap_comm is not False,
+        "policy": plan.sharding.policy,
+        "overlap": plan.sharding.overlap,
+        "strict": plan.sharding.strict,
     }
     sharded: ShardedOptimizer | Sharding
     if inner is None:
         sharded = shard(model, None, **options)
     else:
         layout: Kind = "whole" if takes_whole(inner) else "flat"
-        sharded = shard(model, inner, clip=config.gradient_clipping or None, layout=layout, **options)
+        sharded = shard(model, inner, clip=plan.clip, layout=layout, **options)
     optimizer = sharded if isinstance(sharded, ShardedOptimizer) else None
-    sinks = tuple(make_sinks(config, rank=mesh.rank))
+    sinks = tuple(make_sinks(plan.config, rank=mesh.rank))
     ds_monitor.attach(sinks)
     components = Components(
         module=model,
@@ -158,13 +159,20 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
         loader=_loader(plan, mesh, parts),
         mesh=mesh,
         device=device,
-        telemetry=Telemetry(config, mesh.rank == 0, accelerator.synchronize),
-        checkpointer=make_engine(config.checkpoint, mesh["world"]),
+        telemetry=Telemetry(plan.telling, mesh.rank == 0, accelerator.synchronize),
+        checkpointer=make_engine(plan.config.checkpoint, mesh["world"]),
         sinks=sinks,
     )
-    if config.dump_state and mesh.rank == 0:
+    if plan.telling.state and mesh.rank == 0:
         _log.info("plan:\n%s", plan)
     return Engine(plan, components)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for module in model.modules() if dtype is not None else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 def _check_arguments(model: object, mpu: object, mesh_param: tuple[int, int] | None) -> None:
@@ -229,6 +237,6 @@ def _loader(plan: Plan, mesh: Mesh, parts: Parts) -> ResumableLoader | None:
     return ResumableLoader(
         parts.data,
         Lane(data.rank, data.size, plan.batch.micro),
-        multiple=plan.batch.train if plan.config.dataloader_drop_last else 1,
+        multiple=plan.data_multiple,
         options={"collate_fn": parts.collate_fn},
     )

@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ds_ckpt.config import CheckpointConfig
-from ds_config import Dead, Document, Provenance, Unbuilt, explain, load
+from ds_config import Alias, Dead, Document, Provenance, Unbuilt, explain, load
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine.batch import BatchRequest
 from ds_engine.sections import OptimizerSection, SchedulerSection
-from ds_engine.zero_sections import BF16Config, DataTypesConfig, FP16Config, ZeroConfig
 from ds_monitor.config import MonitorConfig
+from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
 __all__ = ["Config", "explain_config", "load_config", "source_of"]
 
@@ -61,9 +61,9 @@ class Config(MonitorConfig):
     # State and precision
     zero_optimization: ZeroConfig = ZeroConfig()
     fp16: FP16Config = FP16Config()
-    bf16: BF16Config = BF16Config()
+    bf16: Annotated[BF16Config, Alias("bfloat16")] = BF16Config()
     data_types: DataTypesConfig = DataTypesConfig()
-    torch_autocast: Annotated[Section, Unbuilt("bf16, or torch.autocast around your forward")] = None
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     amp: Annotated[Section, Unbuilt("bf16 or fp16; apex is no longer maintained")] = None
     communication_data_type: DType | None = Field(
         default=None, description="Format that gradients travel in; null is that of the parameters."

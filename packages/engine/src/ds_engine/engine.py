@@ -12,9 +12,10 @@ Both give the same parameters. Calls that are collective say so; every rank make
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -111,6 +112,7 @@ class Engine(nn.Module):
         self.last: StepResult | None = None
         self.checkpointer = components.checkpointer
         self._telemetry, self._sinks = components.telemetry, components.sinks
+        self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = plan.program.backwards(0)
         self._position = 0  # which microbatch of the program comes next
         self._taken = 0  # samples taken from the loader by the steps that are complete
@@ -129,9 +131,10 @@ class Engine(nn.Module):
     # ---- the loop of three calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on inputs that are moved to its device."""
-        with self._telemetry.phase("forward"):
-            return self.module(*to_device(args, self.device), **to_device(kwargs, self.device))
+        """Run the model on inputs that are moved to its device, and cast if the plan says so."""
+        dtype = self.plan.casting.inputs
+        with self._telemetry.phase("forward"), self._autocast():
+            return self.module(*to_device(args, self.device, dtype), **to_device(kwargs, self.device, dtype))
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss, and reduce them if the program says so.
@@ -239,7 +242,7 @@ class Engine(nn.Module):
             )
         data = self.mesh["data"]
         lane = Lane(data.rank, data.size, batch_size or self.plan.batch.micro)
-        multiple = self.plan.batch.train if self.plan.config.dataloader_drop_last else 1
+        multiple = self.plan.data_multiple if route == "train" else 1
         return ResumableLoader(dataset, lane, shuffle=route == "train", multiple=multiple, options=options)
 
     # ---- checkpoints
@@ -396,7 +399,7 @@ class Engine(nn.Module):
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
             optimizer.divisor = (totals.count or 1.0) / (len(self._backwards) * data.size)
-        elif self.plan.config.gradient_allreduce_op == "sum":
+        elif self.plan.sums:
             optimizer.divisor = 1.0 / data.size
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         self.checkpointer.before_update()
@@ -422,3 +425,7 @@ class Engine(nn.Module):
         )
         self._telemetry.step(result, counters.samples, counters.skipped)
         return result
+
+
+def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)

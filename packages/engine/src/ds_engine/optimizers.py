@@ -91,21 +91,19 @@ _TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
 
 
 def make_optimizer(
-    section: OptimizerSection, params: Sequence[Any], model: nn.Module, dtype: torch.dtype | None = None
+    section: OptimizerSection, params: Sequence[Any], model: nn.Module, states: torch.dtype | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that `section` describes.
 
     Args:
         params: Parameters of `model`, or groups of them with values of their own.
         model: Where their names come from; Muon takes other parameters than embeddings and heads.
-        dtype: Format of the parameters, for state that is not kept in fp32; None is that of the model.
+        states: Format of its state; None for fp32. Optimizers of torch have the format of what they update.
     Raises:
         ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
         UnsupportedError: the type is known and not built here ("optimizer-unbuilt").
     """
-    narrow = not getattr(section.params, "fp32_optimizer_states", True)
-    kept = dtype or next((p.dtype for p in model.parameters()), torch.float32)
-    kind, arguments = _TABLE[type(section)](section, {"state_dtype": kept} if narrow else {})
+    kind, arguments = _TABLE[type(section)](section, {} if states is None else {"state_dtype": states})
     if isinstance(section, MuonSection):
         params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
     return kind(params, **arguments)

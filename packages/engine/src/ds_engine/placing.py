@@ -11,20 +11,24 @@ from torch import Tensor
 __all__ = ["to_device"]
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """The same structure of tuples, lists and dicts with every tensor on `device`; other leaves as they are.
 
+    Args:
+        dtype: Format of floating-point tensors; None leaves them as they are.
     A pinned host tensor is copied without blocking. A tensor that is there already is not copied.
     """
     if isinstance(value, Tensor):
-        return value if value.device == device else value.to(device, non_blocking=value.is_pinned())
+        cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        same = value.device == device and value.dtype == cast
+        return value if same else value.to(device, cast, non_blocking=value.is_pinned())
     if isinstance(value, tuple):
-        moved = [to_device(item, device) for item in value]
+        moved = [to_device(item, device, dtype) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
     if isinstance(value, list):
-        return [to_device(item, device) for item in value]
+        return [to_device(item, device, dtype) for item in value]
     if isinstance(value, Mapping):
-        changed = {key: to_device(item, device) for key, item in value.items()}
+        changed = {key: to_device(item, device, dtype) for key, item in value.items()}
         return changed if type(value) is dict else _rebuilt(value, changed)
     return value
 

@@ -13,13 +13,13 @@ import torch
 from ds_comm import MeshSpec
 from ds_engine.batch import Batch, resolve_batch
 from ds_engine.config import Config
-from ds_engine.precision import precision_of, precision_text
+from ds_engine.precision import Casting, casting_of, precision_of, precision_text
 from ds_engine.rules import check_rules
 from ds_pipe import Program, accumulation, mark_reduce, verify
 from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_units
 from ds_zero.units import ModuleInfo, ParamInfo
 
-__all__ = ["Memory", "Plan", "Shapes", "make_plan"]
+__all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan"]
 
 _STATE_BYTES = 8  # two fp32 moments: what the usual optimizers keep per element
 
@@ -53,6 +53,42 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """How state is sharded.
+
+    Attributes:
+        policy: Sizes of units, what stays gathered.
+        overlap: Communicate while computing.
+        strict: Raise if the ranks of a step used different parameters.
+    """
+
+    policy: UnitPolicy
+    overlap: bool
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """What is said about a run.
+
+    Attributes:
+        every: Log one line every so many steps; None is silent.
+        phases: Time forward, backward and step.
+        speed: Report samples per second.
+        synchronize: Wait for the device where the speed is read.
+        state: Log the plan at the start.
+        level: Of the library's loggers; None leaves them alone.
+    """
+
+    every: int | None
+    phases: bool
+    speed: bool
+    synchronize: bool
+    state: bool
+    level: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done. `print(plan)` is the first debugging tool.
 
@@ -64,8 +100,14 @@ class Plan:
         residency: What is sharded (the ZeRO stage as a value).
         precision: Formats and loss scale.
         units: Parameters that travel together.
-        policy: How units were cut.
+        states: Format of optimizer state; None is what the optimizer does by itself (fp32).
+        casting: What the forward sees.
+        sharding: How units are cut, and how they travel.
         memory: Expected bytes of model state per rank.
+        clip: Largest global gradient norm; None does not clip.
+        sums: Whether gradients are added up over ranks instead of averaged.
+        data_multiple: What the loader cuts an epoch to a multiple of.
+        telling: What is logged and timed.
         transforms: What is applied to the model, in order.
     """
 
@@ -76,8 +118,14 @@ class Plan:
     residency: Residency
     precision: Precision
     units: tuple[UnitSpec, ...]
-    policy: UnitPolicy
+    states: torch.dtype | None
+    casting: Casting
+    sharding: ShardPlan
     memory: Memory
+    clip: float | None
+    sums: bool
+    data_multiple: int
+    telling: Telling
     transforms: tuple[str, ...] = field(default=("ZeRO",))
 
     def rows(self) -> dict[str, str]:
@@ -103,19 +151,62 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     residency = STAGES[config.zero_optimization.stage]
     program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
     verify(program)
-    policy = _policy(config)
-    units = plan_units(shapes.params, shapes.modules, residency, policy)
+    sharding = ShardPlan(
+        _policy(config, shapes.modules),
+        config.zero_optimization.overlap_comm is not False,
+        config.zero_optimization.enable_sanity_checks,
+    )
+    units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
-    memory = _memory(units, precision, mesh.data if residency.shard_optim else 1)
-    return Plan(config, mesh, batch, program, residency, precision, units, policy, memory)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        program=program,
+        residency=residency,
+        precision=precision,
+        units=units,
+        states=_states(config, shapes, precision),
+        casting=casting_of(config),
+        sharding=sharding,
+        memory=_memory(units, precision, mesh.data if residency.shard_optim else 1),
+        clip=config.gradient_clipping or None,
+        sums=config.gradient_allreduce_op == "sum",
+        data_multiple=batch.train if config.dataloader_drop_last else 1,
+        telling=_telling(config),
+    )
 
 
-def _policy(config: Config) -> UnitPolicy:
+def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:
+    params = None if config.optimizer is None else config.optimizer.params
+    wide = getattr(params, "fp32_optimizer_states", True) and not config.bf16.bf16_optimizer_states
+    of_model = next((getattr(torch, p.dtype) for p in shapes.params), None)
+    return None if wide else precision.param or of_model
+
+
+def _telling(config: Config) -> Telling:
+    throughput = config.timers.throughput
+    return Telling(
+        every=config.steps_per_print,
+        phases=config.wall_clock_breakdown,
+        speed=throughput.enabled,
+        synchronize=throughput.enabled and throughput.synchronized,
+        state=config.dump_state,
+        level=config.log_level,
+    )
+
+
+def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
     zero = config.zero_optimization
+    leaf = zero.leaf_module
+    leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
     # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap.
     asked = "reduce_bucket_size" in zero.model_fields_set
     return UnitPolicy(
-        max_numel=zero.reduce_bucket_size if asked else None, persist_numel=zero.param_persistence_threshold
+        max_numel=zero.reduce_bucket_size if asked else None,
+        persist_numel=zero.param_persistence_threshold,
+        persist_total=zero.model_persistence_threshold,
+        leaves=frozenset(leaves),
     )
 
 
@@ -141,14 +232,14 @@ def _rows(plan: Plan) -> dict[str, str]:
         "mesh": _mesh_text(plan.mesh),
         "batch": str(plan.batch),
         "ZeRO": f"stage {stage}: {_residency_text(plan.residency)}",
-        "precision": precision_text(plan.precision),
+        "precision": precision_text(plan.precision, plan.casting),
         "program": _program_text(plan.program),
         "transforms": " -> ".join(plan.transforms),
         "optimizer": _optimizer_text(config),
         "schedule": "constant"
         if config.scheduler is None
         else _section_text(config.scheduler.type, config.scheduler.params),
-        "clipping": f"global norm {config.gradient_clipping:g}" if config.gradient_clipping else "off",
+        "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "memory": f"{_size(memory.total_bytes)} a rank: parameters {_size(memory.params_bytes)}, gradients "
         f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}",
     }

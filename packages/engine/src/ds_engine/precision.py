@@ -1,31 +1,89 @@
-"""From the precision sections of the configuration to the formats that ds-zero works with. Pure."""
+"""From the precision sections of the configuration to formats: what ds-zero works with, and what the forward sees. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from ds_engine.config import Config
 from ds_zero import LossScale, Precision
 
-__all__ = ["precision_of", "precision_text"]
+__all__ = ["Casting", "casting_of", "precision_of", "precision_text"]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: dtype
+    for dtype, names in {
+        torch.float16: ("fp16", "float16", "half", "torch.float16"),
+        torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
+        torch.float32: ("fp32", "float32", "torch.float32"),
+    }.items()
+    for name in names
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Casting:
+    """What is cast on the way into and through the forward; None leaves it alone.
+
+    Attributes:
+        inputs: Floating-point inputs of the model.
+        buffers: Floating-point buffers of the model, once.
+        autocast: Operations, under torch.autocast.
+    """
+
+    inputs: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    autocast: torch.dtype | None = None
 
 
 def precision_of(config: Config) -> Precision:
-    """The formats of parameters, of gradients on the way and added up, and the loss scale."""
+    """The formats of parameters, of gradients on the way and added up, of masters, and the loss scale."""
+    fp16, bf16, autocast = config.fp16, config.bf16, casting_of(config).autocast
     formats = Precision(
-        reduce=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
-        accumulate=None if config.data_types.grad_accum_dtype is None else _DTYPES[config.data_types.grad_accum_dtype],
+        reduce=_dtype(config.communication_data_type), accumulate=_dtype(config.data_types.grad_accum_dtype)
     )
-    if config.bf16.enabled:
-        return replace(formats, param=torch.bfloat16, skip_nonfinite=config.bf16.check_grad_overflow)
-    if not config.fp16.enabled:
-        return formats
+    if bf16.enabled:
+        low = torch.bfloat16 if bf16.bf16_master_weights_and_grads else None
+        formats = replace(formats, param=torch.bfloat16, skip_nonfinite=bf16.check_grad_overflow)
+    elif fp16.enabled:
+        low = torch.float16 if fp16.fp16_master_weights_and_grads else None
+        formats = replace(formats, param=torch.float16, scale=_scale(config), skip_nonfinite=True)
+    else:
+        return replace(formats, scale=_scale(config), skip_nonfinite=True) if autocast is torch.float16 else formats
+    return formats if low is None else replace(formats, master=low, accumulate=formats.accumulate or low)
+
+
+def casting_of(config: Config) -> Casting:
+    """What the forward sees."""
+    autocast = config.torch_autocast
+    fallback = torch.get_autocast_dtype("cpu") if autocast.dtype is None else None
+    return Casting(
+        inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
+        buffers=_dtype(config.data_types.buffer_dtype),
+        autocast=(_dtype(autocast.dtype) or fallback) if autocast.enabled else None,
+    )
+
+
+def precision_text(precision: Precision, casting: Casting) -> str:
+    """One line for the plan."""
+    text = (
+        f"parameters {_name(precision.param, 'as the model')}, gradients travel {_name(precision.reduce, 'as parameters')}"
+        f", add up {_name(precision.accumulate, 'float32')}"
+    )
+    if precision.master is not None:
+        text += f", masters {_name(precision.master, '')}"
+    if precision.scale is not None:
+        static = precision.scale.static
+        text += f", loss scale {static:g}" if static else f", loss scale from {precision.scale.initial:g}"
+    named = {"autocast": casting.autocast, "inputs": casting.inputs, "buffers": casting.buffers}
+    return text + "".join(f", {what} {_name(dtype, '')}" for what, dtype in named.items() if dtype is not None)
+
+
+def _scale(config: Config) -> LossScale:
     fp16 = config.fp16
-    scale = LossScale(
+    return LossScale(
         static=fp16.loss_scale or None,
         initial=2.0**fp16.initial_scale_power,
         window=fp16.loss_scale_window,
@@ -33,20 +91,11 @@ def precision_of(config: Config) -> Precision:
         hysteresis=fp16.hysteresis,
         consecutive=fp16.consecutive_hysteresis,
     )
-    return replace(formats, param=torch.float16, scale=scale, skip_nonfinite=True)
 
 
-def precision_text(precision: Precision) -> str:
-    """One line for the plan."""
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
 
-    def name(dtype: torch.dtype | None, default: str) -> str:
-        return default if dtype is None else str(dtype).removeprefix("torch.")
 
-    text = (
-        f"parameters {name(precision.param, 'as the model')}, gradients travel {name(precision.reduce, 'as parameters')}"
-        f", add up {name(precision.accumulate, 'float32')}"
-    )
-    if precision.scale is None:
-        return text
-    static = precision.scale.static
-    return text + (f", loss scale {static:g}" if static else f", loss scale from {precision.scale.initial:g}")
+def _name(dtype: torch.dtype | None, default: str) -> str:
+    return default if dtype is None else str(dtype).removeprefix("torch.")

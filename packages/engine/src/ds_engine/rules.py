@@ -41,12 +41,51 @@ RULES: tuple[Rule, ...] = (
         "Keep one; bf16 needs no loss scale.",
     ),
     Rule(
+        "precision-autocast",
+        lambda c, world: c.torch_autocast.enabled and (c.fp16.enabled or c.bf16.enabled),
+        lambda c, world: f"torch_autocast and {'fp16' if c.fp16.enabled else 'bf16'} are both enabled",
+        "Keep one: autocast casts operations, fp16 and bf16 cast the parameters.",
+    ),
+    Rule(
+        "precision-param-dtype",
+        lambda c, world: c.data_types.param_dtype not in (None, _mode(c)),
+        lambda c, world: f"data_types.param_dtype = {c.data_types.param_dtype}, the enabled mode is {_mode(c)}",
+        "Leave param_dtype out, or enable the section of that format.",
+    ),
+    Rule(
+        "precision-states",
+        lambda c, world: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
+        lambda c, world: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
+        "Set both, or neither.",
+    ),
+    Rule(
+        "precision-off",
+        lambda c, world: bool(_needs_mode(c)),
+        lambda c, world: f"{', '.join(_needs_mode(c))} given, but the section is not enabled",
+        "Enable the section, or remove the keys.",
+    ),
+    Rule(
         "mesh-size",
         lambda c, world: c.data_parallel_size not in (None, world),
         lambda c, world: f"data_parallel_size = {c.data_parallel_size} does not make the world size {world}",
         "Leave data_parallel_size out to infer it.",
     ),
 )
+
+
+def _mode(config: Config) -> str:
+    return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+
+
+def _needs_mode(config: Config) -> list[str]:
+    """Switches that would be ignored because their section is off."""
+    asked = {
+        "fp16.auto_cast": config.fp16.auto_cast and not config.fp16.enabled,
+        "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads and not config.fp16.enabled,
+        "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads and not config.bf16.enabled,
+        "torch_autocast.dtype": config.torch_autocast.dtype is not None and not config.torch_autocast.enabled,
+    }
+    return [name for name, ignored in asked.items() if ignored]
 
 
 def check_rules(config: Config, world: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import ds_monitor
-from ds_engine.config import Config
+from ds_engine.plan import Telling
 from ds_engine.result import StepResult
 from ds_monitor import names
 from ds_monitor.throughput import ThroughputMeter, Work
@@ -19,20 +19,19 @@ _log = logging.getLogger("ds_engine")
 
 
 class Telemetry:
-    """Reports steps as the configuration asks.
+    """Reports steps as the plan says.
 
     Args:
-        config: `steps_per_print`, `wall_clock_breakdown` and `timers` are read.
+        telling: What the plan says.
         lead: Whether this is rank 0, the only one that logs.
         synchronize: Waits for the device; called where a clock is read that must not run ahead of it.
     """
 
-    def __init__(self, config: Config, lead: bool, synchronize: Callable[[], None]) -> None:
-        self._every = config.steps_per_print if lead else None
-        self._timers = Timers(enabled=config.wall_clock_breakdown, synchronize=synchronize)
-        throughput = config.timers.throughput
-        self._meter = ThroughputMeter() if throughput.enabled else None
-        self._wait = synchronize if throughput.synchronized else None
+    def __init__(self, telling: Telling, lead: bool, synchronize: Callable[[], None]) -> None:
+        self._every = telling.every if lead else None
+        self._timers = Timers(enabled=telling.phases, synchronize=synchronize)
+        self._meter = ThroughputMeter() if telling.speed else None
+        self._wait = synchronize if telling.synchronize else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A span `engine/<name>`, timed too with `wall_clock_breakdown`."""
