@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names", "second_connection"]
 
@@ -21,6 +22,6 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     """A connection of one's own to the store that the ranks of `pg` met on, for another thread."""
-    store: Any = pg.get_group_store()
+    store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
     clone: dist.Store = store.clone()
     return clone

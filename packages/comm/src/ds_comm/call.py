@@ -164,23 +164,21 @@ class Call:
         mark = 0  # messages have no place in the group's order: only two ranks see them
         if self.op not in ("send", "recv"):
             channel.mark = mark = channel.mark + 1
+        host_waits = tensor is None or tensor.device.type == "cpu"
         recorder = current()
         slot = recorder.begin(channel, mark, (self.op, self.unit, peer), tensor)
+        if host_waits and not async_op:
+            recorder.waiting(slot)  # in `launch` already, where the backend has it so
         span = self._span(tensor)
         span.__enter__()
         try:
-            started = launch(transport(pg, mark, self.unit))
+            started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
         except RuntimeError as error:
             recorder.ended(slot)
             span.__exit__(None, None, None)
-            raise failed(self, recorder.explain(slot), error) from error
-        work = Pending(
-            started if back is None else _then(started, back),
-            self,
-            (recorder, slot),
-            span,
-            tensor is None or tensor.device.type == "cpu",
-        )
+            told = failed(self, recorder.explain(slot), error)
+            raise told from (None if isinstance(error, CommError) else error)
+        work = Pending(started if back is None else _then(started, back), self, (recorder, slot), span, host_waits)
         if async_op:
             return work
         work.wait()

@@ -324,8 +324,9 @@ def barrier(
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, *, unit: str = ""
 ) -> None:
-    """A barrier that raises after `timeout` and names the ranks that did not come. gloo only, as in torch.
+    """A barrier that raises after `timeout` (the group's own by default) and names ranks that did not come.
 
+    gloo names all of them when `wait_all_ranks`; other backends what they know.
     Raises:
         CommError: a rank did not come in time ("comm-timeout").
     """
@@ -333,7 +334,10 @@ def monitored_barrier(
     if group.pg is None:
         return
     try:
-        dist.monitored_barrier(group.pg, timeout, wait_all_ranks)
+        if dist.get_backend(group.pg) == "gloo":
+            dist.monitored_barrier(group.pg, timeout, wait_all_ranks)
+        else:
+            barrier(group, async_op=True, unit=unit).wait(timeout)
     except RuntimeError as error:
         raise CommError(
             f"monitored_barrier[{unit}] of group {group.name!r} on rank {group.global_rank}: {str(error).splitlines()[0]}",

@@ -19,8 +19,10 @@ from ds_accel import get_accelerator
 from ds_comm.groups import Group, world_group
 from ds_comm.launch import Launch, read_launch
 from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
+from ds_comm.shm import available as shm_refusal
 from ds_comm.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
+from ds_ops.shm import neighbourhood
 
 __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
 
@@ -40,7 +42,8 @@ def init_distributed(
     that torch's own functions read (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set where they are not.
 
     Args:
-        backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`); the device's own by default.
+        backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default the device's own; for the CPU `"shm"`
+            where all ranks are on one host and can share memory (`ds_comm.shm`), else `"gloo"`.
         timeout: How long the rendezvous and a collective of torch may take.
         deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
             (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S or 60; 0 turns recording and watching off.
@@ -57,7 +60,7 @@ def init_distributed(
         _tell_torch(launch.environment())
         _choose_device(launch)
         dist.init_process_group(
-            backend or _default_backend(),
+            backend or _default_backend(launch, store),
             store=dist.PrefixStore("ds_comm", store),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -108,11 +111,20 @@ def _choose_device(launch: Launch) -> None:
         accelerator.set_device(launch.local_rank)
 
 
-def _default_backend() -> str:
+def _default_backend(launch: Launch, store: dist.Store) -> str:
     accelerator = get_accelerator()
-    if accelerator.name == "cpu":
-        return accelerator.comm_backend
-    return f"cpu:gloo,{accelerator.device().type}:{accelerator.comm_backend}"
+    if accelerator.name != "cpu":
+        return f"cpu:gloo,{accelerator.device().type}:{accelerator.comm_backend}"
+    return "shm" if launch.world_size > 1 and _share_memory(launch, store) else accelerator.comm_backend
+
+
+def _share_memory(launch: Launch, store: dist.Store) -> bool:
+    """Whether all ranks can use shared memory; all ranks answer the same."""
+    if not launch.one_host:
+        return False
+    store.set(f"shares/{launch.rank}", "" if shm_refusal() else neighbourhood())
+    told = {store.get(f"shares/{rank}") for rank in range(launch.world_size)}
+    return len(told) == 1 and b"" not in told
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

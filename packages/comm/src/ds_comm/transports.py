@@ -56,42 +56,44 @@ class Transport:
     Attributes:
         mark: Number of the operation in its group's order.
         unit: What is communicated.
+        asynchronous: Whether the caller goes on before the end. Where it does not, some backends (shm) work in the
+            caller's own thread, which is faster than handing over to another.
     """
 
-    __slots__ = ("mark", "pg", "rank", "size", "unit")
+    __slots__ = ("asynchronous", "mark", "pg", "rank", "size", "unit")
 
-    def __init__(self, pg: dist.ProcessGroup, mark: int, unit: str) -> None:
-        self.pg, self.mark, self.unit = pg, mark, unit
+    def __init__(self, pg: dist.ProcessGroup, mark: int, unit: str, asynchronous: bool) -> None:
+        self.pg, self.mark, self.unit, self.asynchronous = pg, mark, unit, asynchronous
         self.rank, self.size = pg.rank(), pg.size()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Started:
-        return Started([dist.all_reduce(tensor, op, group=self.pg, async_op=True)])
+        return _started(dist.all_reduce(tensor, op, group=self.pg, async_op=self.asynchronous))
 
     def reduce(self, tensor: Tensor, dst: int, op: Any) -> Started:
-        return Started([dist.reduce(tensor, group_dst=dst, op=op, group=self.pg, async_op=True)])
+        return _started(dist.reduce(tensor, group_dst=dst, op=op, group=self.pg, async_op=self.asynchronous))
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, op: Any) -> Started:
-        return Started([REDUCE_SCATTER_SINGLE(out, inp, op=op, group=self.pg, async_op=True)])
+        return _started(REDUCE_SCATTER_SINGLE(out, inp, op=op, group=self.pg, async_op=self.asynchronous))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> Started:
-        return Started([ALL_GATHER_SINGLE(out, inp, group=self.pg, async_op=True)])
+        return _started(ALL_GATHER_SINGLE(out, inp, group=self.pg, async_op=self.asynchronous))
 
     def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
-        return Started([dist.all_gather(list(parts), inp, group=self.pg, async_op=True)])
+        return _started(dist.all_gather(list(parts), inp, group=self.pg, async_op=self.asynchronous))
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
-        return Started([dist.broadcast(tensor, group_src=src, group=self.pg, async_op=True)])
+        return _started(dist.broadcast(tensor, group_src=src, group=self.pg, async_op=self.asynchronous))
 
     def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
-        return Started([dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=True)])
+        return _started(dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=self.asynchronous))
 
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:
         into = None if parts is None else list(parts)
-        return Started([dist.gather(tensor, into, group_dst=dst, group=self.pg, async_op=True)])
+        return _started(dist.gather(tensor, into, group_dst=dst, group=self.pg, async_op=self.asynchronous))
 
     def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, src: int) -> Started:
         of = None if parts is None else list(parts)
-        return Started([dist.scatter(tensor, of, group_src=src, group=self.pg, async_op=True)])
+        return _started(dist.scatter(tensor, of, group_src=src, group=self.pg, async_op=self.asynchronous))
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
         return Started([self.pg.send([tensor], dst, tag)])
@@ -100,7 +102,7 @@ class Transport:
         return Started([self.pg.recv_anysource([tensor], tag) if src is None else self.pg.recv([tensor], src, tag)])
 
     def barrier(self) -> Started:
-        return Started([dist.barrier(self.pg, async_op=True)])
+        return _started(dist.barrier(self.pg, async_op=self.asynchronous))
 
 
 class GlooTransport(Transport):
@@ -227,6 +229,10 @@ class _Tag:
         dtype = _DTYPE_CODES.get(tensor.dtype, 0)
         mixed = ((self.mark * 1_000_003 + self.unit) * 1_000_003 + dtype) * 1_000_003 + tensor.numel()
         return 1 << 30 | (mixed ^ mixed >> 30) & (1 << 30) - 1
+
+
+def _started(work: Any) -> Started:
+    return Started(()) if work is None else Started((work,))
 
 
 def _carrier(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Report:
 
     Attributes:
         gone: How it ended ("raised ValueError: ..."); empty while it runs.
-        frame: Where its Python code is: `train.py:88 in step`.
+        frame: Where its Python code is: `train.py:88 in step`; empty where nobody knows.
         now_s: Its clock when it reported; its stamps are on the same clock.
         stamps: Its last operations, oldest first.
         heads: The last mark in each group, where stamps do not tell.
@@ -54,8 +54,8 @@ class Report:
             return f"has ended ({self.gone})" + (f", last in {last}" if last else "")
         waiting = self.waits()
         if waiting:
-            return f"waits for {waiting[0]} at {self.frame}"
-        return f"is at {self.frame}"
+            return f"waits for {waiting[0]}" + (f" at {self.frame}" if self.frame else "")
+        return f"is at {self.frame or 'an unknown place'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,10 @@ def _culprits(wait: Stamp, others: Iterable[Report]) -> Iterator[tuple[str, str]
     for other in others:
         stamp = other.at(wait.key, wait.mark) if wait.mark else None
         if stamp is not None and differs(wait, stamp):
-            where = f"has ended ({other.gone})" if other.gone else f"is at {other.frame}"
-            yield "comm-mismatch", f"rank {other.rank} came with {stamp} instead and {where}"
+            where = (
+                f" and has ended ({other.gone})" if other.gone else f" and is at {other.frame}" if other.frame else ""
+            )
+            yield "comm-mismatch", f"rank {other.rank} came with {stamp} instead{where}"
         elif other.gone:
             if other.head(wait.key) < wait.mark or not wait.mark or (stamp is not None and not stamp.ended_s):
                 yield "comm-peer-left", f"rank {other.rank} {other.place()}"

@@ -36,7 +36,7 @@ from ds_comm.frames import user_frame
 from ds_comm.peers import Peer, open_peer
 from ds_comm.ring import Ring, Stamp
 from ds_comm.sidechannel import SideChannel
-from ds_comm.verdict import Finding, Report, judge, judge_wait
+from ds_comm.verdict import Finding, Report, differs, judge, judge_wait
 
 __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
 
@@ -49,7 +49,6 @@ _MEET_S = 1.0
 _COLLECT_S = 2.5
 _SEEN_S = 1.0
 _MANY_RANKS = 256  # above it only the rank that raised the alarm reads all reports
-_UNKNOWN = "a place nobody knows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,8 @@ class Watchdog:
         try:
             yield
         finally:
-            self._pause_until_s = before
+            # Who waited that long is past its deadline, and this rank needs a moment to come.
+            self._pause_until_s = max(before, time.time() + self._settings.deadline_s)
             self._publish()
 
     def follow(self, slot: int, works: Sequence[Any]) -> None:
@@ -142,12 +142,12 @@ class Watchdog:
         self._on_device.append((slot, works))
 
     def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
-        """Why an operation of this rank failed, if another rank's end explains it; waits a moment for that to show."""
+        """Why an operation of this rank failed, if another rank explains it; waits a moment for that to show."""
         deadline = time.monotonic() + limit_s
         while True:
             if self._ending.is_set():  # the operation failed because another rank said its line and ended first
                 time.sleep(_COLLECT_S + 2 * _SEEN_S)
-            finding = self._blame_gone(wait)
+            finding = self._blame_different(wait) or self._blame_gone(wait)
             if finding is not None or time.monotonic() > deadline:
                 return finding
             time.sleep(0.05)
@@ -223,6 +223,16 @@ class Watchdog:
                 return finding
         return None
 
+    def _blame_different(self, wait: Stamp) -> Finding | None:
+        """The line for an operation at whose place another rank of this host came with a different one."""
+        for rank, peer in self._peers.items():
+            if peer is not None and rank in self.groups.get(wait.key, ()):
+                report = self._left_behind(rank, "" if peer.alive() else peer.end(), {})
+                theirs = report.at(wait.key, wait.mark) if wait.mark else None
+                if theirs is not None and differs(wait, theirs):
+                    return judge_wait(wait, self._own_report(), {rank: report}, (self._rank, rank))
+        return None
+
     def _gone(self) -> dict[int, tuple[str, dict[str, int]]]:
         """Ranks that said goodbye or whose process is dead: why, and how far they came in each group."""
         found = dict(self._left)
@@ -239,7 +249,7 @@ class Watchdog:
     def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> Report:
         peer = self._peers.get(rank)
         stamps = () if peer is None else tuple(peer.stamps()[-_REPORTED:])
-        return Report(rank, why, _UNKNOWN, time.monotonic(), stamps, dict(heads))
+        return Report(rank, why, "", time.monotonic(), stamps, dict(heads))
 
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
         states = (self._side.ask("state", rank) for rank in ranks)

@@ -40,6 +40,7 @@ class _Done:
 # Where in the backend's sources an error was raised, and its guesses why.
 _BACKEND_NOISE = re.compile(r"^\[[^\]]*:\d+\] | This is typically .*")
 DONE: Work = _Done()
+_FIRST = "Read the output of the rank named above: it ended or diverged first."
 _time_device = [False]
 
 
@@ -96,7 +97,8 @@ class Pending:
                     work.wait(timeout)
         except RuntimeError as error:
             self._recorder.ended(self._slot)
-            raise failed(self._name, self._recorder.explain(self._slot), error) from error
+            told = failed(self._name, self._recorder.explain(self._slot), error)
+            raise told from (None if isinstance(error, CommError) else error)
         if self._host_waits:
             self._recorder.ended(self._slot)
         else:
@@ -107,16 +109,14 @@ class Pending:
 
 
 def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommError:
-    """The error of an operation that the backend gave up."""
-    first = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+    """The error of an operation that the backend gave up: what other ranks explain, else what the backend says."""
+    if isinstance(error, CommError):  # our own backend knows which rank, the finding also with what
+        return error if finding is None else CommError(finding.line, code=finding.code, fix=_FIRST)
+    said = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
     if finding is not None:
-        return CommError(
-            f"{finding.line} ({first})",
-            code=finding.code,
-            fix="Read the output of the rank named above: it ended or diverged first.",
-        )
+        return CommError(f"{finding.line} ({said})", code=finding.code, fix=_FIRST)
     return CommError(
-        f"{name} failed: {first}",
+        f"{name} failed: {said}",
         code="comm-failed",
         fix="See whether all ranks still run and reach each other; the backend's own message is above.",
     )

@@ -18,8 +18,8 @@ import ds_comm
 import ds_comm.mesh  # the children import nothing large
 
 
-def serve() -> tuple[str, float] | None:
-    """Fork what is asked for. Returns the case and deadline in a child, None at the end of input."""
+def serve() -> tuple[str, str, float] | None:
+    """Fork what is asked for. Returns the case, backend and deadline in a child, None at the end of input."""
     for line in sys.stdin:
         began, children = time.monotonic(), []
         for rank in json.loads(line):
@@ -29,7 +29,7 @@ def serve() -> tuple[str, float] | None:
                 os.dup2(out, 1)
                 os.dup2(out, 2)
                 os.environ.update(rank["env"])
-                return rank["case"], rank["deadline_s"]
+                return rank["case"], rank["backend"], rank["deadline_s"]
             children.append(child)
         ends = {}
         while len(ends) < len(children):
@@ -39,8 +39,8 @@ def serve() -> tuple[str, float] | None:
     return None
 
 
-def run(case: str, deadline_s: float) -> None:
-    world = ds_comm.init_distributed("gloo", deadline_s=deadline_s)
+def run(case: str, backend: str, deadline_s: float) -> None:
+    world = ds_comm.init_distributed(backend, deadline_s=deadline_s)
     rank, steps = world.rank, 3
     x = torch.ones(8)
 

