@@ -27,7 +27,10 @@ typedef std::int32_t vi __attribute__((vector_size(DS_LANES * 4)));
 typedef std::uint16_t vh __attribute__((vector_size(DS_LANES * 2)));
 typedef std::int16_t vs __attribute__((vector_size(DS_LANES * 2)));
 typedef std::int8_t vb __attribute__((vector_size(DS_LANES)));
-typedef double vd __attribute__((vector_size(DS_LANES * 8)));
+typedef float vf_half __attribute__((vector_size(DS_LANES * 2)));
+typedef std::uint16_t vh_half __attribute__((vector_size(DS_LANES)));
+typedef std::uint32_t vu_half __attribute__((vector_size(DS_LANES * 2)));
+typedef double vd __attribute__((vector_size(DS_LANES * 4)));  // half as many lanes, one register
 
 template <class V, class T>
 DS_INLINE V load(const T *p) {
@@ -108,6 +111,51 @@ DS_INLINE vf divide_by(vf x, float d, float inverse) {
   return x / d;
 #endif
 }
+
+// GCC 12 splits these two conversions into pieces when written in its vector language.
+DS_INLINE vd widen(vf_half x) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  return (vd)_mm512_cvtps_pd((__m256)x);
+#elif defined(__AVX__) && DS_LANES == 8
+  return (vd)_mm256_cvtps_pd((__m128)x);
+#else
+  return __builtin_convertvector(x, vd);
+#endif
+}
+DS_INLINE vf_half bf16_to_f32(vh_half x) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  return (vf_half)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16);
+#elif defined(__AVX2__) && DS_LANES == 8
+  return (vf_half)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_cvtsi64_si128((long long)x)), 16);
+#else
+  return (vf_half)(__builtin_convertvector(x, vu_half) << 16);
+#endif
+}
+
+// Sums of squares in 16 fp64 lanes whatever the vector width, added up in lane order: the same bits on every level. The
+// square of an fp32 is exact in fp64.
+struct Squares {
+  static constexpr int width = 16, half = DS_LANES / 2, parts = width / half;
+  vd lane[parts] = {};
+  // `x` holds the elements of lanes [part * half, (part + 1) * half).
+  DS_INLINE void add(Squares &s, int part, vf_half x) {
+    const vd d = widen(x);
+    // The product is exact, so one rounding (FMA) and two give the same bits.
+#if defined(__AVX512F__) && DS_LANES == 16
+    s.lane[part] = (vd)_mm512_fmadd_pd((__m512d)d, (__m512d)d, (__m512d)s.lane[part]);
+#elif defined(__FMA__) && DS_LANES == 8
+    s.lane[part] = (vd)_mm256_fmadd_pd((__m256d)d, (__m256d)d, (__m256d)s.lane[part]);
+#else
+    s.lane[part] += d * d;
+#endif
+  }
+  DS_INLINE double total(const Squares &s) {
+    double sum = 0.0;
+    for (int k = 0; k < parts; k++)
+      for (int l = 0; l < half; l++) sum += s.lane[k][l];
+    return sum;
+  }
+};
 
 // Writes past the cache; `p` must be aligned to the vector. Pair with stream_fence().
 DS_INLINE void stream(float *p, vf v) {

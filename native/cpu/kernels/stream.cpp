@@ -4,28 +4,30 @@
 
 namespace {
 
-constexpr std::int64_t stage = 2048;
+constexpr std::int64_t stage = 512;
 
-// 16 fp64 lanes whatever the vector width, added in lane order: the same bits on every level. The square of an fp32
-// is exact in fp64.
-constexpr int width = 16, parts = width / lanes;
-
-struct Sums {
-  vd lane[parts] = {};
-  DS_INLINE void add(Sums &s, int k, vf x) {
-    const vd d = __builtin_convertvector(x, vd);
-    s.lane[k] += d * d;
-  }
-};
-
-static void add_squares(Sums &s, const float *x, std::int64_t n) {
+// `half(i)` gives the elements [i, i + lanes/2) as fp32; `rest(i, r)` the last r of them, then zeros.
+template <class F, class G>
+DS_INLINE void add_squares(Squares &s, std::int64_t n, F half, G rest) {
   std::int64_t i = 0;
-  for (; i + width <= n; i += width)
-    for (int k = 0; k < parts; k++) Sums::add(s, k, load<vf>(x + i + k * lanes));
-  for (int k = 0; k < parts && i + k * lanes < n; k++) {
-    const std::int64_t j = i + k * lanes, r = n - j < lanes ? n - j : lanes;
-    Sums::add(s, k, load_part<vf>(x + j, r));
+  for (; i + Squares::width <= n; i += Squares::width)
+    for (int k = 0; k < Squares::parts; k++) Squares::add(s, k, half(i + k * Squares::half));
+  for (int k = 0; k < Squares::parts && i + k * Squares::half < n; k++) {
+    const std::int64_t j = i + k * Squares::half, r = n - j < Squares::half ? n - j : Squares::half;
+    Squares::add(s, k, rest(j, r));
   }
+}
+
+static void add_squares_f32(Squares &s, const float *x, std::int64_t n) {
+  add_squares(
+      s, n, [&](std::int64_t i) { return load<vf_half>(x + i); },
+      [&](std::int64_t i, std::int64_t r) { return load_part<vf_half>(x + i, r); });
+}
+
+static void add_squares_bf16(Squares &s, const std::uint16_t *x, std::int64_t n) {
+  add_squares(
+      s, n, [&](std::int64_t i) { return bf16_to_f32(load<vh_half>(x + i)); },
+      [&](std::int64_t i, std::int64_t r) { return bf16_to_f32(load_part<vh_half>(x + i, r)); });
 }
 
 // y = scale * x, in place of a copy when the two are the same memory.
@@ -54,18 +56,18 @@ static void convert_block(void *dst, Dtype dd, const void *src, Dtype sd, std::i
 namespace ds::DS_ISA {
 
 double sum_squares(const void *x, Dtype dtype, std::int64_t n) {
-  alignas(64) float scratch[stage];
-  Sums s;
-  for (std::int64_t i = 0; i < n; i += stage) {
-    const std::int64_t m = n - i < stage ? n - i : stage;
-    const float *block = static_cast<const float *>(x) + i;
-    if (dtype != Dtype::f32) widen(scratch, at(x, dtype, i), dtype, m), block = scratch;
-    add_squares(s, block, m);
+  Squares s;
+  if (dtype == Dtype::f32) add_squares_f32(s, static_cast<const float *>(x), n);
+  if (dtype == Dtype::bf16) add_squares_bf16(s, static_cast<const std::uint16_t *>(x), n);
+  if (dtype == Dtype::f16) {
+    alignas(64) float scratch[stage];
+    for (std::int64_t i = 0; i < n; i += stage) {
+      const std::int64_t m = n - i < stage ? n - i : stage;
+      widen(scratch, at(x, dtype, i), dtype, m);
+      add_squares_f32(s, scratch, m);
+    }
   }
-  double total = 0.0;
-  for (int k = 0; k < parts; k++)
-    for (int l = 0; l < lanes; l++) total += s.lane[k][l];
-  return total;
+  return Squares::total(s);
 }
 
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming) {

@@ -140,14 +140,12 @@ static void run(const R &rule, const Block &b, std::int64_t n, float scale) {
       });
 }
 
-// The sums of p^2 and u^2 of one block, in 16 fp64 lanes whatever the vector width, combined in lane order.
+// The sums of p^2 and u^2 of one block.
 static void lamb_moments(const Adam &a, const Block &b, std::int64_t n, float scale, double *sums) {
-  constexpr int width = 16, parts = width / lanes;
-  vd sum_p[parts] = {}, sum_u[parts] = {};
-  for (std::int64_t i = 0; i < n; i += width)
-    for (int k = 0; k < parts; k++) {
-      std::int64_t j = i + k * lanes, r = n - j < lanes ? n - j : lanes;
-      if (r <= 0) break;
+  Squares sum_p, sum_u;
+  for (std::int64_t i = 0; i < n; i += Squares::width)
+    for (int k = 0; k < Squares::width / lanes && i + k * lanes < n; k++) {
+      const std::int64_t j = i + k * lanes, r = n - j < lanes ? n - j : lanes;
       Lanes x;
       if (r == lanes)
         x = {load<vf>(b.p + j), load<vf>(b.g + j) * scale, load<vf>(b.s0 + j), load<vf>(b.s1 + j)};
@@ -155,20 +153,19 @@ static void lamb_moments(const Adam &a, const Block &b, std::int64_t n, float sc
         x = {load_part<vf>(b.p + j, r), load_part<vf>(b.g + j, r) * scale, load_part<vf>(b.s0 + j, r),
              load_part<vf>(b.s1 + j, r)};
       Adam::moments(a, x);
-      vf u = lamb_direction(a, x);
-      if (r < lanes) u = load_part<vf>(reinterpret_cast<const float *>(&u), r);  // eps = 0 leaves NaN in absent lanes
-      const vd p = __builtin_convertvector(x.p, vd), w = __builtin_convertvector(u, vd);
-      sum_p[k] += p * p;
-      sum_u[k] += w * w;
+      float u[lanes], p[lanes] = {};
+      store(u, lamb_direction(a, x));
+      store(p, x.p);
+      for (std::int64_t l = r; l < lanes; l++) u[l] = 0.0f;  // eps = 0 leaves NaN in absent lanes
+      for (int h = 0; h < 2; h++) {
+        Squares::add(sum_p, 2 * k + h, load<vf_half>(p + h * Squares::half));
+        Squares::add(sum_u, 2 * k + h, load<vf_half>(u + h * Squares::half));
+      }
       store_part(b.s0 + j, x.s0, r);
       store_part(b.s1 + j, x.s1, r);
     }
-  sums[0] = sums[1] = 0.0;
-  for (int k = 0; k < parts; k++)
-    for (int l = 0; l < lanes; l++) {
-      sums[0] += sum_p[k][l];
-      sums[1] += sum_u[k][l];
-    }
+  sums[0] = Squares::total(sum_p);
+  sums[1] = Squares::total(sum_u);
 }
 
 static void apply(const Update &u, std::int64_t t, const Block &b, std::int64_t n, double *sums) {

@@ -44,8 +44,9 @@ struct Update {
   UpdateList list;
 };
 
-// Elements of one block of a partial sum. Fixed, so that sums do not depend on threads or instruction set.
-constexpr std::int64_t update_block = 2048;
+// Elements that are staged, and summed, together. Fixed, so that sums do not depend on threads or instruction set; small,
+// so that converting one block overlaps with the memory traffic of the next (512: 54 GB/s, 2048: 43, 128: 47).
+constexpr std::int64_t update_block = 512;
 
 // Runs `u` on `threads` threads. Cost: one read of every column and one write of every changed column.
 Status update(const Update &u, int threads);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -268,3 +269,49 @@ def test_wrong_values() -> None:
     ):
         with pytest.raises(ConfigError):
             make()
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_moved_memory_is_noticed(make: Callable[[Any], OpsOptimizer]) -> None:
+    """Repeated steps are prepared once; a parameter, gradient or state that moves must not be written at its old place."""
+    a, b = params(), params()
+    quick, fresh = make(a), make(b)
+    train([quick, fresh], [a, b], steps=3)
+    old = a[0].data
+    kept = old.clone()
+    a[0].data = old.clone()
+    for state in quick.state.values():
+        for name in [n for n in state if isinstance(state[n], Tensor)]:
+            state[name] = state[name].clone()
+    train([quick, fresh], [a, b], steps=2)
+    assert torch.equal(old, kept)
+    for p, q in zip(a, b, strict=True):
+        assert torch.equal(p, q)
+    a[0].grad = None
+    b[0].grad = None
+    quick.step()
+    fresh.step()
+    for p, q in zip(a, b, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_no_gradient_is_kept_alive() -> None:
+    p = nn.Parameter(torch.ones(10))
+    optimizer = AdamW([p])
+    for _ in range(3):
+        p.grad = torch.ones(10)
+        gone = weakref.ref(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gone() is None
+
+
+def test_a_step_between_forward_and_backward_is_noticed(backend: str) -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    loss = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

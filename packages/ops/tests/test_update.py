@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -168,19 +167,21 @@ print(h.hexdigest())
 """
 
 
-def test_every_level_and_thread_count_gives_the_same_bits() -> None:
+def test_the_lowest_level_gives_the_same_bits() -> None:
+    """Another process with the lowest level and another thread count; the C++ tests compare all levels."""
     module = _native.load("_cpu").module
     assert module is not None
-    levels = module.isa_supported().split(",")
-    runs = {
-        level: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(1 + i % 2)],
+    lowest = module.isa_supported().split(",")[-1]
+    programs = [(lowest, "2"), ("", "1")]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, threads],
             env=os.environ | {"DS_CPU_ISA": level, "DS_OPS": ""},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for i, level in enumerate(levels)
-    }
-    digests = {level: run.communicate(timeout=100)[0].strip() for level, run in runs.items()}
-    assert len(set(digests.values())) == 1, digests
-    assert len(next(iter(digests.values()))) == len(hashlib.sha256().hexdigest())
+        for level, threads in programs
+    ]
+    digests = [run.communicate(timeout=100)[0].strip() for run in runs]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_config.errors import KernelError
 from ds_ops import _native
 
-__all__ = ["DTYPES", "Columns", "address", "columns", "finish", "native", "require", "require_disjoint"]
+__all__ = ["DTYPES", "Columns", "address", "columns", "finish", "mark_written", "native", "require", "require_disjoint"]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the native kernels store, and their numbers in native/include/ds/types.h."""
@@ -89,6 +89,13 @@ def address(t: Tensor) -> int:
     return t.data_ptr()
 
 
+def mark_written(*streams: Sequence[Tensor]) -> None:
+    """Tell autograd that kernels wrote into tensors, so that a backward that saved them refuses instead of lying."""
+    for tensors in streams:
+        if tensors:
+            torch.autograd.graph.increment_version(tensors)
+
+
 def require_disjoint(**tensors: Tensor) -> None:
     """Refuse tensors of which any two share memory."""
     spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in tensors.items() if t.numel()]
@@ -109,6 +116,9 @@ class Columns:
     rows: np.ndarray
     dtypes: int
     keep: tuple[Sequence[Tensor], ...]
+    lengths: list[int] = field(default_factory=list)
+    addresses: tuple[list[int], ...] = ()
+    stream_dtypes: tuple[torch.dtype | None, ...] = ()
 
     @property
     def count(self) -> int:
@@ -117,6 +127,20 @@ class Columns:
     @property
     def rows_address(self) -> int:
         return self.rows.ctypes.data
+
+    def same_memory(self, streams: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether `streams` (in the order of `keep`) have the lengths, dtypes and addresses that were checked."""
+        lengths = self.lengths
+        for new, addresses, dtype in zip(streams, self.addresses, self.stream_dtypes, strict=False):
+            if [t.data_ptr() for t in new] != addresses or [t.numel() for t in new] != lengths:
+                return False
+            if not all(t.dtype is dtype and t.is_contiguous() for t in new):
+                return False
+        return True
+
+    def forgetting(self) -> Columns:
+        """The same table without its tensors: to compare with later, not to call with."""
+        return replace(self, keep=())
 
 
 _STREAMS = ("param", "grad", "state0", "state1", "copy")
@@ -137,18 +161,21 @@ def columns(
         return Columns(rows, 0, streams)
     device = params[0].device
     rows[0] = lengths = [t.numel() for t in params]
+    addresses: list[list[int]] = [[] for _ in streams]
     for row, (name, tensors) in enumerate(zip(_STREAMS, streams, strict=True), start=1):
         if not tensors and row >= 3:
             continue
         if len(tensors) != count:
             raise _refuse(f"{name}: expected {count} tensors, found {len(tensors)}.", "Pass lists of equal length.")
-        rows[row] = _addresses(name, tensors, lengths, device)
+        rows[row] = addresses[row - 1] = _addresses(name, tensors, lengths, device)
     state_dtypes = [s[0].dtype for s in states]
     if len(set(state_dtypes)) > 1:
         raise _refuse(f"states: expected one dtype, found {state_dtypes}.", "Keep all states of a tensor in one dtype.")
     kinds = [params[0].dtype, grads[0].dtype, *(state_dtypes or [torch.float32])[:1], *(c.dtype for c in copies[:1])]
     _require_disjoint_rows(rows, streams)
-    return Columns(rows, sum(DTYPES[d] << 8 * i for i, d in enumerate(kinds)), streams)
+    packed = sum(DTYPES[d] << 8 * i for i, d in enumerate(kinds))
+    stream_dtypes = tuple(t[0].dtype if t else None for t in streams)
+    return Columns(rows, packed, streams, lengths, tuple(addresses), stream_dtypes)
 
 
 def _addresses(name: str, tensors: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> list[int]:

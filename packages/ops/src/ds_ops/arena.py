@@ -7,6 +7,8 @@ the same cache sets and store buffers, so each view of an arena starts 1 KiB fur
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
 
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from ds_ops import _call
 
-__all__ = ["HUGE_PAGE_BYTES", "zeros_huge"]
+__all__ = ["HUGE_PAGE_BYTES", "make_huge", "zeros_huge"]
 
 HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25  # since Linux 6.1; Python's mmap has no name for it
 _STAGGER_BYTES, _STAGGER_STEPS, _ALIGN_BYTES = 1024, 4, 64
 
 
@@ -41,6 +44,29 @@ def zeros_huge(numels: Sequence[int], dtype: torch.dtype, *, stream: int = 0) ->
     start = stream % _STAGGER_STEPS * _STAGGER_BYTES
     base = _mapping(end + start)[start:]
     return [base[o : o + n * item].view(dtype) for o, n in zip(offsets, numels, strict=True)]
+
+
+def make_huge(t: Tensor) -> bool:
+    """Gather the memory of an existing CPU tensor into huge pages, where it is; contents and address stay.
+
+    Returns whether the kernel did it: it needs Linux 6.1, private anonymous memory (what torch allocates) and free huge
+    pages, and at least one aligned huge page inside the tensor. Cost: one copy of the tensor inside the kernel, once.
+    """
+    if t.device.type != "cpu" or not t.is_contiguous() or t.numel() * t.element_size() < 2 * HUGE_PAGE_BYTES:
+        return False
+    start = _call.address(t)
+    first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    size = (start + t.numel() * t.element_size() - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    madvise = getattr(_libc(), "madvise", None)
+    if madvise is None or size <= 0:
+        return False
+    done: int = madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE))
+    return done == 0
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _mapping(num_bytes: int) -> Tensor:

@@ -81,6 +81,7 @@ def _cpu_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
         torch.get_num_threads(),
     )
     _call.finish("convert", status)
+    _call.mark_written([out])
     return out
 
 
@@ -90,6 +91,7 @@ def _cpu_fill(out: Tensor, value: float) -> Tensor:
         _call.address(out), _call.DTYPES[out.dtype], out.numel(), value, torch.get_num_threads()
     )
     _call.finish("fill", status)
+    _call.mark_written([out])
     return out
 
 

@@ -6,6 +6,8 @@ p, m, v), 30 with a 16-bit copy, 34 when gradients are zeroed too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,34 @@ from ds_ops.reference import update as reference
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
 from ds_ops.rules import UpdateSpec, UpdateTensors
 
-__all__ = ["lamb_apply", "lamb_moments", "update"]
+__all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked update that may be repeated without checking everything again. Holds no tensor alive."""
+
+    columns: _call.Columns
+
+    def run(self, spec: UpdateSpec, tensors: UpdateTensors) -> bool:
+        """`update(spec, tensors)` if `tensors` are still where the prepared ones were; else do nothing, return False.
+
+        Cost: about half a microsecond a tensor, a quarter of checking afresh.
+        """
+        if not self.columns.same_memory((tensors.params, tensors.grads, *tensors.states)):
+            return False
+        _native_columns(spec, replace(self.columns, keep=(tensors.params, tensors.grads, *tensors.states)))
+        return True
+
+
+def prepare(tensors: UpdateTensors) -> Prepared | None:
+    """Check `tensors` once for many updates; None where the native CPU backend does not run them, or with copies."""
+    if not tensors.params or tensors.copies:
+        return None
+    choice = choose(_UPDATE, tensors.params[0].device.type, _widest(tensors))
+    if choice.backend.name != "cpu":
+        return None
+    return Prepared(_call.columns(tensors.params, tensors.grads, tensors.states, ()).forgetting())
 
 
 def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
@@ -64,7 +93,10 @@ def _widest(tensors: UpdateTensors) -> torch.dtype:
 
 
 def _native_call(spec: UpdateSpec, tensors: UpdateTensors, ratio: int = 0, partials: int = 0) -> None:
-    columns = _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies)
+    _native_columns(spec, _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies), ratio, partials)
+
+
+def _native_columns(spec: UpdateSpec, columns: _call.Columns, ratio: int = 0, partials: int = 0) -> None:
     status = _call.native().update(
         int(spec.rule),
         spec.coefficients,
@@ -78,6 +110,7 @@ def _native_call(spec: UpdateSpec, tensors: UpdateTensors, ratio: int = 0, parti
         torch.get_num_threads(),
     )
     _call.finish("update", status)
+    _call.mark_written(*columns.keep[:1], *columns.keep[2:], *(columns.keep[1:2] if spec.zero_grad else ()))
 
 
 def _cpu_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:

@@ -8,6 +8,7 @@ Words: *state* is a tensor per parameter; *fusion* is what else the pass does wh
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,10 +19,10 @@ from torch.optim import Optimizer
 
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops import _call
-from ds_ops.arena import zeros_huge
+from ds_ops.arena import make_huge, zeros_huge
 from ds_ops.reference.update import update as reference_update
 from ds_ops.rules import UpdateSpec, UpdateTensors
-from ds_ops.update import update
+from ds_ops.update import Prepared, prepare, update
 
 __all__ = ["NO_FUSION", "Fusion", "OpsOptimizer", "Params", "require_rate"]
 
@@ -67,6 +68,15 @@ class _Bucket:
         return UpdateTensors(self.params, self.grads, tuple(self.states), self.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """The call that stepped all of a group last time, to be made again while nothing has moved."""
+
+    owners: list[Tensor]
+    names: tuple[str, ...]
+    prepared: Prepared
+
+
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     """torch decorates some Optimizer methods so that their first call imports its compiler (over a second); undecorate."""
     return getattr(method, "__wrapped__", method)
@@ -102,6 +112,7 @@ class OpsOptimizer(Optimizer):
                 fix="Set state_dtype=torch.float32.",
             )
         self.state_dtype = state_dtype
+        self._repeats: dict[int, _Repeat] = {}
         super().__init__(params, defaults)
 
     def needs_whole(self, group: Group, p: Tensor) -> bool:
@@ -145,6 +156,8 @@ class OpsOptimizer(Optimizer):
 
     def step_group(self, group: Group, fusion: Fusion = NO_FUSION) -> None:
         """Step one parameter group."""
+        if self._repeat(group, fusion):
+            return
         params = [p for p in group["params"] if fusion.grad_of(p) is not None]
         self.ensure_state(group, params)
         sign = -1.0 if group.get("maximize") else 1.0
@@ -154,12 +167,52 @@ class OpsOptimizer(Optimizer):
             self.step_bucket(group, fused, bucket.tensors())
             for p in bucket.owners:  # a refused call has changed nothing, not even the step number
                 self.state[p]["step"] = number
+            if len(bucket.owners) == len(group["params"]) and not fusion.grads:
+                self._remember(group, bucket)
+
+    def _remember(self, group: Group, bucket: _Bucket) -> None:
+        names = self.states_of(group, bucket.owners[0])
+        prepared = prepare(bucket.tensors()) if type(self).step_bucket is OpsOptimizer.step_bucket else None
+        if prepared is not None:
+            self._repeats[id(group)] = _Repeat(bucket.owners, names, prepared)
+
+    def _repeat(self, group: Group, fusion: Fusion) -> bool:
+        """Step the group by its last call, if that is still the same one in all but the numbers."""
+        last = self._repeats.get(id(group))
+        if last is None or fusion.grads or fusion.copies or len(last.owners) != len(group["params"]):
+            return False
+        states = [self.state[p] for p in last.owners]
+        number = states[0].get("step")
+        grads = [p.grad for p in last.owners]
+        if (
+            not all(map(operator.is_, last.owners, group["params"]))
+            or any(g is None for g in grads)
+            or any(s.get("step") != number or any(n not in s for n in last.names) for s in states)
+            or self.states_of(group, last.owners[0]) != last.names
+        ):
+            return False
+        tensors = UpdateTensors(last.owners, grads, tuple([s[n] for s in states] for n in last.names))  # type: ignore[arg-type]
+        spec = self.spec(group, number + 1)
+        sign = -1.0 if group.get("maximize") else 1.0
+        fused = UpdateSpec(spec.rule, spec.coefficients, sign * fusion.grad_scale, fusion.zero_grads)
+        if not last.prepared.run(fused, tensors):
+            fresh = prepare(tensors) if _alike(grads) else None
+            if fresh is None or not fresh.run(fused, tensors):
+                return False
+            self._repeats[id(group)] = _Repeat(last.owners, last.names, fresh)
+        for s in states:
+            s["step"] = number + 1
+        return True
 
     def ensure_state(self, group: Group, params: Sequence[Tensor]) -> list[Tensor]:
-        """Create the missing states of `params`: zeros, on the CPU in huge-page arenas. Returns those without any before."""
+        """Create the missing states of `params`: zeros, on the CPU in huge pages, where the parameters go too.
+
+        Returns the parameters that had no state.
+        """
         fresh = [p for p in params if "step" not in self.state[p]]
         for p in fresh:
             self.state[p]["step"] = 0
+            make_huge(p.detach())
         missing: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in params:
             for i, name in enumerate(self.states_of(group, p)):
@@ -191,7 +244,7 @@ class OpsOptimizer(Optimizer):
             key = (int(state["step"]) + 1, p.device, p.is_contiguous(), *dtypes)
             bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in kept]))
             bucket.owners.append(p)
-            bucket.params.append(p.detach())
+            bucket.params.append(p)
             bucket.grads.append(_like(p, grad))
             for row, s in zip(bucket.states, kept, strict=True):
                 row.append(s)
@@ -205,11 +258,15 @@ class OpsOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         _plain(Optimizer.zero_grad)(self, set_to_none)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"state_dtype": self.state_dtype, "_repeats": {}}
+
     def state_dict(self) -> dict[str, Any]:
         return _plain(Optimizer.state_dict)(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of its torch.optim counterpart; states keep `state_dtype`."""
+        self._repeats.clear()
         _plain(Optimizer.load_state_dict)(self, state_dict)
         saved = [i for g in state_dict["param_groups"] for i in g["params"]]
         ours = [(g, p) for g in self.param_groups for p in g["params"]]
@@ -234,6 +291,14 @@ def _zeros(params: Sequence[Tensor], device: torch.device, dtype: torch.dtype, *
         return [torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for p in params]
     flat = zeros_huge([p.numel() for p in params], dtype, stream=stream)
     return [t.view(p.shape) for t, p in zip(flat, params, strict=True)]
+
+
+def _alike(grads: Sequence[Tensor | None]) -> bool:
+    """Whether every gradient is dense, contiguous and of one dtype: what a prepared call needs."""
+    first = grads[0]
+    return first is not None and all(
+        g is not None and g.layout is torch.strided and g.dtype is first.dtype and g.is_contiguous() for g in grads
+    )
 
 
 def _like(p: Tensor, grad: Tensor) -> Tensor:

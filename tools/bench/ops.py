@@ -1,0 +1,173 @@
+"""`nox -s bench -- ops`: CPU kernels of ds-ops beside torch, DeepSpeed's CPUAdam and the memory's own limit.
+
+Three processes (ours, torch alone, the peer) stay alive and answer in turn, so that every round has seen the same
+machine. A ratio is the median over rounds of (their time / our time); a rate is the best round. The limit is a STREAM
+triad of the same round and process: 12 bytes an element, stores past the cache or not, whichever was faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import peers
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("workers") / "ops_worker.py"
+N = 34_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ours against others on one piece of work. bytes: what one element must move at least."""
+
+    name: str
+    ours: str
+    others: tuple[str, ...]
+    bytes: float
+
+
+COMPARISONS = (
+    Comparison("AdamW, one flat tensor", "flat_ours", ("flat_deepspeed", "flat_torch_fused", "flat_torch_foreach"), 28),
+    Comparison("the same, parameters and gradients from malloc", "flat_ours_malloc", ("flat_deepspeed", "flat_torch_fused"), 28),
+    Comparison("AdamW, 88 tensors", "list_ours", ("list_deepspeed", "list_torch_fused", "list_torch_foreach"), 28),
+    Comparison("the same, parameters and gradients from malloc", "list_ours_malloc", ("list_deepspeed", "list_torch_fused"), 28),
+    Comparison("norm, unscale, clip, AdamW, cast, zero", "fused_ours", ("fused_deepspeed", "fused_torch"), 32),
+    Comparison("sum of squares", "pass_norm", ("pass_torch_norm",), 4),
+    Comparison("copy fp32", "pass_copy", ("pass_torch_copy",), 8),
+    Comparison("cast fp32 to bf16", "pass_cast", ("pass_torch_cast",), 6),
+)  # fmt: skip
+
+
+class Worker:
+    """A process that has prepared some cases."""
+
+    def __init__(self, python: Path, threads: int, cases: list[str]) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+        command = [str(python), str(WORKER), str(threads), *cases]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+        self.cases = cases
+        if self._line() != "ready":
+            raise SystemExit(f"the worker did not start; run it to see why: {' '.join(command)}")
+
+    def _line(self) -> str:
+        return self.process.stdout.readline().strip() if self.process.stdout else ""
+
+    def seconds(self, case: str) -> float:
+        if self.process.stdin is None:
+            raise SystemExit("no worker")
+        self.process.stdin.write(case + "\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def measure(
+    threads: int, rounds: int, peer: Path | None, comparisons: tuple[Comparison, ...]
+) -> dict[str, list[float]]:
+    """Seconds a call of every case, one entry per round."""
+    times: dict[str, list[float]] = {}
+    for group in comparisons:
+        limits = ["triad", "triad_nt"]
+        theirs = [c for c in group.others if "deepspeed" in c]
+        workers = [Worker(Path(sys.executable), threads, [group.ours, *limits])]
+        if others := [c for c in group.others if c not in theirs]:
+            workers.append(Worker(Path(sys.executable), threads, others))
+        if theirs and peer:
+            workers.append(Worker(peer, threads, theirs))
+        for _ in range(rounds):
+            for worker in workers:
+                for case in worker.cases:
+                    key = case if case not in limits else f"{group.ours}/{case}"
+                    times.setdefault(key, []).append(worker.seconds(case))
+        for worker in workers:
+            worker.close()
+    return times
+
+
+def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Comparison, ...]) -> list[dict[str, object]]:
+    """One row per comparison: our rate, the limit's, and the ratios."""
+    out: list[dict[str, object]] = []
+    for c in comparisons:
+        ours = times[c.ours]
+        limit = [min(a, b) for a, b in zip(times[f"{c.ours}/triad"], times[f"{c.ours}/triad_nt"], strict=True)]
+        row: dict[str, object] = {
+            "work": c.name,
+            "threads": threads,
+            "melements_s": N / min(ours) / 1e6,
+            "gb_s": c.bytes * N / min(ours) / 1e9,
+            "triad_gb_s": 12 * N / min(limit) / 1e9,
+            "share_of_triad": statistics.median(c.bytes * b / (12 * a) for a, b in zip(ours, limit, strict=True)),
+            "share_of_triad_best": c.bytes * min(limit) / (12 * min(ours)),
+        }
+        for other in c.others:
+            if other in times:
+                name = other.split("_", 1)[1]
+                row[f"x_{name}"] = statistics.median(b / a for a, b in zip(ours, times[other], strict=True))
+                row[f"x_{name}_best"] = min(times[other]) / min(ours)
+        out.append(row)
+    return out
+
+
+def table(all_rows: list[dict[str, object]]) -> str:
+    """The rows as text."""
+    lines = []
+    for r in all_rows:
+        ratios = ", ".join(
+            f"{v:.2f}x {k[2:]} (best {r[k + '_best']:.2f}x)"
+            for k, v in r.items()
+            if k.startswith("x_") and not k.endswith("_best")
+        )
+        lines.append(
+            f"{r['threads']} thr | {r['work']:48} | {r['melements_s']:5.0f} M/s {r['gb_s']:5.1f} GB/s | "
+            f"{100 * float(str(r['share_of_triad'])):3.0f} % of triad | {ratios}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--no-peer", action="store_true", help="without DeepSpeed's environment")
+    parser.add_argument("--only", default="", help="comparisons whose case name starts with this")
+    args = parser.parse_args()
+    peer = None if args.no_peer else peers.ensure("deepspeed")
+    chosen = tuple(c for c in COMPARISONS if c.ours.startswith(args.only))
+    done: list[dict[str, object]] = []
+    for threads in args.threads:
+        for c in chosen:
+            part = rows(threads, measure(threads, args.rounds, peer, (c,)), (c,))
+            print(table(part), flush=True)
+            done += part
+    if args.only:
+        return
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, kernel {platform.release()}",
+        "elements": N,
+        "rounds": args.rounds,
+        "rows": done,
+    }
+    out = ROOT / "docs" / "benchmarks" / "data" / "ops.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {out.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
