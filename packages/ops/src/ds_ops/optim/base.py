@@ -22,7 +22,7 @@ from ds_ops import _call
 from ds_ops.arena import make_huge, zeros_huge
 from ds_ops.reference.update import update as reference_update
 from ds_ops.rules import UpdateSpec, UpdateTensors
-from ds_ops.update import Prepared, prepare, update
+from ds_ops.updating import Prepared, prepare, update
 
 __all__ = ["NO_FUSION", "Fusion", "OpsOptimizer", "Params", "require_rate"]
 

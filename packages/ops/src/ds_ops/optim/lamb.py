@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_ops.optim.base import OpsOptimizer, Params, require_rate
 from ds_ops.reference import update as reference
 from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, lamb_coefficients
-from ds_ops.update import lamb_apply, lamb_moments
+from ds_ops.updating import lamb_apply, lamb_moments
 
 __all__ = ["Lamb"]
 
