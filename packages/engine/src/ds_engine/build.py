@@ -32,11 +32,11 @@ from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.telemetry import Telemetry
 from ds_monitor.config import make_sinks
-from ds_zero import ShardedOptimizer, Sharding, shard
+from ds_zero import ShardedOptimizer, Sharding, ShardOptions, shard
 from ds_zero.layout import Kind
 from ds_zero.sharding import describe
 
-__all__ = ["Parts", "build", "initialize", "shapes_of"]
+__all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -57,6 +57,7 @@ class Parts:
         scheduler: A scheduler, a function that makes one from the optimizer, or None.
         data: A map-style dataset, or None.
         collate_fn: As in torch's DataLoader.
+        sharded: Class of the sharded optimizer: one that adds names to it.
     """
 
     optimizer: OptimizerLike = None
@@ -64,6 +65,7 @@ class Parts:
     scheduler: SchedulerLike = None
     data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    sharded: type[ShardedOptimizer] = ShardedOptimizer
 
 
 def initialize(
@@ -122,6 +124,11 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
+    return Engine(plan, assemble(plan, model, parts))
+
+
+def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
+    """Make the components of a plan, for an engine of any class. Collective; `model` is changed in place."""
     if plan.telling.level is not None:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(plan.telling.level.upper())
@@ -147,11 +154,13 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
         sharded = shard(model, None, **options)
     else:
         layout: Kind = "whole" if takes_whole(inner) else "flat"
-        sharded = shard(model, inner, clip=plan.clip, layout=layout, **options)
+        sharded = parts.sharded(model, inner, ShardOptions(clip=plan.clip, layout=layout, **options))
     optimizer = sharded if isinstance(sharded, ShardedOptimizer) else None
     sinks = tuple(make_sinks(plan.config, rank=mesh.rank))
     ds_monitor.attach(sinks)
-    components = Components(
+    if plan.telling.state and mesh.rank == 0:
+        _log.info("plan:\n%s", plan)
+    return Components(
         module=model,
         optimizer=optimizer,
         sharding=sharded.sharding if isinstance(sharded, ShardedOptimizer) else sharded,
@@ -163,9 +172,6 @@ def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
         checkpointer=make_engine(plan.config.checkpoint, mesh["world"]),
         sinks=sinks,
     )
-    if plan.telling.state and mesh.rank == 0:
-        _log.info("plan:\n%s", plan)
-    return Engine(plan, components)
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:

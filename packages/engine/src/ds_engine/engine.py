@@ -147,7 +147,11 @@ class Engine(nn.Module):
             The loss as it was differentiated, without the loss scale; detached.
         Collective when the program reduces here.
         """
-        return self._backward(self._backwards[self._position], loss, retain_graph, scale_wrt_gas)
+        return self._backward(self.next_backward(), loss, retain_graph, scale_wrt_gas)
+
+    def next_backward(self) -> Action:
+        """What the program says of the backward that comes next. For subclasses whose caller decides where a step ends."""
+        return self._backwards[self._position]
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the last one of the program, update the parameters and advance the learning rate.
