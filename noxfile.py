@@ -33,7 +33,10 @@ def developing(session: nox.Session, *groups: str) -> str:
         install.dev_install(python, groups)
     except install.InstallError as error:
         session.error(str(error))
-    session.env["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    programs = str(Path(python).parent)
+    # nox looks for a program in its own PATH, and gives the session's to what it starts.
+    for environ in (os.environ, session.env):
+        environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", "").removeprefix(programs + os.pathsep)])
     return python
 
 

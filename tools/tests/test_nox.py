@@ -8,7 +8,19 @@ import sys
 
 from repo import ROOT
 
-SESSIONS = {"quickstart", "tests", "grid", "isolated", "integration", "native", "lint", "docs", "bench", "wheels", "gpu"}
+SESSIONS = {
+    "quickstart",
+    "tests",
+    "grid",
+    "isolated",
+    "integration",
+    "native",
+    "lint",
+    "docs",
+    "bench",
+    "wheels",
+    "gpu",
+}
 
 
 def test_sessions_and_descriptions(projects):
