@@ -5,6 +5,7 @@ A process that no launcher started is a world of one: nothing is made, every gro
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -16,17 +17,20 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_accel import get_accelerator
+from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import Group, world_group
 from ds_comm.launch import Launch, read_launch
 from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
-from ds_comm.shm import available as shm_refusal
+from ds_comm.shm import available
 from ds_comm.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
-from ds_ops.shm import neighbourhood
+from ds_ops.shm import Segment, neighbourhood
 
 __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
 
+_log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_PROBE_BYTES = 4096
 _POLL_S = 0.02
 _told: list[str] = []  # environment variables that this module set
 
@@ -42,8 +46,9 @@ def init_distributed(
     that torch's own functions read (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set where they are not.
 
     Args:
-        backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default the device's own; for the CPU `"shm"`
-            where all ranks are on one host and can share memory (`ds_comm.shm`), else `"gloo"`.
+        backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default what DS_COMM_BACKEND says, else the
+            device's own; for the CPU `"shm"` where all ranks are on one host and can share memory (`ds_comm.shm`), and
+            `"gloo"` where they cannot (rank 0 logs why).
         timeout: How long the rendezvous and a collective of torch may take.
         deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
             (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S or 60; 0 turns recording and watching off.
@@ -56,12 +61,12 @@ def init_distributed(
         launch = read_launch(os.environ)
         if launch is None:
             return world_group()
-        store = _meet(launch, timeout)
+        store = _own_keys(_meet(launch, timeout), launch.rank)
         _tell_torch(launch.environment())
         _choose_device(launch)
         dist.init_process_group(
-            backend or _default_backend(launch, store),
-            store=dist.PrefixStore("ds_comm", store),
+            _backend(backend, launch, store),
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
@@ -111,20 +116,46 @@ def _choose_device(launch: Launch) -> None:
         accelerator.set_device(launch.local_rank)
 
 
-def _default_backend(launch: Launch, store: dist.Store) -> str:
+def _own_keys(store: dist.Store, rank: int) -> dist.Store:
+    """The part of a store that this initialisation uses: a launcher's store has the keys of earlier ones of this job."""
+    number = store.add(f"ds_comm/times/{rank}", 1)
+    return dist.PrefixStore(f"ds_comm/{number}", store)
+
+
+def _backend(asked: str | None, launch: Launch, store: dist.Store) -> str:
     accelerator = get_accelerator()
-    if accelerator.name != "cpu":
-        return f"cpu:gloo,{accelerator.device().type}:{accelerator.comm_backend}"
-    return "shm" if launch.world_size > 1 and _share_memory(launch, store) else accelerator.comm_backend
+    choice = choose_backend(asked, os.environ, launch, (accelerator.device().type, accelerator.comm_backend))
+    if not choice.otherwise:
+        return choice.name
+    final = settle(choice, _refusals(launch, store))
+    if final.name != choice.name and launch.rank == 0:
+        _log.warning("CPU ranks communicate over %s, which is slower: %s", final.name, final.why)
+    return final.name
 
 
-def _share_memory(launch: Launch, store: dist.Store) -> bool:
-    """Whether all ranks can use shared memory; all ranks answer the same."""
-    if not launch.one_host:
-        return False
-    store.set(f"shares/{launch.rank}", "" if shm_refusal() else neighbourhood())
-    told = {store.get(f"shares/{rank}") for rank in range(launch.world_size)}
-    return len(told) == 1 and b"" not in told
+def _refusals(launch: Launch, store: dist.Store) -> list[str]:
+    """Why each rank cannot share memory with the others; all ranks get the same list. Rank 0's memory is tried."""
+    here, why = neighbourhood(), available()
+    probe = Segment(_PROBE_BYTES) if launch.rank == 0 and not why else None
+    if launch.rank == 0:
+        store.set("share/0", f"{here}|{probe.token if probe else ''}|{why}")
+    else:
+        there, token, refused = store.get("share/0").decode().split("|", 2)
+        if not why and not refused:
+            why = _cannot_attach(token) if here == there else "on another host or in another PID namespace than rank 0"
+        store.set(f"share/{launch.rank}", f"||{why}")
+    found = [store.get(f"share/{rank}").decode().split("|", 2)[2] for rank in range(launch.world_size)]
+    if probe is not None:  # everyone has tried it
+        probe.close()
+    return found
+
+
+def _cannot_attach(token: str) -> str:
+    try:
+        Segment.attach(token, _PROBE_BYTES).close()
+    except CommError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

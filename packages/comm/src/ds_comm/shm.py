@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ds_config.errors import CommError, UnsupportedError
+from ds_ops import _native
 from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood
 
 __all__ = ["ShmProcessGroup", "available", "register"]
@@ -45,13 +46,18 @@ _EMPTY = torch.empty(0)
 
 
 def available() -> str:
-    """Why the backend cannot be used here, or an empty text."""
-    from ds_ops import _native
+    """Why the backend cannot be used here, or an empty text.
 
+    A memfd is not limited by the size of /dev/shm, so there is no such reason.
+    """
     loaded = _native.load("_cpu")
     if loaded.module is None:
         return loaded.reason
-    return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
+    try:
+        Segment(1).close()
+    except (AttributeError, OSError) as error:  # another kernel, or a sandbox that forbids the call
+        return f"this system gives no memfd: {error}"
+    return ""
 
 
 class _ShmWork(dist.Work):

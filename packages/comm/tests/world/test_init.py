@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ds_comm
+from ds_comm import init, shm
 from ds_comm.recorder import current
 from ds_testing import world
 
@@ -60,3 +63,34 @@ def test_a_forgotten_watchdog_ends_with_the_process_group() -> None:
     ds_comm.init_distributed()
     with ds_comm.patience(5):
         ds_comm.barrier()
+
+
+@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@pytest.mark.parametrize(("variable", "expected"), [("", "shm"), ("gloo", "gloo")])
+@world(2, backend=None)
+def test_cpu_ranks_of_one_host_share_memory_by_default(
+    variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("DS_COMM_BACKEND", variable)
+    ds_comm.init_distributed()
+    assert dist.get_backend() == expected
+    x = torch.ones(3)
+    ds_comm.all_reduce(x)
+    assert x.tolist() == [2, 2, 2]
+    ds_comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_ranks_that_cannot_share_memory_agree_on_gloo_and_one_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rank = int(os.environ["RANK"])
+    told: list[str] = []
+    monkeypatch.setattr(init, "available", lambda: "a sandbox" if rank == 1 else "")
+    monkeypatch.setattr(init._log, "warning", lambda text, *values: told.append(text % values))
+    ds_comm.init_distributed()
+    assert dist.get_backend() == "gloo"
+    assert told == (
+        ["CPU ranks communicate over gloo, which is slower: shm cannot be used, rank 1: a sandbox"] * (rank == 0)
+    )
+    ds_comm.destroy_process_group()

@@ -1,0 +1,59 @@
+"""Which backend a world communicates over, when the caller does not say. Pure: facts in, a choice with its reason out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_comm.launch import Launch
+
+__all__ = ["BACKEND_VARIABLE", "BackendChoice", "choose_backend", "settle"]
+
+BACKEND_VARIABLE = "DS_COMM_BACKEND"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What to use, and why.
+
+    Attributes:
+        name: torch's name: `"shm"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`.
+        otherwise: What all ranks use when one of them cannot use `name`; empty: then it is an error.
+    """
+
+    name: str
+    why: str
+    otherwise: str = ""
+
+
+def choose_backend(asked: str | None, env: Mapping[str, str], launch: Launch, device: tuple[str, str]) -> BackendChoice:
+    """The argument wins over DS_COMM_BACKEND, which wins over what fits the device and the ranks' places.
+
+    Args:
+        asked: The caller's choice.
+        device: Type of the accelerator and torch's backend for it: `("cuda", "nccl")`, `("cpu", "gloo")`.
+    """
+    if asked:
+        return BackendChoice(asked, "asked for")
+    if env.get(BACKEND_VARIABLE):
+        return BackendChoice(env[BACKEND_VARIABLE], f"{BACKEND_VARIABLE} is set")
+    kind, backend = device
+    if kind != "cpu":
+        return BackendChoice(f"cpu:gloo,{kind}:{backend}", f"the accelerator is {kind}")
+    if launch.world_size == 1:
+        return BackendChoice(backend, "there is one rank")
+    if not launch.one_host:
+        told = (
+            f"{launch.local_size} of {launch.world_size} ranks are" if launch.local_size else "nobody told how many are"
+        )
+        return BackendChoice(backend, f"{told} on this host")
+    return BackendChoice("shm", f"all {launch.world_size} ranks are on this host", otherwise=backend)
+
+
+def settle(choice: BackendChoice, refusals: Sequence[str]) -> BackendChoice:
+    """What remains of a choice after each rank, in order, has said why it cannot use it (empty: it can)."""
+    refused = [f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why]
+    if not refused:
+        return choice
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    return BackendChoice(choice.otherwise, f"{choice.name} cannot be used, {refused[0]}{more}")
