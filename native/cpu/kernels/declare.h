@@ -8,5 +8,9 @@ double sum_squares(const void *x, Dtype dtype, std::int64_t n);
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
 void fill(void *dst, Dtype dtype, std::int64_t n, float value);
 void triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
+void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype, std::int64_t n,
+                    std::int64_t index);
+void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
+                      Dtype dtype, std::int64_t n);
 void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
 }  // namespace ds::DS_ISA

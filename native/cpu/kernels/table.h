@@ -1,10 +1,17 @@
 // The functions that exist once per instruction-set level. One table per level; dispatch.cpp picks one.
 #pragma once
+#include <ds/quant.h>
 #include <ds/shm.h>
 #include <ds/stream.h>
 #include <ds/update.h>
 
 namespace ds {
+
+// One row of each of `count` quantized sources, `stride` bytes apart.
+struct QuantSources {
+  const unsigned char *row;
+  std::int64_t count, stride, params_at;
+};
 
 struct Kernels {
   const char *name;
@@ -15,6 +22,12 @@ struct Kernels {
   void (*fill)(void *dst, Dtype dtype, std::int64_t n, float value);
   void (*triad)(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
   void (*combine)(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
+  // One group of `n` elements; `index` is the first one's place in the sequence of random draws.
+  void (*quantize_group)(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype,
+                         std::int64_t n, std::int64_t index);
+  // out = factor * the sum over sources of group `group`, which has `n` elements.
+  void (*dequantize_group)(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
+                           Dtype dtype, std::int64_t n);
 };
 
 // The table of the level in use.

@@ -1,0 +1,287 @@
+// Groups of elements to codes and back. One group is read twice (range, then codes); the second time from the cache.
+#include <ds/quant.h>
+
+#include "declare.h"
+#include "staging.h"
+
+namespace {
+
+using ds::QuantFormat;
+using ds::QuantSources;
+using ds::QuantSpec;
+
+constexpr std::int64_t piece = 512;               // elements staged together: whole bytes at every code width
+constexpr float smallest_scale = 1.17549435e-38f;  // so that its inverse is finite
+
+typedef std::uint8_t vc __attribute__((vector_size(DS_LANES)));
+
+struct Extent {  // of one group
+  float lo, hi;
+  std::int32_t magnitude;  // bits of the largest |x|: infinities and NaN compare above every number
+};
+
+struct Mapping {  // codes = f(x * inverse) of one group
+  float inverse, zero;
+};
+
+DS_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+DS_INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
+DS_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+DS_INLINE vi int_splat(std::int32_t x) { return x - vi{}; }
+
+// fp32 elements [i, i + n) of x, the memory itself or a copy in scratch.
+DS_INLINE const float *as_f32(const void *x, Dtype d, std::int64_t i, std::int64_t n, float *scratch) {
+  if (d == Dtype::f32) return static_cast<const float *>(x) + i;
+  widen(scratch, at(x, d, i), d, n);
+  return scratch;
+}
+
+static void extend(Extent &e, const float *x, std::int64_t n, bool both_ends) {
+  vi magnitude = {};
+  vf lo = {}, hi = {};
+  auto take = [&](vf v) {
+    magnitude = larger(magnitude, (vi)bits(v) & 0x7fffffff);
+    if (both_ends) lo = smaller(v, lo), hi = larger(v, hi);
+  };
+  each_vector(
+      n, [&](std::int64_t i) { take(load<vf>(x + i)); },
+      [&](std::int64_t i, std::int64_t r) { take(load_part<vf>(x + i, r)); });
+  for (int l = 0; l < lanes; l++) {
+    if (magnitude[l] > e.magnitude) e.magnitude = magnitude[l];
+    if (lo[l] < e.lo) e.lo = lo[l];
+    if (hi[l] > e.hi) e.hi = hi[l];
+  }
+}
+
+DS_INLINE float value_of(std::int32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+DS_INLINE float at_least_smallest(float s) { return s < smallest_scale ? smallest_scale : s; }
+
+// Writes the group's parameters; returns how codes are made. A group that is not finite gets the scale NaN, so that it
+// comes back as NaN: an overflow is never hidden.
+static Mapping map_group(const QuantSpec &s, const Extent &e, float *params) {
+  if (e.magnitude >= 0x7f800000) {
+    params[0] = value_of(0x7fc00000);
+    if (!s.symmetric) params[1] = 0.0f;
+    return {0.0f, 0.0f};
+  }
+  if (s.symmetric) {
+    params[0] = at_least_smallest(value_of(e.magnitude) / s.format.maximum);
+    return {1.0f / params[0], 0.0f};
+  }
+  const float levels = static_cast<float>((1 << s.format.bits) - 1);
+  params[0] = at_least_smallest(e.hi / levels - e.lo / levels);
+  const float inverse = 1.0f / params[0];
+  params[1] = __builtin_rintf(-e.lo * inverse);
+  return {inverse, params[1]};
+}
+
+// Uniform in [0, 1) from the index of an element and a key: two rounds of a 32-bit mixing function (multipliers found
+// by C. Wellons, "lowbias32"), so that an element's draw does not depend on how the tensor was cut.
+DS_INLINE vu mix(vu x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+DS_INLINE vf draw(const QuantSpec &s, std::int64_t index) {
+  const std::uint32_t first = static_cast<std::uint32_t>(index);
+  vu lo;
+  for (int l = 0; l < lanes; l++) lo[l] = first + static_cast<std::uint32_t>(l);
+  const vu hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32) - (vu)(lo < first);  // a carry
+  const vu h = mix(mix(lo ^ s.key[0]) + hi * 0x9e3779b9u + s.key[1]);
+  return __builtin_convertvector((vi)(h >> 8), vf) * 5.9604644775390625e-8f;
+}
+
+// y rounded to an integer, |y| < 2^22. Adding 1.5 * 2^23 leaves the integer in the low bits, rounded to even.
+DS_INLINE vi round_even(vf y) { return (vi)bits(y + 12582912.0f) - 0x4b400000; }
+template <bool stochastic>
+DS_INLINE vi round_to_int(const QuantSpec &s, vf y, std::int64_t index) {
+  if (!stochastic) return round_even(y);
+  const vf t = y + draw(s, index), r = (t + 12582912.0f) - 12582912.0f;
+  return ((vi)bits(t + 12582912.0f) - 0x4b400000) + (vi)(r > t);  // floor: a true comparison is -1
+}
+
+template <bool stochastic>
+DS_INLINE vi integer_code(const QuantSpec &s, const Mapping &m, vf x, std::int64_t index) {
+  const std::int32_t top = s.symmetric ? s.format.max_code : (1 << s.format.bits) - 1, low = s.symmetric ? -top : 0;
+  const vi q = round_to_int<stochastic>(s, x * m.inverse, index) + static_cast<std::int32_t>(m.zero);
+  const vi clamped = q > top ? int_splat(top) : q;
+  return clamped < low ? int_splat(low) : clamped;
+}
+
+// k = |y| in units of the format's spacing at |y|; then codes count up through subnormals, exponents and carries alike.
+template <bool stochastic>
+DS_INLINE vi float_code(const QuantSpec &s, const Mapping &m, vf x, std::int64_t index) {
+  const QuantFormat &f = s.format;
+  const vf y = x * m.inverse;
+  const vi magnitude = (vi)bits(y) & 0x7fffffff, lowest = int_splat(128 - f.bias);
+  const vi exponent = larger(magnitude >> 23, lowest);
+  const vf units = (vf)magnitude * (vf)((254 + f.mantissa - exponent) << 23);
+  const vi code = round_to_int<stochastic>(s, units, index) + ((exponent - lowest) << f.mantissa);
+  const vi kept = code > f.max_code ? int_splat(f.max_code) : code;
+  return kept | (vi)((bits(y) >> 31) << (f.bits - 1));
+}
+
+template <bool stochastic, class Code>
+DS_INLINE void each_code(std::uint8_t *codes, const float *x, std::int64_t n, std::int64_t index, Code code) {
+  each_vector(
+      n, [&](std::int64_t i) { store(codes + i, __builtin_convertvector((vu)code(load<vf>(x + i), index + i), vc)); },
+      [&](std::int64_t i, std::int64_t r) {
+        store_part(codes + i, __builtin_convertvector((vu)code(load_part<vf>(x + i, r), index + i), vc), r);
+      });
+}
+
+// Codes of one piece, a byte each.
+template <bool stochastic>
+static void encode(const QuantSpec &s, const Mapping &m, std::uint8_t *codes, const float *x, std::int64_t n,
+                   std::int64_t index) {
+  if (s.format.mantissa < 0)
+    each_code<stochastic>(codes, x, n, index, [&](vf v, std::int64_t i) { return integer_code<stochastic>(s, m, v, i); });
+  else
+    each_code<stochastic>(codes, x, n, index, [&](vf v, std::int64_t i) { return float_code<stochastic>(s, m, v, i); });
+}
+
+// Bytes to codes of 4 or 6 bits, first element in the lowest bits. `codes` is readable up to a multiple of four.
+static void pack(std::uint8_t *out, std::uint8_t *codes, std::int64_t n, int width) {
+  for (std::int64_t i = n; i % 4 != 0; i++) codes[i] = 0;
+  const std::int64_t bytes = (n * width + 7) / 8;
+  if (width == 4) {
+    for (std::int64_t i = 0; i < bytes; i++)
+      out[i] = static_cast<std::uint8_t>((codes[2 * i] & 15) | (codes[2 * i + 1] << 4));
+    return;
+  }
+  for (std::int64_t i = 0; i * 3 < bytes; i++) {
+    const std::uint32_t w = (codes[4 * i] & 63u) | (codes[4 * i + 1] & 63u) << 6 | (codes[4 * i + 2] & 63u) << 12 |
+                            (codes[4 * i + 3] & 63u) << 18;
+    for (std::int64_t b = 0; b < 3 && i * 3 + b < bytes; b++) out[i * 3 + b] = static_cast<std::uint8_t>(w >> (8 * b));
+  }
+}
+
+static void unpack(std::uint8_t *codes, const std::uint8_t *in, std::int64_t n, int width) {
+  const std::int64_t bytes = (n * width + 7) / 8;
+  if (width == 4) {
+    for (std::int64_t i = 0; i < bytes; i++) {
+      codes[2 * i] = in[i] & 15;
+      codes[2 * i + 1] = static_cast<std::uint8_t>(in[i] >> 4);
+    }
+    return;
+  }
+  for (std::int64_t i = 0; i * 3 < bytes; i++) {
+    std::uint32_t w = 0;
+    for (std::int64_t b = 0; b < 3 && i * 3 + b < bytes; b++) w |= static_cast<std::uint32_t>(in[i * 3 + b]) << (8 * b);
+    for (int k = 0; k < 4; k++) codes[4 * i + k] = static_cast<std::uint8_t>(w >> (6 * k) & 63);
+  }
+}
+
+DS_INLINE vf integer_value(const QuantSpec &s, float zero, vi code) {
+  const int unused = 32 - s.format.bits;
+  if (s.symmetric) return __builtin_convertvector((code << unused) >> unused, vf);  // sign extension
+  return __builtin_convertvector(code, vf) - zero;
+}
+
+DS_INLINE vf float_value(const QuantFormat &f, vi code) {
+  const vi magnitude = code & ((1 << (f.bits - 1)) - 1);
+  const vf normal = (vf)((magnitude << (23 - f.mantissa)) + ((127 - f.bias) << 23));
+  const vf tiny = __builtin_convertvector(magnitude, vf) * value_of((128 - f.bias - f.mantissa) << 23);
+  const vf value = select(magnitude < (1 << f.mantissa), tiny, normal);
+  return from_bits(bits(value) | (vu)((code >> (f.bits - 1)) << 31));
+}
+
+// acc (+)= values of one piece of one group.
+template <bool add, class Value>
+DS_INLINE void each_value(float *acc, const std::uint8_t *codes, std::int64_t n, float scale, Value value) {
+  auto of = [&](vc c) { return value(__builtin_convertvector(c, vi)) * scale; };
+  each_vector(
+      n,
+      [&](std::int64_t i) {
+        const vf v = of(load<vc>(codes + i));
+        store(acc + i, add ? load<vf>(acc + i) + v : v);
+      },
+      [&](std::int64_t i, std::int64_t r) {
+        const vf v = of(load_part<vc>(codes + i, r));
+        store_part(acc + i, add ? load_part<vf>(acc + i, r) + v : v, r);
+      });
+}
+
+template <bool add>
+static void decode(const QuantSpec &s, float *acc, const std::uint8_t *codes, std::int64_t n, const float *params) {
+  const float scale = params[0];
+  if (s.format.mantissa >= 0) {
+    each_value<add>(acc, codes, n, scale, [&](vi c) { return float_value(s.format, c); });
+    return;
+  }
+  const float zero = s.symmetric ? 0.0f : params[1];
+  each_value<add>(acc, codes, n, scale, [&](vi c) { return integer_value(s, zero, c); });
+}
+
+static void scale_block(float *x, std::int64_t n, float factor) {
+  each_vector(
+      n, [&](std::int64_t i) { store(x + i, load<vf>(x + i) * factor); },
+      [&](std::int64_t i, std::int64_t r) { store_part(x + i, load_part<vf>(x + i, r) * factor, r); });
+}
+
+// Elements [first, first + n) of one group of every source, summed.
+static void sum_piece(const QuantSpec &s, const QuantSources &q, std::int64_t group, std::int64_t first, std::int64_t n,
+                      float *acc) {
+  alignas(64) std::uint8_t staged[piece + 4];
+  const int width = s.format.bits;
+  for (std::int64_t k = 0; k < q.count; k++) {
+    const unsigned char *row = q.row + k * q.stride;
+    const float *params = reinterpret_cast<const float *>(row + q.params_at) + group * ds::quant_params(s);
+    const std::uint8_t *codes = row + (group * s.group + first) * width / 8;
+    if (width != 8) unpack(staged, codes, n, width), codes = staged;
+    if (k == 0)
+      decode<false>(s, acc, codes, n, params);
+    else
+      decode<true>(s, acc, codes, n, params);
+  }
+}
+
+}  // namespace
+
+namespace ds::DS_ISA {
+
+void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype,
+                    std::int64_t n, std::int64_t index) {
+  alignas(64) float wide[piece];
+  alignas(64) std::uint8_t staged[piece + 4];
+  Extent e = {0.0f, 0.0f, 0};
+  for (std::int64_t i = 0; i < n; i += piece) {
+    const std::int64_t m = n - i < piece ? n - i : piece;
+    extend(e, as_f32(x, dtype, i, m, wide), m, !s.symmetric);
+  }
+  const Mapping mapping = map_group(s, e, params);
+  const int width = s.format.bits;
+  if (e.magnitude >= 0x7f800000) {
+    std::memset(codes, 0, static_cast<std::size_t>((n * width + 7) / 8));
+    return;
+  }
+  for (std::int64_t i = 0; i < n; i += piece) {
+    const std::int64_t m = n - i < piece ? n - i : piece;
+    const float *values = n <= piece && dtype != Dtype::f32 ? wide : as_f32(x, dtype, i, m, wide);
+    std::uint8_t *out = width == 8 ? codes + i : staged;
+    if (s.stochastic)
+      encode<true>(s, mapping, out, values, m, index + i);
+    else
+      encode<false>(s, mapping, out, values, m, index + i);
+    if (width != 8) pack(codes + i * width / 8, staged, m, width);
+  }
+}
+
+void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
+                      Dtype dtype, std::int64_t n) {
+  alignas(64) float wide[piece];
+  for (std::int64_t i = 0; i < n; i += piece) {
+    const std::int64_t m = n - i < piece ? n - i : piece;
+    float *acc = dtype == Dtype::f32 ? static_cast<float *>(out) + i : wide;
+    sum_piece(s, q, group, i, m, acc);
+    if (factor != 1.0f) scale_block(acc, m, factor);
+    stage_out(out, dtype, i, m, acc);
+  }
+}
+
+}  // namespace ds::DS_ISA

@@ -1,0 +1,294 @@
+"""Quantize, dequantize and reduce rows of numbers. Formats, groups and the wire: `ds_ops.formats`.
+
+Compressed collectives are made of these: quantize with a row per destination, send the wire, reduce the rows received.
+Tensors stay where they are; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import KernelError
+from ds_ops import _call
+from ds_ops.formats import (
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT4,
+    INT8,
+    Draw,
+    Format,
+    QuantSpec,
+    QuantTensor,
+    Rounding,
+    Swizzle,
+)
+from ds_ops.reference import quant as reference
+from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+
+__all__ = [
+    "FP4_E2M1",
+    "FP6_E2M3",
+    "FP6_E3M2",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "INT4",
+    "INT8",
+    "Draw",
+    "Format",
+    "QuantSpec",
+    "QuantTensor",
+    "Rounding",
+    "Swizzle",
+    "dequantize",
+    "quantize",
+    "quantize_with_feedback",
+    "reduce",
+    "reduce_quantized",
+]
+
+_INT8_SPEC = QuantSpec()
+_NO_DRAW = Draw()
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec = _INT8_SPEC,
+    *,
+    rows: int | Swizzle = 1,
+    draw: Draw = _NO_DRAW,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """Quantize `x`; no gradient flows through it (`ds_ops.fake_quant` has one).
+
+    Args:
+        x: contiguous fp32, bf16 or fp16 of any shape, seen as [rows, numel / rows]. Groups do not cross rows.
+        rows: how many, or a `Swizzle`, which also says which wire row each one becomes.
+        draw: used with stochastic rounding only.
+        out: reuse this; must be of the same spec and size.
+
+    Raises:
+        KernelError: "kernel-argument" for another dtype or layout, or if `rows` does not divide the elements.
+    Cost: one read of x (each group is read again from the cache), bits/8 + 4/group bytes written an element.
+    """
+    _call.require("x", x)
+    count = rows.rows if isinstance(rows, Swizzle) else rows
+    if count < 1 or x.numel() % count:
+        raise _bad(
+            f"{_call.describe(x)} is not {count} equal rows.", "Pad it, or choose rows that divide its elements."
+        )
+    cols = x.numel() // count
+    if out is None:
+        shape = (count, cols) if isinstance(rows, Swizzle) else tuple(x.shape)
+        out = QuantTensor.empty(spec, count, cols, like=x, shape=shape)
+    _require_rows("out", out, spec, count, cols)
+    order = rows.order() if isinstance(rows, Swizzle) else None
+    choose(_QUANTIZE, x.device.type, x.dtype).backend.run(out, x.detach().view(count, cols), order, draw)
+    return out
+
+
+def dequantize(
+    q: QuantTensor, *, rows: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The values of `q` in its shape; with `rows` (int64 [k] of row numbers) only those, [k, cols].
+
+    Products are fp32, rounded once to dtype (default: of what was quantized).
+
+    Raises:
+        KernelError: "kernel-argument" for a bad dtype, `out`, or row number.
+    Cost: bits/8 + 4/group bytes read, one write an element.
+    """
+    count = q.rows if rows is None else rows.numel()
+    if out is None:
+        shape = q.shape if rows is None else (count, q.cols)
+        out = torch.empty(shape, dtype=dtype or q.dtype, device=q.wire.device)
+    _call.require("out", out, numel=count * q.cols, device=q.wire.device)
+    if rows is not None:
+        _require_index(rows, q)
+    choose(_DEQUANTIZE, q.wire.device.type, out.dtype).backend.run(q, rows, out.view(count, q.cols))
+    return out
+
+
+def reduce(
+    q: QuantTensor,
+    sources: int,
+    *,
+    factor: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Sum over sources: out[r] = factor * sum over k of row k * (rows / sources) + r, [rows / sources, cols].
+
+    Added in fp32 in the order of the sources. The mean over ranks is factor = 1 / ranks.
+
+    Raises:
+        KernelError: "kernel-argument" if `sources` does not divide the rows, or for a bad `out`.
+    Cost: sources * (bits/8 + 4/group) bytes read, one write an element.
+    """
+    count = _rows_after(q, sources)
+    if out is None:
+        out = torch.empty(count, q.cols, dtype=dtype, device=q.wire.device)
+    _call.require("out", out, numel=count * q.cols, device=q.wire.device)
+    backend = choose(_REDUCE, q.wire.device.type, out.dtype).backend
+    backend.run(q, sources, factor, out.view(count, q.cols))
+    return out
+
+
+def reduce_quantized(
+    q: QuantTensor,
+    sources: int,
+    *,
+    factor: float = 1.0,
+    spec: QuantSpec | None = None,
+    draw: Draw = _NO_DRAW,
+) -> QuantTensor:
+    """The sum of `reduce`, quantized again as `spec` says (default: as before), in one pass.
+
+    Raises:
+        KernelError: "kernel-argument" if `sources` does not divide the rows; "quant-spec" if the new group is no multiple
+            of the old one.
+    """
+    count, spec = _rows_after(q, sources), spec or q.spec
+    if spec.group % q.spec.group:
+        raise KernelError(
+            f"a sum in groups of {spec.group} of rows in groups of {q.spec.group}: each new group must be whole old ones.",
+            code="quant-spec",
+            fix=f"Use a multiple of {q.spec.group}.",
+        )
+    out = QuantTensor.empty(spec, count, q.cols, like=q.wire)
+    out = replace(out, dtype=q.dtype)
+    choose(_REDUCE_QUANTIZED, q.wire.device.type, q.dtype).backend.run(q, sources, factor, out, draw)
+    return out
+
+
+def quantize_with_feedback(
+    x: Tensor, error: Tensor, spec: QuantSpec, *, decay: float = 0.0, rows: int = 1
+) -> QuantTensor:
+    """Quantize x + error, and leave in `error` what was lost, to be added the next time (LoCo, Xie et al. 2024).
+
+    error: like x, starts as zeros, changed in place: error = decay * error + (1 - decay) * (x + error - its quantized value).
+    """
+    _call.require("error", error, dtypes=(x.dtype,), numel=x.numel(), device=x.device)
+    wanted = x.detach() + error.view_as(x)
+    q = quantize(wanted, spec, rows=rows)
+    error.mul_(decay).add_((wanted - dequantize(q)).view_as(error), alpha=1 - decay)
+    return q
+
+
+def _bad(message: str, fix: str) -> KernelError:
+    return KernelError(message, code="kernel-argument", fix=fix)
+
+
+def _require_rows(name: str, q: QuantTensor, spec: QuantSpec, rows: int, cols: int) -> None:
+    if (q.spec, q.rows, q.cols) != (spec, rows, cols):
+        raise _bad(
+            f"{name}: expected {rows} rows of {cols} as {spec}; found {q.rows} rows of {q.cols} as {q.spec}.",
+            "Allocate it with QuantTensor.empty(...).",
+        )
+
+
+def _require_index(rows: Tensor, q: QuantTensor) -> None:
+    _call.require("rows", rows, dtypes=(torch.int64,), device=q.wire.device)
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q.rows):
+        raise _bad(f"rows: {int(rows.min())}..{int(rows.max())} is outside 0..{q.rows - 1}.", "Pass rows that exist.")
+
+
+def _rows_after(q: QuantTensor, sources: int) -> int:
+    if sources < 1 or q.rows % sources:
+        raise _bad(f"{q.rows} rows are not from {sources} sources.", "Pass a number of sources that divides the rows.")
+    return q.rows // sources
+
+
+# ---- native ----------------------------------------------------------------------------------------------------------
+
+
+def _native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
+    """The order of native/include/ds/quant_arguments.h."""
+    f = spec.format
+    stochastic = spec.rounding is Rounding.STOCHASTIC
+    format_part = (f.bits, f.mantissa, f.bias, f.max_code, f.maximum)
+    return (*format_part, spec.symmetric, stochastic, *draw.keys, draw.offset, spec.group)
+
+
+def _native_rows(q: QuantTensor) -> tuple[int, ...]:
+    return (_call.address(q.wire), q.rows, q.cols, q.layout.params_at, q.layout.row_bytes)
+
+
+def _cpu_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
+    places = torch.tensor(order or [], dtype=torch.int64)
+    status = _call.native().quantize(
+        _native_spec(q.spec, draw),
+        _native_rows(q),
+        _call.address(places) if order else 0,
+        _call.address(x),
+        _call.DTYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    _call.finish("quantize", status)
+
+
+def _cpu_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
+    status = _call.native().dequantize(
+        _native_spec(q.spec),
+        _native_rows(q),
+        _call.address(rows) if rows is not None else 0,
+        out.shape[0],
+        _call.address(out),
+        _call.DTYPES[out.dtype],
+        torch.get_num_threads(),
+    )
+    _call.finish("dequantize", status)
+    _call.mark_written([out])
+
+
+def _cpu_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
+    status = _call.native().reduce(
+        _native_spec(q.spec),
+        _native_rows(q),
+        sources,
+        factor,
+        _call.address(out),
+        _call.DTYPES[out.dtype],
+        torch.get_num_threads(),
+    )
+    _call.finish("reduce", status)
+    _call.mark_written([out])
+
+
+def _cpu_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
+    threads = torch.get_num_threads()
+    scratch = torch.empty(threads, out.spec.group)
+    status = _call.native().reduce_quantized(
+        _native_spec(q.spec),
+        _native_rows(q),
+        sources,
+        factor,
+        _native_spec(out.spec, draw),
+        _native_rows(out),
+        _call.address(scratch),
+        threads,
+    )
+    _call.finish("reduce_quantized", status)
+
+
+_QUANTIZE = register(
+    Op("quantize", "groups to codes", (cpu_backend(_cpu_quantize), reference_backend(reference.quantize)))
+)
+_DEQUANTIZE = register(
+    Op("dequantize", "codes to numbers", (cpu_backend(_cpu_dequantize), reference_backend(reference.dequantize)))
+)
+_REDUCE = register(
+    Op("reduce", "sum of quantized sources", (cpu_backend(_cpu_reduce), reference_backend(reference.reduce)))
+)
+_REDUCE_QUANTIZED = register(
+    Op(
+        "reduce_quantized",
+        "sum of quantized sources, quantized again",
+        (cpu_backend(_cpu_reduce_quantized), reference_backend(reference.reduce_quantized)),
+    )
+)
