@@ -19,14 +19,44 @@ from ds_config.errors import KernelError, UnsupportedError
 from ds_ops import _native
 from ds_ops._call import DTYPES
 
-__all__ = ["Backend", "Choice", "Op", "choose", "cpu_backend", "cuda_backend", "ops", "reference_backend", "register"]
+__all__ = [
+    "Backend",
+    "Choice",
+    "Obstacle",
+    "Op",
+    "choose",
+    "cpu_backend",
+    "cuda_backend",
+    "ops",
+    "reference_backend",
+    "register",
+]
 
 Reason = Callable[[str, torch.dtype], str]
 
 
+class Obstacle(str):
+    """Why a backend cannot run, as text, and what a user can do about it.
+
+    Attributes:
+        fix: The command or the sentence that changes it; empty if nothing does.
+        elsewhere: The backend is for another kind of device, so nobody has to hear of it.
+    """
+
+    __slots__ = ("elsewhere", "fix")
+
+    fix: str
+    elsewhere: bool
+
+    def __new__(cls, reason: str, *, fix: str = "", elsewhere: bool = False) -> Obstacle:
+        obstacle = super().__new__(cls, reason)
+        obstacle.fix, obstacle.elsewhere = fix, elsewhere
+        return obstacle
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation. `obstacle(device_type, dtype)` is why it cannot run there, empty if it can."""
+    """One implementation. `obstacle(device_type, dtype)` is why it cannot run there (an `Obstacle`), empty if it can."""
 
     name: str
     run: Callable[..., Any]
@@ -78,7 +108,7 @@ def _choose(op: Op, device_type: str, dtype: torch.dtype, forced: str) -> Choice
     for backend in op.backends:
         reason = backend.obstacle(device_type, dtype)
         if not reason and has_forced and backend.name != forced:
-            reason = f"DS_OPS={forced} forces another backend"
+            reason = Obstacle(f"DS_OPS={forced} forces another backend", fix="unset DS_OPS")
         if not reason:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
@@ -109,7 +139,8 @@ def _native_obstacle(
     module: str, kind: str, dtypes: tuple[torch.dtype, ...], device_type: str, dtype: torch.dtype
 ) -> str:
     if device_type != kind:
-        return f"runs on {kind} tensors only"
+        return Obstacle(f"runs on {kind} tensors only", elsewhere=True)
     if dtype not in dtypes:
-        return f"does not take {dtype}"
-    return _native.load(module).reason
+        return Obstacle(f"does not take {dtype}", fix=f"convert to {dtypes[0]}")
+    loaded = _native.load(module)
+    return Obstacle(loaded.reason, fix=f"ds ops build {kind}") if loaded.reason else ""

@@ -11,15 +11,15 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
-import os
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch  # noqa: F401  (its OpenMP runtime must be the first one loaded)
 
-__all__ = ["Loaded", "build_info", "cache_root", "load"]
+from ds_ops.places import built_modules
+
+__all__ = ["Loaded", "build_info", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,6 @@ class Loaded:
 
     module: ModuleType | None
     reason: str
-
-
-def cache_root() -> Path:
-    """Where `ds ops build` puts modules: `DS_OPS_CACHE`, else the user's cache folder. Node-local by preference."""
-    if given := os.environ.get("DS_OPS_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ops"
 
 
 @functools.cache
@@ -46,7 +39,7 @@ def load(name: str) -> Loaded:
         reason = f"module {name} was not built with this installation"
     except ImportError as error:
         reason = f"module {name} does not load: {error}"
-    for path in sorted(cache_root().glob(f"*/lib/{name}{sysconfig.get_config_var('EXT_SUFFIX')}"), reverse=True):
+    for path in built_modules(name):
         try:
             return Loaded(_load_file(name, path), "")
         except ImportError as error:

@@ -1,0 +1,317 @@
+"""Judges a machine: facts in, findings out. Pure; `ds_ops.machine` reads the facts, the commands show the findings.
+
+Words: a *check* is one fact with its verdict; an *op row* says which backend runs an op for a kind of tensors and why better
+ones do not. A *broken* check is something that was meant to work and does not; only those make the commands fail.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_ops.machine import Machine, Stage
+from ds_ops.toolchain import Tool
+
+__all__ = ["Check", "Diagnosis", "OpRow", "Verdict", "diagnose"]
+
+_SMALL_SHM = 512 << 20
+_LEVELS = ("baseline", "avx2", "avx512", "neon")
+_REFERENCE = "reference"
+_MAX_TRIAL_DIFFERENCE = 1e-5
+
+
+class Verdict(enum.Enum):
+    """fine: as good as it gets. info: says what is there. slower: works, something better is possible. broken: fails."""
+
+    FINE = "fine"
+    INFO = "info"
+    SLOWER = "slower"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One fact with its verdict. fix: the command or sentence that changes it, empty where nothing is to be done."""
+
+    section: str
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """Which backend runs `op` for tensors of `dtypes` on `device`.
+
+    backend: empty if none does; then `why_not` has the reasons.
+    why_not: (backend, reason, fix) of every better backend.
+    """
+
+    op: str
+    summary: str
+    device: str
+    dtypes: tuple[str, ...]
+    backend: str
+    why_not: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All checks, and all ops."""
+
+    checks: tuple[Check, ...]
+    ops: tuple[OpRow, ...] = field(default=())
+
+    @property
+    def broken(self) -> tuple[Check, ...]:
+        """What makes `ds doctor` fail."""
+        return tuple(check for check in self.checks if check.verdict is Verdict.BROKEN)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "ok": not self.broken,
+            "checks": [
+                {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix}
+                for c in self.checks
+            ],
+            "ops": [
+                {
+                    "op": row.op,
+                    "summary": row.summary,
+                    "device": row.device,
+                    "dtypes": list(row.dtypes),
+                    "backend": row.backend,
+                    "why_not": [dict(zip(("backend", "reason", "fix"), why, strict=True)) for why in row.why_not],
+                }
+                for row in self.ops
+            ],
+        }
+
+
+def diagnose(machine: Machine) -> Diagnosis:
+    """Every check and every op row of `machine`, in the order they are shown."""
+    ops = op_rows(machine.stages.get("ops", Stage()).found)
+    checks = [
+        *_system(machine),
+        *_torch(machine),
+        *_device(machine),
+        *_native(machine),
+        *_compilers(machine),
+        *_files(machine),
+        *_settings(machine),
+        *_op_checks(machine, ops),
+    ]
+    return Diagnosis(tuple(checks), ops)
+
+
+def op_rows(found: Mapping[str, Any]) -> tuple[OpRow, ...]:
+    """The probe's rows, with dtypes that are treated alike put together. The reference for a dtype that no native kernel
+    takes is not a defect, so "does not take" alone is left to the row's dtypes."""
+    merged: dict[tuple[Any, ...], list[str]] = {}
+    for row in found.get("rows", ()):
+        why = tuple((w["backend"], w["reason"], w["fix"]) for w in row["rejected"])
+        if row["error"]:
+            why = ((row["backend"] or "any", row["error"], "unset DS_OPS"),)
+        merged.setdefault((row["op"], row["summary"], row["device"], row["backend"], why), []).append(row["dtype"])
+    return tuple(OpRow(o, s, d, tuple(dtypes), b, why) for (o, s, d, b, why), dtypes in merged.items())
+
+
+def _check(section: str, name: str, found: str, good: bool, otherwise: tuple[Verdict, str]) -> Check:
+    verdict, fix = (Verdict.FINE, "") if good else otherwise
+    return Check(section, name, verdict, found, fix)
+
+
+def _info(section: str, name: str, found: str) -> Check:
+    return Check(section, name, Verdict.INFO, found)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _system(m: Machine) -> Iterator[Check]:
+    yield _info("system", "Python", m.python)
+    yield _info("system", "platform", m.system)
+    yield _info("system", "cores", str(m.cpus))
+    yield _info("system", "memory", _gib(m.memory_bytes) if m.memory_bytes else "unknown")
+    yield _info("system", "NUMA nodes", str(m.numa_nodes or "unknown"))
+    huge = m.huge_pages or "unknown"
+    fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled   (as root; a third more optimizer bandwidth)"
+    yield _check("system", "transparent huge pages", huge, m.huge_pages != "never", (Verdict.SLOWER, fix))
+    if m.shm_bytes is None:
+        yield Check(
+            "system", "/dev/shm", Verdict.SLOWER, "absent: ranks of a host cannot share memory", "mount a tmpfs"
+        )
+    else:
+        small = "docker run --shm-size=8g (or mount -o remount,size=8g /dev/shm): ranks of a host share memory there"
+        text = f"{_gib(m.shm_bytes[0])}, {_gib(m.shm_bytes[1])} free"
+        yield _check("system", "/dev/shm", text, m.shm_bytes[1] >= _SMALL_SHM, (Verdict.SLOWER, small))
+
+
+def _torch(m: Machine) -> Iterator[Check]:
+    if broken := m.stages.get("probe"):
+        yield Check(
+            "torch",
+            "probe",
+            Verdict.BROKEN,
+            broken.error,
+            f"run `{m.python.split('(')[-1].rstrip(')')} -m ds_ops.probe`",
+        )
+    stage = m.stages.get("torch", Stage(error="not asked"))
+    if stage.error:
+        yield Check("torch", "torch", Verdict.BROKEN, stage.error, "pip install --force-reinstall 'torch>=2.11'")
+        return
+    built = [f"CUDA {stage.found['cuda']}"] if stage.found["cuda"] else []
+    built += [f"ROCm {stage.found['hip']}"] if stage.found["hip"] else []
+    yield _info("torch", "torch", f"{stage.found['version']}, built for {' and '.join(built) or 'CPU only'}")
+    yield _info("torch", "threads", f"{stage.found['threads']} of torch, on {m.cpus} cores")
+    yield _info("torch", "instruction set of torch", str(stage.found["cpu_capability"]))
+    triton = m.stages.get("triton", Stage(error="not asked"))
+    yield _info("torch", "triton", str(triton.found.get("version") or triton.error))
+
+
+def _device(m: Machine) -> Iterator[Check]:
+    stage, torch = m.stages.get("cuda", Stage()), m.stages.get("torch", Stage())
+    files = ", ".join(f"/dev/{name}" for name in m.device_files)
+    if torch.error:
+        return
+    if stage.error:
+        yield Check("device", "accelerator", Verdict.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first")
+    elif stage.found.get("available"):
+        for i, text in enumerate(stage.found["devices"]):
+            yield Check("device", f"device {i}", Verdict.FINE, text)
+    elif files and not torch.found.get("cuda") and not torch.found.get("hip"):
+        fix = "install a torch that is built for this device (pytorch.org/get-started)"
+        yield Check("device", "accelerator", Verdict.BROKEN, f"{files} is there, torch is built for CPU only", fix)
+    elif files:
+        hidden = m.variables.get("CUDA_VISIBLE_DEVICES")
+        reason = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "the driver is too old or not running"
+        verdict = Verdict.INFO if hidden is not None else Verdict.BROKEN
+        fix = "unset CUDA_VISIBLE_DEVICES" if hidden is not None else "nvidia-smi   (then update the driver)"
+        yield Check("device", "accelerator", verdict, f"{files} is there, torch sees no device: {reason}", fix)
+    else:
+        yield _info("device", "accelerator", "none")
+
+
+def _native(m: Machine) -> Iterator[Check]:
+    stage = m.stages.get("native", Stage())
+    if m.stages.get("torch", Stage()).error:
+        return
+    if stage.error:
+        yield Check("native", "_cpu", Verdict.BROKEN, stage.error, "ds ops build --force cpu")
+        return
+    reasons, build = stage.found.get("reasons", {}), stage.found.get("build", {})
+    for name, kind, wanted in (("_cpu", "cpu", True), ("_cuda", "cuda", bool(m.device_files))):
+        reason = reasons.get(name, "not asked")
+        fix = f"ds ops build {kind}"
+        if not reason:
+            yield Check("native", name, Verdict.FINE, stage.found.get("files", {}).get(name, ""))
+        elif "does not load" in reason:
+            yield Check("native", name, Verdict.BROKEN, reason, f"ds ops build --force {kind}")
+        else:
+            verdict = Verdict.SLOWER if wanted else Verdict.INFO
+            yield Check("native", name, verdict, f"{reason}; its ops run in plain torch", fix if wanted else "")
+    if stage.found.get("isa"):
+        yield _info("native", "instruction set", f"{stage.found['isa']} of {stage.found['isa_supported']}")
+    if build:
+        yield _info("native", "built with", f"{build.get('compiler', '')}, {build.get('build_type', '')}")
+        one = (Verdict.SLOWER, "build with a compiler that has OpenMP: ds ops build --force cpu")
+        yield _check("native", "threads", f"OpenMP {build.get('openmp')}", build.get("openmp") == "ON", one)
+    yield from _trial(m.stages.get("trial", Stage(error="not asked")))
+
+
+def _trial(stage: Stage) -> Iterator[Check]:
+    fix = "DS_OPS=reference avoids it; please report this with the output of `ds report`"
+    if stage.error:
+        yield Check("native", "trial step", Verdict.BROKEN, stage.error, fix)
+    elif stage.found:
+        worst = float(stage.found["difference"])
+        text = f"{stage.found['backend']}, {worst:.1e} from the reference"
+        yield _check("native", "trial step", text, worst <= _MAX_TRIAL_DIFFERENCE, (Verdict.BROKEN, fix))
+
+
+def _compilers(m: Machine) -> Iterator[Check]:
+    built = not m.stages.get("native", Stage()).found.get("reasons", {}).get("_cpu", "unknown")
+    for name, tool in m.tools.items():
+        if tool.works:
+            yield _info("compilers", name, f"{tool.path}  {tool.version}")
+            continue
+        needed = not built and name not in ("ninja", "nvcc", "hipcc")
+        found = f"{tool.path}: {tool.problem}" if tool.path else "not found"
+        verdict = Verdict.SLOWER if needed else Verdict.INFO
+        yield Check("compilers", name, verdict, found, _install(name, tool) if needed else "")
+    yield _info("compilers", "native sources", m.native_sources or "not installed: `ds ops build` cannot work")
+
+
+def _install(name: str, tool: Tool) -> str:
+    if tool.path:
+        return f"unset {'CC' if name == 'c compiler' else 'CXX'}, or let it name a compiler that works"
+    if name in ("cmake", "pybind11"):
+        return "pip install 'ds-ops[build]'"
+    return "apt-get install g++   (or your system's compiler package)"
+
+
+def _files(m: Machine) -> Iterator[Check]:
+    stage = m.stages.get("io", Stage())
+    backends: Mapping[str, str] = stage.found.get("backends", {})
+    native = [name for name in backends if name != "python"]
+    for name, why in backends.items():
+        others = [other for other in native if not backends[other]]
+        verdict = Verdict.FINE if not why else Verdict.INFO if others else Verdict.SLOWER
+        fix = "" if not why else _io_fix(name, why)
+        yield Check("files", f"{name} transfers", verdict, why or "works", fix)
+    if stage.error and not m.stages.get("torch", Stage()).error:
+        yield Check("files", "transfers", Verdict.BROKEN, stage.error, "ds ops build --force cpu")
+    if m.memlock_bytes:
+        soft, hard = (_limit(value) for value in m.memlock_bytes)
+        yield _info("files", "locked memory", f"{soft}, may be raised to {hard} (ulimit -l); pinned buffers need it")
+    if m.aio_requests:
+        used, most = m.aio_requests
+        full = (Verdict.SLOWER, "sysctl -w fs.aio-max-nr=1048576")
+        yield _check("files", "kernel AIO requests", f"{used} of {most} in use", used < most // 2, full)
+
+
+def _io_fix(name: str, why: str) -> str:
+    if "not installed" in why:
+        return "ds ops build cpu"
+    if name == "io_uring":
+        return "sysctl -w kernel.io_uring_disabled=0, or a container profile that allows io_uring_setup"
+    return "allow the call in the container's seccomp profile"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value < 0 else _gib(value)
+
+
+def _settings(m: Machine) -> Iterator[Check]:
+    known = {*m.stages.get("ops", Stage()).found.get("backends", ()), _REFERENCE, "cpu", "cuda"}
+    for name, value in m.variables.items():
+        if name == "DS_OPS" and value and value not in known:
+            fix = f"unset DS_OPS, or set it to one of {', '.join(sorted(known))}"
+            yield Check("settings", name, Verdict.BROKEN, f"{value!r} is no backend, so it does nothing", fix)
+        elif name == "DS_CPU_ISA" and value and value not in _LEVELS:
+            fix = f"unset DS_CPU_ISA, or set it to one of {', '.join(_LEVELS)}"
+            yield Check("settings", name, Verdict.BROKEN, f"{value!r} is no level, so it does nothing", fix)
+        elif name in ("DS_OPS", "DS_CPU_ISA") and value:
+            yield Check("settings", name, Verdict.SLOWER, value, f"unset {name}   (unless you are testing)")
+        else:
+            yield _info("settings", name, value)
+
+
+def _op_checks(m: Machine, ops: Sequence[OpRow]) -> Iterator[Check]:
+    stage = m.stages.get("ops", Stage())
+    if m.stages.get("torch", Stage()).error:
+        return
+    if stage.error:
+        yield Check("ops", "registry", Verdict.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops")
+    for module, why in stage.found.get("broken", ()):
+        fix = "pip install --force-reinstall --no-deps ds-ops"
+        yield Check("ops", module, Verdict.BROKEN, why, fix)
+    for row in ops:
+        if not row.backend:
+            _backend, reason, fix = row.why_not[0]
+            yield Check("ops", f"{row.op} on {row.device}", Verdict.BROKEN, reason, fix)

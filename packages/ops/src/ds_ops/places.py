@@ -1,0 +1,47 @@
+"""Where native modules that were built on this machine lie. Imports no torch: `ds ops build` needs none."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sysconfig
+from pathlib import Path
+
+__all__ = ["build_folder", "built_modules", "cache_root", "module_file", "source_dir"]
+
+
+def cache_root() -> Path:
+    """Where `ds ops build` puts modules: `DS_OPS_CACHE`, else the user's cache folder. Node-local by preference."""
+    if given := os.environ.get("DS_OPS_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ds_ops"
+
+
+def build_folder(kind: str, key: str) -> Path:
+    """The folder of one build: modules of another version of ds-ops are never loaded."""
+    return cache_root() / f"{_version()}-{kind}-{key}"
+
+
+def module_file(name: str) -> str:
+    """File name of the module `name` for this Python and processor."""
+    return f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def built_modules(name: str) -> list[Path]:
+    """Modules `name` built for this version of ds-ops and this Python, newest first."""
+    found = cache_root().glob(f"{_version()}-*/lib/{module_file(name)}")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def source_dir() -> Path | None:
+    """The CMake project: inside an installed wheel, or `native/` of a checkout or sdist; None if neither is there."""
+    here = Path(__file__).resolve().parent
+    places = [here / "_src", *(parent / "native" for parent in list(here.parents)[1:4])]
+    return next((p for p in places if (p / "CMakeLists.txt").is_file() and (p / "cpu").is_dir()), None)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ds-ops")
+    except importlib.metadata.PackageNotFoundError:  # used from a checkout that was not installed
+        return "uninstalled"

@@ -1,0 +1,110 @@
+"""The programs that build native modules: where they are, which version, and whether they run."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Tool", "find_nvcc", "find_tools"]
+
+_SECONDS = 20.0
+_PROGRAM = "#include <cstdint>\nint main() { return static_cast<int>(std::int64_t{0}); }\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A program or a package. path: empty if there is none. version: what it says of itself, one line.
+
+    problem: why it is not usable though it is there.
+    """
+
+    path: str = ""
+    version: str = ""
+    problem: str = ""
+
+    @property
+    def works(self) -> bool:
+        return bool(self.path) and not self.problem
+
+
+def find_tools(environ: Mapping[str, str]) -> dict[str, Tool]:
+    """The C and C++ compilers, CMake, Ninja, pybind11 and nvcc, as `ds ops build` would find them in `environ`."""
+    path = environ.get("PATH")
+    return {
+        "c compiler": _compiler(environ.get("CC", ""), ("cc", "gcc", "clang"), "c", path),
+        "c++ compiler": _compiler(environ.get("CXX", ""), ("c++", "g++", "clang++"), "c++", path),
+        "cmake": _program("cmake", path),
+        "ninja": _program("ninja", path),
+        "pybind11": _pybind11(),
+        "nvcc": _version(find_nvcc(environ)),
+        "hipcc": _program("hipcc", path),
+    }
+
+
+def find_nvcc(environ: Mapping[str, str]) -> str:
+    """CUDACXX, PATH, CUDA_HOME, CUDA_PATH, then /usr/local/cuda: the order of the CMake project. Empty if there is none."""
+    if given := environ.get("CUDACXX"):
+        return shutil.which(given, path=environ.get("PATH")) or given
+    if found := shutil.which("nvcc", path=environ.get("PATH")):
+        return found
+    homes = (environ.get("CUDA_HOME", ""), environ.get("CUDA_PATH", ""), "/usr/local/cuda")
+    places = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    return next((str(place) for place in places if place.is_file()), "")
+
+
+def _pybind11() -> Tool:
+    """path: the folder with its CMake files."""
+    try:
+        package = importlib.import_module("pybind11")
+    except ImportError:
+        return Tool()
+    return Tool(str(package.get_cmake_dir()), str(package.__version__))
+
+
+def _program(name: str, path: str | None) -> Tool:
+    return _version(shutil.which(name, path=path) or "")
+
+
+def _version(program: str) -> Tool:
+    if not program:
+        return Tool()
+    status, text = _run([program, "--version"])
+    lines = [line for line in text.splitlines() if any(c.isdigit() for c in line)]
+    release = [line for line in lines if "release" in line]  # nvcc opens with its copyright
+    return Tool(
+        program, (release or lines or [""])[0].strip(), "" if status == 0 else f"`--version` fails: {text[:200]}"
+    )
+
+
+def _compiler(given: str, names: tuple[str, ...], language: str, path: str | None) -> Tool:
+    """`given` (CC or CXX, maybe with options) or the first of `names`, proven by compiling five words."""
+    words = given.split()
+    candidates = words[:1] or list(names)
+    program = next((found for name in candidates if (found := shutil.which(name, path=path))), "")
+    if not program:
+        return Tool(given, "", "no such program") if given else Tool()
+    text = _PROGRAM if language == "c++" else "int main(void) { return 0; }\n"
+    status, said = _run([program, *words[1:], "-x", language, "-fsyntax-only", "-"], text)
+    if status:
+        return Tool(program, "", f"cannot compile an empty program: {said.strip()[:200] or f'exit status {status}'}")
+    return _version(program)
+
+
+def _run(command: list[str], text: str = "") -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return 1, str(error)
+    return done.returncode, done.stdout
