@@ -18,6 +18,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,8 @@ _OPS = {
     dist.ReduceOp.BXOR: Op.BXOR,
 }
 _EMPTY = torch.empty(0)
+SETTINGS = ChannelSettings()
+_CROWDED_SPIN_US = 20  # where ranks outnumber cores, one that waits must not keep another from running
 
 
 def available() -> str:
@@ -376,9 +379,8 @@ def _row_sizes(tensor: Tensor, sizes: Sequence[int], world: int) -> list[int]:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Channel:
-    settings = ChannelSettings(
-        spin_us=200 if size <= len(os.sched_getaffinity(0)) else 20, timeout_s=timeout.total_seconds()
-    )
+    spin_us = SETTINGS.spin_us if size <= len(os.sched_getaffinity(0)) else _CROWDED_SPIN_US
+    settings = replace(SETTINGS, spin_us=spin_us, timeout_s=timeout.total_seconds())
     nbytes = settings.segment_bytes(size)
     segment = Segment(nbytes) if rank == 0 else None
     store.set(f"shm/{rank}", f"{neighbourhood()}|{os.getpid()}|{segment.token if segment else ''}")
