@@ -189,3 +189,26 @@ def test_a_conversion_may_refuse() -> None:
     assert load(Sizes, {"items": 6}).pairs == 3
     with pytest.raises(ConfigError, match=r"items: found 5: it must be even\."):
         load(Sizes, {"items": 5})
+
+
+def test_an_unbuilt_section_is_off_while_it_says_nothing_but_its_defaults() -> None:
+    class Tuning(StrictModel):
+        enabled: bool = False
+        fast: bool = True
+
+    class Memory(StrictModel):
+        partition: bool = False
+        number: int | None = None
+
+    class Model(StrictModel):
+        tuning: Annotated[Tuning | None, Unbuilt("leave it out")] = None
+        memory: Annotated[Memory | None, Unbuilt("leave it out")] = None
+
+    for off in ({"tuning": {"fast": False}}, {"memory": {"partition": False, "number": None}}, {"memory": {}}):
+        assert load(Model, off).memory is None
+    for asks in ({"tuning": {"enabled": True}}, {"memory": {"number": 4}}):
+        with pytest.raises(ConfigError) as caught:
+            load(Model, asks)
+        assert caught.value.code == "config-unbuilt"
+    with pytest.raises(ConfigError, match=r"tuning.fats: is unknown; did you mean 'fast'"):
+        load(Model, {"tuning": {"enabled": False, "fats": 3}})

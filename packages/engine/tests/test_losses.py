@@ -39,21 +39,21 @@ def test_means_weigh_the_same_and_sums_by_their_count() -> None:
     ledger = Ledger()
     for value in (1.0, 2.0, 6.0):
         ledger.add(torch.tensor(value))
-    totals = ledger.close(3, single_group())
+    totals = ledger.close(single_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (3.0, None)
     ledger.add(SumLoss(torch.tensor(10.0), 4))
     ledger.add(SumLoss(torch.tensor(2.0), torch.tensor(2)))
-    totals = ledger.close(2, single_group())
+    totals = ledger.close(single_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (2.0, 6.0)
-    assert ledger.close(2, single_group()) is None
+    assert ledger.close(single_group()) is None
 
 
 def test_nothing_counted_is_zero_not_a_division() -> None:
     ledger = Ledger()
     ledger.add(SumLoss(torch.tensor(0.0), 0))
-    totals = ledger.close(1, single_group())
+    totals = ledger.close(single_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (0.0, 0.0)
 

@@ -66,7 +66,8 @@ def migrate(model: Model, given: Mapping[str, Any]) -> Level:
         if value == "auto":
             del level.values[name]  # "whatever is right" is, for a retired key, its absence
             continue
-        if not _fits(model, name, value):
+        parsed = _parsed(model, name, value)
+        if parsed is _WRONG:
             continue  # left where it is: validation will say what is wrong with it
         if isinstance(reason, Deprecated):
             move = Move(name, tuple(reason.new.split(".")), whole=reason.convert is None)
@@ -83,7 +84,7 @@ def migrate(model: Model, given: Mapping[str, Any]) -> Level:
             level.notes.append((name, reason))
         elif isinstance(reason, Unbuilt):
             del level.values[name]
-            if not _is_off(value, info.get_default(call_default_factory=True)):
+            if not _is_off(parsed, info.get_default(call_default_factory=True)):
                 message = f"asks for {shown(value)}, which is not built here."
                 level.problems.append(Problem("config-unbuilt", name, message, f"Instead: {reason.instead}."))
     return level
@@ -109,12 +110,15 @@ def _move(level: Level, move: Move, value: Any) -> bool:
     return True
 
 
-def _fits(model: Model, name: str, value: Any) -> bool:
+_WRONG = object()
+
+
+def _parsed(model: Model, name: str, value: Any) -> Any:
+    """The value as its type understands it, or `_WRONG`."""
     try:
-        _adapter(model, name).validate_python(coerce(of_field(model.model_fields[name]), value), strict=True)
+        return _adapter(model, name).validate_python(coerce(of_field(model.model_fields[name]), value), strict=True)
     except ValidationError:
-        return False
-    return True
+        return _WRONG
 
 
 @functools.cache
@@ -129,4 +133,10 @@ def _is_off(value: Any, default: Any) -> bool:
         return True
     if isinstance(default, bool):
         return False  # where the default is true, it is false that asks for something
+    if isinstance(value, BaseModel):
+        if getattr(value, "enabled", None) is False:
+            return True
+        fields = type(value).model_fields
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        return all(getattr(value, name) == default for name, default in defaults.items())
     return value is False or (isinstance(value, Mapping) and value.get("enabled") is False)

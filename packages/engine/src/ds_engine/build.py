@@ -21,6 +21,7 @@ import ds_monitor
 from ds_accel import get_accelerator
 from ds_ckpt.config import make_engine
 from ds_comm import Mesh, init_distributed, world_group
+from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine.config import load_config, source_of
@@ -156,8 +157,10 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         layout: Kind = "whole" if takes_whole(inner) else "flat"
         sharded = parts.sharded(model, inner, ShardOptions(clip=plan.clip, layout=layout, **options))
     optimizer = sharded if isinstance(sharded, ShardedOptimizer) else None
-    sinks = tuple(make_sinks(plan.config, rank=mesh.rank))
+    comms = None if plan.telling.comms is None else CommsLogger(plan.telling.comms)
+    sinks = (*make_sinks(plan.config, rank=mesh.rank), *([] if comms is None else [comms]))
     ds_monitor.attach(sinks)
+    ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
         _log.info("plan:\n%s", plan)
     return Components(
@@ -168,7 +171,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         loader=_loader(plan, mesh, parts),
         mesh=mesh,
         device=device,
-        telemetry=Telemetry(plan.telling, mesh.rank == 0, accelerator.synchronize),
+        telemetry=Telemetry(plan.telling, mesh.rank == 0, accelerator, comms),
         checkpointer=make_engine(plan.config.checkpoint, mesh["world"]),
         sinks=sinks,
     )

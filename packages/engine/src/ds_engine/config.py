@@ -9,21 +9,41 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ds_ckpt.config import CheckpointConfig
-from ds_config import Alias, Dead, Document, Provenance, Unbuilt, explain, load
+from ds_comm.config import CommsLoggerConfig
+from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, explain, keys, load
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine.batch import BatchRequest
+from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
+from ds_engine.unbuilt import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    AutotuningConfig,
+    CompileConfig,
+    CompressionConfig,
+    CurriculumConfig,
+    DataEfficiencyConfig,
+    ExpertParallelConfig,
+    HybridEngineConfig,
+    NebulaConfig,
+    PipelineConfig,
+    SparseAttentionConfig,
+    TensorParallelConfig,
+    WeightQuantizationConfig,
+)
 from ds_monitor.config import MonitorConfig
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
-__all__ = ["Config", "explain_config", "load_config", "source_of"]
+__all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of"]
 
 Section = dict[str, Any] | None
 DType = Literal["fp32", "fp16", "bf16"]
@@ -39,9 +59,10 @@ class Config(MonitorConfig):
     dataloader_drop_last: bool = Field(
         default=False, description="Cut every epoch to whole train batches, instead of going on with the next epoch."
     )
-    managed_gradient_accumulation: Annotated[
-        bool, Unbuilt("true, with gradient_accumulation_steps 1 and no_sync()")
-    ] = True
+    managed_gradient_accumulation: bool = Field(
+        default=True,
+        description="False leaves it to the loop: backward only accumulates, and every step() reduces and updates.",
+    )
 
     # Optimization
     optimizer: OptimizerSection | None = Field(default=None, description="Which optimizer; null if you pass one.")
@@ -50,12 +71,15 @@ class Config(MonitorConfig):
     gradient_allreduce_op: Literal["mean", "sum"] = Field(
         default="mean", description="Whether gradients are averaged over ranks, or added up."
     )
-    prescale_gradients: Annotated[bool, Unbuilt("communication_data_type = fp32 if sums over ranks overflow")] = False
-    gradient_predivide_factor: Annotated[float, Unbuilt("communication_data_type = fp32 if sums overflow")] = 1.0
+    prescale_gradients: bool = Field(
+        default=False,
+        description="Divide gradients by the ranks before they are added up, so that sums cannot overflow.",
+    )
+    gradient_predivide_factor: float = Field(
+        default=1.0, gt=0, description="Divide gradients by it before they are added up, and by the rest after."
+    )
     sparse_gradients: Annotated[bool, Unbuilt("false; embedding gradients are reduced as they are")] = False
-    progressive_layer_drop: Annotated[
-        Section, Unbuilt("drop layers in the model's forward, by engine.global_steps")
-    ] = None
+    progressive_layer_drop: LayerDropConfig | None = Field(default=None, description="Tell the model to drop layers.")
     eigenvalue: Annotated[Section, Dead("it cannot be enabled where it comes from, either")] = None
 
     # State and precision
@@ -75,15 +99,21 @@ class Config(MonitorConfig):
     # Parallelism
     data_parallel_size: int | None = Field(default=None, ge=1, description="Data-parallel ranks; inferred if null.")
     sequence_parallel_size: Annotated[int, Unbuilt("1; sequence parallelism comes with ds-parallel")] = 1
-    tensor_parallel: Annotated[Section, Unbuilt("leave it out; tensor parallelism comes with ds-parallel")] = None
-    expert_parallel: Annotated[Section, Unbuilt("leave it out; expert parallelism comes with ds-moe")] = None
-    pipeline: Annotated[Section, Unbuilt("leave it out; stages come with a later ds-pipe")] = None
+    tensor_parallel: Annotated[
+        TensorParallelConfig | None, Unbuilt("leave it out; tensor parallelism comes with ds-parallel")
+    ] = None
+    expert_parallel: Annotated[
+        ExpertParallelConfig | None, Unbuilt("leave it out; expert parallelism comes with ds-moe")
+    ] = None
+    pipeline: PipelineConfig = PipelineConfig()
     use_data_before_expert_parallelism: Annotated[bool, Unbuilt("false")] = False
-    activation_checkpointing: Annotated[Section, Unbuilt("torch.utils.checkpoint in the model's forward")] = None
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
 
     # Saving
     checkpoint: CheckpointConfig = CheckpointConfig()
-    nebula: Annotated[Section, Unbuilt("save_checkpoint(); checkpoints are written to any fsspec URL")] = None
+    nebula: Annotated[NebulaConfig | None, Unbuilt("save_checkpoint(); checkpoints are written to any fsspec URL")] = (
+        None
+    )
     datastates_ckpt: Annotated[Any, Unbuilt("save_checkpoint()")] = None
 
     # Telling
@@ -94,22 +124,30 @@ class Config(MonitorConfig):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
         default=None, description="Level of the library's loggers."
     )
-    memory_breakdown: Annotated[bool, Unbuilt("print(engine.plan) for expected bytes")] = False
-    comms_logger: Annotated[Section, Unbuilt("leave it out; ds_comm reports spans to the monitor")] = None
-    flops_profiler: Annotated[Section, Unbuilt("torch.profiler")] = None
+    memory_breakdown: bool = Field(
+        default=False, description="Report and log memory in use after each phase of a step."
+    )
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
 
     # Features of their own
-    curriculum_learning: Annotated[Section, Unbuilt("a sampler of your own, passed as data_iter")] = None
-    data_efficiency: Annotated[Section, Unbuilt("a sampler of your own, passed as data_iter")] = None
-    compression_training: Annotated[Section, Unbuilt("leave it out; it comes with ds-compress")] = None
+    curriculum_learning: Annotated[CurriculumConfig | None, Unbuilt("a sampler of your own, passed as data_iter")] = (
+        None
+    )
+    data_efficiency: Annotated[DataEfficiencyConfig | None, Unbuilt("a sampler of your own, passed as data_iter")] = (
+        None
+    )
+    compression_training: CompressionConfig = CompressionConfig()
     quantize_training: Annotated[Section, Unbuilt("leave it out; it comes with ds-compress")] = None
-    weight_quantization: Annotated[Section, Unbuilt("leave it out")] = None
-    hybrid_engine: Annotated[Section, Unbuilt("leave it out; rollouts come with ds-inference")] = None
-    sparse_attention: Annotated[Section, Dead("the model chooses its attention; nothing applied this section")] = None
-    compile: Annotated[Section, Unbuilt("torch.compile on the blocks of the model")] = None
-    autotuning: Annotated[Section, Unbuilt("ds plan, which computes what fits")] = None
-    elasticity: Annotated[Section, Unbuilt("fixed batch keys; checkpoints resume on any world size")] = None
-    aio: Annotated[Section, Unbuilt("leave it out; offload to files is not built")] = None
+    weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None
+    hybrid_engine: Annotated[HybridEngineConfig | None, Unbuilt("leave it out; rollouts come with ds-inference")] = None
+    sparse_attention: Annotated[
+        SparseAttentionConfig | None, Dead("the model chooses its attention; nothing applied this section")
+    ] = None
+    compile: Annotated[CompileConfig | None, Unbuilt("torch.compile on the blocks of the model")] = None
+    autotuning: Annotated[AutotuningConfig | None, Unbuilt("ds plan, which computes what fits")] = None
+    elasticity: ElasticityConfig = ElasticityConfig()
+    aio: Annotated[AioConfig | None, Unbuilt("leave it out; offload to files is not built")] = None
 
     # Nothing reads these, here or there
     disable_allgather: Annotated[bool, Dead("parameters are gathered when they are needed")] = False
@@ -120,7 +158,7 @@ class Config(MonitorConfig):
 
     @property
     def batch(self) -> BatchRequest:
-        """The three batch keys as they were given."""
+        """The three batch keys as they were given; elasticity may give others."""
         return BatchRequest(
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         )
@@ -131,13 +169,26 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
 
     Args:
         source: A dict, the path of a JSON or HJSON file, its text, or its text in url-safe base64.
-        auto: What "auto" stands for, by dotted path.
+        auto: What "auto" stands for, by dotted path; see `default_auto` for what needs no answer.
         provenance: Filled with the origin of every value, for `explain_config`.
     Raises:
         ConfigError: every problem of the source at once, each with its line and what was probably meant.
         UnsupportedError: nothing is wrong but that it asks for what is not built here.
     """
-    return load(Config, source, auto=auto, provenance=provenance)
+    return load(Config, source, auto={**default_auto(), **(auto or {})}, provenance=provenance)
+
+
+_AUTO_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "activation_checkpointing", "pipeline", "elasticity",
+                  "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "timers", "aio",
+                  "hybrid_engine", "tensor_parallel", "compile")  # fmt: skip
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@cache
+def default_auto() -> Auto:
+    """Where "auto" means the default, or (for batch keys) what follows from the others. Elsewhere only the caller knows."""
+    sections = {dotted(key.path): USE_DEFAULT for key in keys(Config) if key.path[0] in _AUTO_SECTIONS}
+    return MappingProxyType(sections | dict.fromkeys(_BATCH, USE_DEFAULT))
 
 
 def explain_config(source: Source | Document) -> str:

@@ -12,11 +12,12 @@ Both give the same parameters. Calls that are collective say so; every rank make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ import ds_monitor
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_config.errors import PlanError, UnsupportedError
+from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
+from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, loss_of
+from ds_engine.moving import KINDS, Away, offload, reload
 from ds_engine.placing import to_device
-from ds_engine.plan import Plan
+from ds_engine.plan import Plan, rebatched
 from ds_engine.result import StepResult
+from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Telemetry
 from ds_pipe import Action, Op, run
 from ds_zero import ShardedOptimizer, Sharding
@@ -77,12 +82,14 @@ class Counters:
         samples: Samples trained on, over all ranks.
         micro_steps: Calls of `step` on this rank, that is microbatches.
         skipped: Steps whose update was left out.
+        tokens: What sum losses were divided by, over all ranks.
     """
 
     steps: int = 0
     samples: int = 0
     micro_steps: int = 0
     skipped: int = 0
+    tokens: int = 0
 
 
 class Engine(nn.Module):
@@ -118,6 +125,7 @@ class Engine(nn.Module):
         self._taken = 0  # samples taken from the loader by the steps that are complete
         self._ledger = Ledger()
         self._stream: Iterator[Any] | None = None
+        self._away: list[Away] = []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -133,7 +141,10 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on inputs that are moved to its device, and cast if the plan says so."""
         dtype = self.plan.casting.inputs
-        with self._telemetry.phase("forward"), self._autocast():
+        self._present("forward")
+        if self.module.training:
+            kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
+        with self._telemetry.phase("forward", self.module), self._autocast():
             return self.module(*to_device(args, self.device, dtype), **to_device(kwargs, self.device, dtype))
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -151,7 +162,9 @@ class Engine(nn.Module):
 
     def next_backward(self) -> Action:
         """What the program says of the backward that comes next. For subclasses whose caller decides where a step ends."""
-        return self._backwards[self._position]
+        if self.plan.managed:
+            return self._backwards[self._position]
+        return replace(self._backwards[0], reduce=self.plan.residency.shard_grads)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the last one of the program, update the parameters and advance the learning rate.
@@ -161,7 +174,7 @@ class Engine(nn.Module):
         Collective at the last microbatch.
         """
         self._trains("step")
-        last = self.is_gradient_accumulation_boundary()
+        last = not self.plan.managed or self.is_gradient_accumulation_boundary()
         self.counters.micro_steps += 1
         self._position += 1
         result = self._update(lr_kwargs or {}) if last else StepResult(self.counters.steps, applied=False)
@@ -187,12 +200,7 @@ class Engine(nn.Module):
             PlanError: called between the microbatches of a step ("engine-order"); no data ("data-missing").
         """
         self._trains("train_batch")
-        if self._position:
-            raise PlanError(
-                f"train_batch was called after {self._position} of {len(self._backwards)} microbatches of a step",
-                code="engine-order",
-                fix="Finish the step with backward() and step(), or use only train_batch().",
-            )
+        self._between_steps("train_batch() was called")
         data = self._data(data_iter)
         losses: dict[int, Tensor | SumLoss] = {}
 
@@ -224,7 +232,7 @@ class Engine(nn.Module):
                 ledger.add(loss_of(self._call(next(data_iter))))
         finally:
             self.module.train(training)
-        totals = ledger.close(count, self.mesh["data"])
+        totals = ledger.close(self.mesh["data"])
         self._telemetry.pause()
         return float("nan") if totals is None else float(totals.loss)
 
@@ -334,8 +342,8 @@ class Engine(nn.Module):
         return self.counters.skipped
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current microbatch is the last of its step."""
-        return self._position == len(self._backwards) - 1
+        """Whether the current microbatch is the last of its step; never known in advance where the loop decides."""
+        return self.plan.managed and self._position == len(self._backwards) - 1
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step` changed the parameters."""
@@ -345,13 +353,105 @@ class Engine(nn.Module):
         """Norm of the last step's averaged gradient before clipping."""
         return None if self.last is None else self.last.norm
 
+    @property
+    def tokens(self) -> int:
+        """What sum losses were divided by so far, over all ranks."""
+        return self.counters.tokens
+
     def get_lr(self) -> list[float]:
         """Current learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._trains("get_lr").param_groups]
+        return [float(group["lr"]) for group in self._groups("get_lr")]
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate of every parameter group, or one for each. A scheduler overwrites it at its next step."""
+        set_rates(self._groups("set_lr"), lr)
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group: its betas, or its momentum where it has no betas."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups("get_mom")]
+
+    def set_mom(self, momentum: Any) -> None:
+        """Set `betas` (a pair) or `momentum` (a number) of every parameter group that has it."""
+        key = "betas" if isinstance(momentum, tuple | list) else "momentum"
+        for group in self._groups("set_mom"):
+            if key in group:
+                group[key] = tuple(momentum) if key == "betas" else momentum
+
+    def set_train_batch_size(self, train: int) -> None:
+        """Take another number of microbatches a step, from the next step on. Raises PlanError if it does not fit."""
+        self._rebatch(BatchRequest(train, self.plan.batch.micro))
+
+    def set_train_micro_batch_size(self, micro: int) -> None:
+        """Take larger or smaller microbatches; the engine's loader gives them from its next iteration on."""
+        self._rebatch(BatchRequest(None, micro, self.plan.batch.accumulation))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were not stepped. Needless after a step."""
+        self._trains("zero_grad").zero_grad(set_to_none)
+
+    # ---- the model's values, and where its state is
+
+    def whole_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
+        """The model's state dict in host memory on rank 0, {} elsewhere. Collective. See `exporting.whole_state`."""
+        self._present("whole_state_dict")
+        return whole_state(self.module, self.sharding, dtype=dtype, exclude_frozen=exclude_frozen)
+
+    def load_whole_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""
+        self._present("load_whole_state_dict")
+        return load_whole(self.module, state, strict=strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> bool:
+        """Write the whole model into one file, at any ZeRO stage. Collective.
+
+        Args:
+            save_filename: Ends in .safetensors, or torch's pickle is written.
+            dtype: Format of the values; None is the one the model is trained in.
+        """
+        state = self.whole_state_dict(dtype, exclude_frozen_parameters)
+        save_whole(state, Path(save_dir) / save_filename, self.mesh["world"])
+        return True
+
+    def offload_states(self, include: Collection[str] | None = None, pin_memory: bool = True) -> None:
+        """Move state to the host between steps; `reload_states` brings it back, and nothing runs before that.
+
+        Args:
+            include: Of `optimizer`, `masters`, `parameters`, `gradients`; None is all.
+            pin_memory: Into page-locked memory.
+        """
+        asked = KINDS if include is None else include
+        here = set(asked) - {away.kind for away in self._away} if set(asked) <= set(KINDS) else set(asked)
+        self._away += offload(self.sharding, self.optimizer, here, pin_memory=pin_memory)
+
+    def reload_states(self) -> None:
+        """Bring back what `offload_states` moved."""
+        reload(self._away)
+        self._away.clear()
+
+    def suspend(self) -> None:
+        """Finish saves and give back the device memory of everything, for another program to use the device."""
+        self.checkpointer.wait()
+        self.offload_states()
+
+    def resume(self) -> None:
+        """Go on after `suspend`."""
+        self.reload_states()
+
+    def compile(self, backend: str = "inductor", **options: Any) -> None:
+        """Compile the model's forward in place with torch.compile; the first calls take longer."""
+        self.module.compile(backend=backend, **options)
 
     def close(self) -> None:
         """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""
+        self.resume()
         self.checkpointer.close()
+        self._telemetry.close()
         if self.optimizer is not None:
             self.optimizer.close()
         else:
@@ -368,7 +468,37 @@ class Engine(nn.Module):
                 code="engine-no-optimizer",
                 fix="Add an optimizer section, or pass optimizer= to initialize().",
             )
+        self._present(what)
         return self.optimizer
+
+    def _present(self, what: str) -> None:
+        if self._away:
+            kinds = ", ".join(sorted({away.kind for away in self._away}))
+            raise PlanError(
+                f"{what}() was called while state is away from the device: {kinds}",
+                code="engine-away",
+                fix="Call reload_states() or resume() first.",
+            )
+
+    def _groups(self, what: str) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._trains(what).param_groups
+        return groups
+
+    def _rebatch(self, asked: BatchRequest) -> None:
+        self._between_steps("changing the batch size")
+        self.plan = rebatched(self.plan, asked)
+        self._backwards = self.plan.program.backwards(0)
+        if self.training_dataloader is not None:
+            lane = self.training_dataloader.lane
+            self.training_dataloader.lane, self._stream = replace(lane, micro=self.plan.batch.micro), None
+
+    def _between_steps(self, what: str) -> None:
+        if self._position:
+            raise PlanError(
+                f"{what} after {self._position} of {len(self._backwards)} microbatches of a step",
+                code="engine-order",
+                fix="Finish the step with backward() and step() first.",
+            )
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -392,19 +522,24 @@ class Engine(nn.Module):
         optimizer = self._trains("backward")
         value = loss.total if isinstance(loss, SumLoss) else loss
         part = value / len(self._backwards) if divide else value
+        before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
         with self._telemetry.phase("backward"), optimizer.reduction(action.reduce):
-            optimizer.scale(part).backward(retain_graph=retain_graph)
+            optimizer.scale(before).backward(retain_graph=retain_graph)
         self._ledger.add(loss if divide or isinstance(loss, SumLoss) else loss * len(self._backwards))
         return part.detach()
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
         optimizer, counters, data = self._trains("step"), self.counters, self.mesh["data"]
-        totals = self._ledger.close(len(self._backwards), data)
+        losses, steps = self._ledger.losses, len(self._backwards)
+        totals = self._ledger.close(data)
+        samples = self.plan.batch.train if self.plan.managed else self.plan.batch.train // steps * losses
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
-            optimizer.divisor = (totals.count or 1.0) / (len(self._backwards) * data.size)
+            optimizer.divisor = (totals.count or 1.0) / (steps * data.size)
         elif self.plan.sums:
             optimizer.divisor = 1.0 / data.size
+        if losses:
+            optimizer.divisor /= self.plan.predivide
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         self.checkpointer.before_update()
         with self._telemetry.phase("step"):
@@ -413,8 +548,9 @@ class Engine(nn.Module):
         report = optimizer.last
         skipped = report is not None and report.skipped
         counters.steps += 1
-        counters.samples += self.plan.batch.train
+        counters.samples += samples
         counters.skipped += skipped
+        counters.tokens += int(totals.count) if totals is not None and totals.count is not None else 0
         if self.lr_scheduler is not None and not skipped:
             self.lr_scheduler.step(**lr_kwargs)
         result = StepResult(
@@ -424,7 +560,9 @@ class Engine(nn.Module):
             norm=report.norm if report else None,
             scale=report.scale if report else 1.0,
             lr=lr,
-            samples=self.plan.batch.train,
+            samples=samples,
+            tokens=int(totals.count) if totals is not None and totals.count is not None else 0,
+            timings=self._telemetry.timings(),
             mean=totals.loss if totals else None,
         )
         self._telemetry.step(result, counters.samples, counters.skipped)

@@ -68,11 +68,16 @@ class Totals:
 
 
 class Ledger:
-    """Adds up the losses of one step. Empty after `close`."""
+    """Adds up the losses of one step. Empty after `close`.
+
+    Attributes:
+        losses: How many were noted.
+    """
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._count: Tensor | None = None
+        self.losses = 0
         self._kind: type | None = None
 
     def add(self, loss: Tensor | SumLoss) -> None:
@@ -89,25 +94,23 @@ class Ledger:
                 fix="Return the same kind from every microbatch.",
             )
         self._kind = kind
-        value, count = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 0.0)
+        self.losses += 1
+        value, count = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 1.0)
         value = value.detach().reshape(()).float()
         number = torch.as_tensor(count, dtype=torch.float32, device=value.device).detach().reshape(())
         self._sum = value if self._sum is None else self._sum + value
         self._count = number if self._count is None else self._count + number
 
-    def close(self, microbatches: int, group: Group) -> Totals | None:
-        """Add up over the group and forget; None when nothing was noted. Collective: one all-reduce of 8 bytes.
-
-        Args:
-            microbatches: Of one rank; what mean losses are divided by, together with the ranks.
-        """
+    def close(self, group: Group) -> Totals | None:
+        """Add up over the group and forget; None when nothing was noted. Collective: one all-reduce of 8 bytes."""
         if self._sum is None or self._count is None:
             return None
         both = torch.stack([self._sum, self._count])
         all_reduce(both, group=group, unit="loss")
         summed = self._kind is SumLoss
         self._sum = self._count = self._kind = None
+        self.losses = 0
         if not summed:
-            return Totals(both[0] / (microbatches * group.size), None)
+            return Totals(both[0] / both[1], None)
         count = float(both[1])
         return Totals(both[0] / (count or 1.0), count)  # no token on any rank: a loss of zero, and no gradient

@@ -6,20 +6,22 @@ The same function runs on a laptop for a thousand ranks (`ds plan`) and on every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ds_comm import MeshSpec
-from ds_engine.batch import Batch, resolve_batch
+from ds_comm.config import CommsLoggerConfig
+from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
+from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.precision import Casting, casting_of, precision_of, precision_text
-from ds_engine.rules import check_rules
+from ds_engine.rules import asked_batch, check_rules
 from ds_pipe import Program, accumulation, mark_reduce, verify
 from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_units
 from ds_zero.units import ModuleInfo, ParamInfo
 
-__all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan"]
+__all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan", "rebatched"]
 
 _STATE_BYTES = 8  # two fp32 moments: what the usual optimizers keep per element
 
@@ -78,6 +80,9 @@ class Telling:
         synchronize: Wait for the device where the speed is read.
         state: Log the plan at the start.
         level: Of the library's loggers; None leaves them alone.
+        memory: Report memory in use after each phase.
+        flops: Which step's operations are counted, and how they are told; None counts none.
+        comms: Which collectives are counted; None counts none.
     """
 
     every: int | None
@@ -86,6 +91,9 @@ class Telling:
     synchronize: bool
     state: bool
     level: str | None
+    memory: bool
+    flops: FlopsProfilerConfig | None
+    comms: CommsLoggerConfig | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,9 @@ class Plan:
         memory: Expected bytes of model state per rank.
         clip: Largest global gradient norm; None does not clip.
         sums: Whether gradients are added up over ranks instead of averaged.
+        predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
+        managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
+        layer_drop: What the forward is told about layers to drop; None tells nothing.
         data_multiple: What the loader cuts an epoch to a multiple of.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
@@ -126,7 +137,16 @@ class Plan:
     sums: bool
     data_multiple: int
     telling: Telling
+    predivide: float = 1.0
+    managed: bool = True
+    layer_drop: LayerDropConfig | None = None
     transforms: tuple[str, ...] = field(default=("ZeRO",))
+
+    def arguments(self, step: int) -> Mapping[str, object]:
+        """Keywords that the forward gets besides the batch's, in training, after `step` steps."""
+        if self.layer_drop is None:
+            return {}
+        return {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
 
     def rows(self) -> dict[str, str]:
         """The plan in words, by topic."""
@@ -147,10 +167,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     """
     check_rules(config, world)
     mesh = MeshSpec.fit(world)
-    batch = resolve_batch(config.batch, mesh.data)
+    batch = resolve_batch(asked_batch(config, mesh.data), mesh.data)
     residency = STAGES[config.zero_optimization.stage]
-    program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
-    verify(program)
     sharding = ShardPlan(
         _policy(config, shapes.modules),
         config.zero_optimization.overlap_comm is not False,
@@ -162,7 +180,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config=config,
         mesh=mesh,
         batch=batch,
-        program=program,
+        program=_program(batch, residency),
         residency=residency,
         precision=precision,
         units=units,
@@ -174,7 +192,27 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
         telling=_telling(config),
+        predivide=float(mesh.data) if config.prescale_gradients else config.gradient_predivide_factor,
+        managed=config.managed_gradient_accumulation,
+        layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
     )
+
+
+def _program(batch: Batch, residency: Residency) -> Program:
+    program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
+    verify(program)
+    return program
+
+
+def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
+    """The same plan with another batch.
+
+    Raises:
+        PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
+    """
+    batch = resolve_batch(asked, plan.batch.ranks)
+    multiple = batch.train if plan.config.dataloader_drop_last else 1
+    return replace(plan, batch=batch, program=_program(batch, plan.residency), data_multiple=multiple)
 
 
 def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:
@@ -188,11 +226,14 @@ def _telling(config: Config) -> Telling:
     throughput = config.timers.throughput
     return Telling(
         every=config.steps_per_print,
-        phases=config.wall_clock_breakdown,
+        phases=config.wall_clock_breakdown or config.flops_profiler.enabled,
         speed=throughput.enabled,
         synchronize=throughput.enabled and throughput.synchronized,
         state=config.dump_state,
         level=config.log_level,
+        memory=config.memory_breakdown,
+        flops=config.flops_profiler if config.flops_profiler.enabled else None,
+        comms=config.comms_logger if config.comms_logger.enabled else None,
     )
 
 
@@ -240,6 +281,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         if config.scheduler is None
         else _section_text(config.scheduler.type, config.scheduler.params),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
+        "gradients": _gradients_text(plan),
         "memory": f"{_size(memory.total_bytes)} a rank: parameters {_size(memory.params_bytes)}, gradients "
         f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}",
     }
@@ -265,6 +307,12 @@ def _residency_text(residency: Residency) -> str:
 def _program_text(program: Program) -> str:
     words = str(program).split()
     return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-4:]])
+
+
+def _gradients_text(plan: Plan) -> str:
+    text = "summed over ranks" if plan.sums else "averaged over ranks"
+    text += f", divided by {plan.predivide:g} before" if plan.predivide != 1.0 else ""
+    return text if plan.managed else f"{text}; every step() is the end of a step"
 
 
 def _optimizer_text(config: Config) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class StepResult:
         scale: The loss scale of the step's gradients; 1.0 without loss scaling.
         lr: The learning rate of each parameter group that the step used.
         samples: Samples of the step, over all ranks.
+        tokens: What a sum loss was divided by, over all ranks; 0 for mean losses.
+        timings: Seconds by phase (`forward`, `backward`, `step`), with `wall_clock_breakdown`.
         mean: The loss that was minimised, a scalar on the device; None when no loss went through `engine.backward`.
     """
 
@@ -31,6 +34,8 @@ class StepResult:
     scale: float = 1.0
     lr: tuple[float, ...] = ()
     samples: int = 0
+    tokens: int = 0
+    timings: Mapping[str, float] = field(default_factory=dict)
     mean: Tensor | None = None
 
     @property

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_config.errors import DsError, PlanError, UnsupportedError
-from ds_engine.batch import resolve_batch
+from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
+from ds_engine.elastic import elastic_batch
 from ds_engine.optimizers import check_optimizer, check_scheduler
 
-__all__ = ["RULES", "Rule", "check_rules"]
+__all__ = ["RULES", "Rule", "asked_batch", "check_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,18 @@ RULES: tuple[Rule, ...] = (
         "Enable the section, or remove the keys.",
     ),
     Rule(
+        "gradients-scaling",
+        lambda c, world: len(_scalings(c)) > 1,
+        lambda c, world: f"{' and '.join(_scalings(c))} are different ways to scale gradients",
+        "Keep one.",
+    ),
+    Rule(
+        "elasticity-batch",
+        lambda c, world: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
+        lambda c, world: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
+        "Remove the batch keys, or set elasticity.ignore_non_elastic_batch_info = true to override them.",
+    ),
+    Rule(
         "mesh-size",
         lambda c, world: c.data_parallel_size not in (None, world),
         lambda c, world: f"data_parallel_size = {c.data_parallel_size} does not make the world size {world}",
@@ -88,6 +101,25 @@ def _needs_mode(config: Config) -> list[str]:
     return [name for name, ignored in asked.items() if ignored]
 
 
+def _scalings(config: Config) -> list[str]:
+    found = {
+        "prescale_gradients = true": config.prescale_gradients,
+        f"gradient_predivide_factor = {config.gradient_predivide_factor:g}": config.gradient_predivide_factor != 1.0,
+        'gradient_allreduce_op = "sum"': config.gradient_allreduce_op == "sum",
+    }
+    return [said for said, asked in found.items() if asked]
+
+
+def _given(config: Config) -> list[str]:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return [name for name in names if getattr(config, name) is not None]
+
+
+def asked_batch(config: Config, world: int) -> BatchRequest:
+    """The batch keys: elasticity's on `world` ranks, or the configuration's."""
+    return elastic_batch(config.elasticity, world) if config.elasticity.enabled else config.batch
+
+
 def check_rules(config: Config, world: int) -> None:
     """Raise one error for everything that is illegal about `config` on `world` ranks.
 
@@ -101,7 +133,8 @@ def check_rules(config: Config, world: int) -> None:
         for rule in RULES
         if rule.broken(config, world)
     ]
-    checks: list[Callable[[], object]] = [lambda: resolve_batch(config.batch, config.data_parallel_size or world)]
+    ranks = config.data_parallel_size or world
+    checks: list[Callable[[], object]] = [lambda: resolve_batch(asked_batch(config, ranks), ranks)]
     if config.optimizer is not None:
         checks.append(lambda: check_optimizer(config.optimizer))  # type: ignore[arg-type]
     if config.scheduler is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "set_rates",
 ]
 
 PerGroup = float | tuple[float, ...]
@@ -250,10 +251,27 @@ class Scheduler:
 
     def _write(self) -> None:
         betas = self.schedule.momentum(self.last_batch_iteration)
-        for i, group in enumerate(self._groups):
-            if hasattr(group["lr"], "fill_"):  # a tensor lr is read by a compiled optimizer: keep the object
-                group["lr"].fill_(self._lr(i))
-            else:
-                group["lr"] = self._lr(i)
+        set_rates(self._groups, self.get_lr())
+        for group in self._groups:
             if betas is not None and "betas" in group:
                 group["betas"] = betas
+
+
+def set_rates(groups: Sequence[MutableMapping[str, Any]], rates: float | Sequence[float]) -> None:
+    """Write one learning rate into every group, or one into each.
+
+    Raises:
+        ConfigError: another number of rates than groups ("schedule-groups").
+    """
+    each = [rates] * len(groups) if isinstance(rates, int | float) else list(rates)
+    if len(each) != len(groups):
+        raise ConfigError(
+            f"{len(each)} learning rates for {len(groups)} parameter groups",
+            code="schedule-groups",
+            fix="Give one value, or one per parameter group.",
+        )
+    for group, rate in zip(groups, each, strict=True):
+        if hasattr(group["lr"], "fill_"):  # a tensor lr is read by a compiled optimizer: keep the object
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

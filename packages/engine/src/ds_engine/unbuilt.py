@@ -1,0 +1,480 @@
+"""Sections of the schema whose package does not exist yet. Models only; no torch.
+
+Each is checked down to its last key, so that a typo is found and editors complete it. The outermost configuration marks the
+section `Unbuilt`: it may be there as long as it is off. When its package is made, the model moves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "AioConfig",
+    "AutotuningConfig",
+    "CompileConfig",
+    "CompressionConfig",
+    "CurriculumConfig",
+    "DataEfficiencyConfig",
+    "ExpertParallelConfig",
+    "HybridEngineConfig",
+    "NebulaConfig",
+    "PipelineConfig",
+    "SparseAttentionConfig",
+    "TensorParallelConfig",
+    "WeightQuantizationConfig",
+]
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+_CHECKPOINT = "torch.utils.checkpoint in the model's forward"
+_STAGES = "leave it out; pipeline stages come with a later ds-pipe"
+
+
+# ---- ds-parallel
+
+
+class ActivationCheckpointingConfig(StrictModel):
+    """`activation_checkpointing`. Where it comes from, too, only a model that calls its checkpoint function is affected."""
+
+    partition_activations: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
+    cpu_checkpointing: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
+    contiguous_memory_optimization: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
+    number_checkpoints: Annotated[int | None, Dead("it sized the buffers of contiguous_memory_optimization")] = None
+    synchronize_checkpoint_boundary: Annotated[bool, Dead("it timed checkpoints one by one; use a profiler")] = False
+    profile: Annotated[bool, Dead("wall_clock_breakdown times forward and backward")] = False
+
+
+class LayerSpecConfig(StrictModel):
+    """One rule of `tensor_parallel.partition_config.layer_specs`."""
+
+    patterns: tuple[str, ...]
+    partition_type: Literal["column", "row", "skip"] = "column"
+    shape: tuple[int | tuple[int, ...], ...] | None = None
+    partition_dim: int | None = None
+    model_types: tuple[str, ...] | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+
+class PartitionConfig(StrictModel):
+    """`tensor_parallel.partition_config`."""
+
+    tp_size: int | None = None
+    layer_specs: tuple[LayerSpecConfig, ...] = ()
+    embedding_partition_dim: int = 1
+    lm_head_patterns: tuple[str, ...] = ("lm_head", "embed_out")
+    use_default_specs: bool = True
+    strict_mode: bool = False
+
+
+class TensorParallelDegreeConfig(StrictModel):
+    """`tensor_parallel.tp`."""
+
+    tp_size: Positive = 1
+    tp_grain_size: Positive = 1
+    mpu: Any = None
+    tp_group: Any = None
+
+
+class TensorParallelConfig(StrictModel):
+    """`tensor_parallel`."""
+
+    autotp_size: Count = 0
+    dtype: str = "torch.float16"
+    tp_overlap_comm: bool = False
+    tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
+    injection_policy_tuple: tuple[str, ...] | None = None
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = None
+    partition_config: PartitionConfig | None = None
+    keep_module_on_host: bool = False
+    replace_with_kernel_inject: Annotated[bool, Alias("kernel_inject")] = False
+
+
+# ---- ds-moe
+
+
+class ExpertParallelConfig(StrictModel):
+    """`expert_parallel`."""
+
+    enabled: bool = False
+    autoep_size: Positive = 1
+    expert_tensor_parallel_size: Positive = 1
+    validate_folding_routing: bool = False
+    preset_model: str | None = None
+    moe_layer_pattern: str | None = None
+    expert_pattern: str | None = None
+    router_pattern: str | None = None
+    use_grouped_mm: bool = True
+    disable_triton_grouped_mm: bool = False
+    route_norm: bool | None = None
+    route_scale: float = 1.0
+    score_apply: Literal["auto", "pre", "post"] = "auto"
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = "auto"
+    num_expert_groups: int | None = None
+    num_limited_groups: int | None = None
+    score_func: Literal["auto", "softmax", "sigmoid"] = "auto"
+    top_k: int | Literal["auto"] = "auto"
+    load_balance_coeff: float | None = None
+    routed_scaling_factor: float | Literal["auto"] = "auto"
+    expert_w1: str | None = None
+    expert_w2: str | None = None
+    expert_w3: str | None = None
+    num_experts_attr: str | None = None
+    top_k_attr: str | None = None
+    has_shared_experts: bool | None = None
+    shared_experts_pattern: str | None = None
+    shared_experts_gate_pattern: str | None = None
+
+
+# ---- ds-pipe, stages
+
+
+class PipelineConfig(StrictModel):
+    """`pipeline`: for models made of stages."""
+
+    stages: Annotated[int | str, Dead("nothing reads it; the model's stages count")] = "auto"
+    partition: Annotated[str, Dead("nothing reads it; the model chooses its partition")] = "best"
+    seed_layers: Annotated[bool, Dead("nothing reads it")] = False
+    activation_checkpoint_interval: Annotated[Count, Unbuilt(_STAGES)] = 0
+    pipe_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
+    grad_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
+    use_reentrant: Annotated[bool, Dead("it speaks of checkpoints between stages, which there are none of")] = True
+
+
+# ---- ds-data
+
+
+class CurriculumConfig(StrictModel):
+    """`curriculum_learning`, the older form."""
+
+    enabled: bool = False
+    curriculum_type: str = "seqlen"
+    min_difficulty: int = 1
+    max_difficulty: int = 1
+    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root", "custom"] = "fixed_linear"
+    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class CurriculumMetricConfig(StrictModel):
+    """One of `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics`."""
+
+    index_to_sample_path: str | None = None
+    index_to_metric_path: str | None = None
+    difficulty_type: Literal["value", "percentile"] = "value"
+    clustering_type: str = "single_cluster"
+    min_difficulty: int = 1
+    max_difficulty: int = 1
+    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root", "custom"] = "fixed_linear"
+    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class SamplingCurriculumConfig(StrictModel):
+    """`data_efficiency.data_sampling.curriculum_learning`."""
+
+    enabled: bool = False
+    data_cluster_path: str | None = None
+    curriculum_metrics: Mapping[str, CurriculumMetricConfig] = Field(default_factory=dict)
+
+
+class DynamicBatchingConfig(StrictModel):
+    """`data_efficiency.data_sampling.dynamic_batching`."""
+
+    enabled: bool = False
+    metrics_path: str | None = None
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear"
+    min_batch_size: Positive = 1
+    max_batch_size: int | None = None
+    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = "dataloader"
+    max_tokens: int | None = None
+    verbose: bool = False
+
+
+class DataSamplingConfig(StrictModel):
+    """`data_efficiency.data_sampling`."""
+
+    enabled: bool = False
+    num_epochs: Positive = 1000
+    num_workers: Count = 0
+    pin_memory: bool = False
+    curriculum_learning: SamplingCurriculumConfig = SamplingCurriculumConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+
+
+class RandomLTDScheduleConfig(StrictModel):
+    """`...random_ltd.random_ltd_schedule`."""
+
+    min_value: int | None = None
+    max_value: int | None = None
+    schedule_type: Literal["fixed_linear"] = "fixed_linear"
+    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class LayerTokenScheduleConfig(StrictModel):
+    """`...random_ltd.layer_token_lr_schedule`."""
+
+    enabled: bool = False
+    total_layer_tokens: int | None = None
+    warmup_type: str | None = None
+    warmup_layer_tokens: int | None = None
+
+
+class RandomLTDConfig(StrictModel):
+    """`data_efficiency.data_routing.random_ltd`."""
+
+    enabled: bool = False
+    total_layer_num: int | None = None
+    random_ltd_layer_num: int | None = None
+    random_ltd_layer_id: tuple[int, ...] = ()
+    model_mask_name: str | None = None
+    model_type: Literal["encoder", "decoder"] = "decoder"
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+    random_ltd_schedule: RandomLTDScheduleConfig = RandomLTDScheduleConfig()
+    layer_token_lr_schedule: LayerTokenScheduleConfig = LayerTokenScheduleConfig()
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+
+class DataRoutingConfig(StrictModel):
+    """`data_efficiency.data_routing`."""
+
+    enabled: bool = False
+    random_ltd: RandomLTDConfig = RandomLTDConfig()
+
+
+class DataEfficiencyConfig(StrictModel):
+    """`data_efficiency`."""
+
+    enabled: bool = False
+    seed: int = 1234
+    data_sampling: DataSamplingConfig = DataSamplingConfig()
+    data_routing: DataRoutingConfig = DataRoutingConfig()
+
+
+# ---- ds-compress
+
+
+class MixedQuantizeConfig(StrictModel):
+    """`fp16_mixed_quantize` of weight quantization."""
+
+    enabled: bool = False
+    quantize_change_ratio: float = 0.001
+
+
+class SharedParametersConfig(StrictModel):
+    """`shared_parameters` of a technique: of all techniques together, as most keys are."""
+
+    enabled: bool = False
+    schedule_offset: Count = 0
+    schedule_offset_end: Count | None = None
+    schedule_offset_stride: Positive = 1
+    quantizer_kernel: bool = False
+    quantize_groups: Positive = 1
+    quantize_verbose: bool = False
+    quantization_type: Literal["symmetric", "asymmetric"] = "symmetric"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    quantize_weight_in_forward: bool = False
+    fp16_mixed_quantize: MixedQuantizeConfig = MixedQuantizeConfig()
+    range_calibration: Literal["dynamic", "static"] = "dynamic"
+    method: Literal["l1", "topk", "snip_momentum"] = "l1"
+    block_pattern: str = "4x1"
+    dense_ratio: Share = 0.1
+    excluded_modules: tuple[str, ...] = ()
+    num_heads: int | None = None
+
+
+class GroupParamsConfig(StrictModel):
+    """`params` of a group."""
+
+    start_bits: int | None = None
+    target_bits: int | None = None
+    quantization_period: Positive = 1
+    bits: int | None = None
+    dense_ratio: Share | None = None
+
+
+class GroupConfig(StrictModel):
+    """One of `different_groups`."""
+
+    params: GroupParamsConfig = GroupParamsConfig()
+    modules: tuple[str, ...] = ("*",)
+    related_modules: tuple[Any, ...] | None = None
+
+
+class TechniqueConfig(StrictModel):
+    """One technique of `compression_training`."""
+
+    shared_parameters: SharedParametersConfig = SharedParametersConfig()
+    different_groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it asks for something."""
+        return self.shared_parameters.enabled
+
+
+class LayerReductionConfig(StrictModel):
+    """`compression_training.layer_reduction`."""
+
+    enabled: bool = False
+    keep_number_layer: int | None = None
+    module_name_prefix: str | None = None
+    teacher_layer: tuple[int, ...] = ()
+    other_module_name: tuple[str, ...] = ()
+
+
+_COMPRESS = "leave it out; it comes with ds-compress"
+Technique = Annotated[TechniqueConfig | None, Unbuilt(_COMPRESS)]
+
+
+class CompressionConfig(StrictModel):
+    """`compression_training`."""
+
+    weight_quantization: Technique = None
+    activation_quantization: Technique = None
+    sparse_pruning: Technique = None
+    row_pruning: Technique = None
+    head_pruning: Technique = None
+    channel_pruning: Technique = None
+    layer_reduction: Annotated[LayerReductionConfig | None, Unbuilt(_COMPRESS)] = None
+
+
+# ---- ds-inference
+
+
+class WeightQuantizationConfig(StrictModel):
+    """`weight_quantization`: frozen weights in int8 or int4. On as soon as it is there, unless it says otherwise."""
+
+    enabled: bool = True
+    num_bits: int = 8
+    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
+    q_groups: Positive = 1
+    quantized_initialization: Mapping[str, Any] = Field(default_factory=dict)
+    post_init_quant: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class HybridEngineConfig(StrictModel):
+    """`hybrid_engine`."""
+
+    enabled: bool = False
+    max_out_tokens: Positive = 512
+    inference_tp_size: Positive = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: Positive = 8
+    enable_cuda_graph: bool = False
+
+
+class SparseAttentionConfig(StrictModel):
+    """`sparse_attention`."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = "fixed"
+    block: Positive = 16
+    different_layout_per_head: bool = False
+    num_local_blocks: Count = 4
+    num_global_blocks: Count = 1
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: Count = 1
+    num_random_blocks: Count = 0
+    local_window_blocks: tuple[int, ...] = (4,)
+    global_block_indices: tuple[int, ...] = (0,)
+    global_block_end_indices: tuple[int, ...] | None = None
+    num_sliding_window_blocks: Count = 3
+
+
+# ---- compile passes, autotuner
+
+
+class CompileConfig(StrictModel):
+    """`compile`."""
+
+    deepcompile: bool = False
+    free_activation: bool = False
+    free_activation_threshold: Count = 10 * 2**20
+    offload_activation: bool = False
+    offload_activation_pin_memory: bool = True
+    offload_opt_states: bool = False
+    double_buffer: bool = True
+    symmetric_memory: bool = False
+    debug_log: bool = False
+    offload_parameters: bool = False
+    sync_before_reduce: bool = False
+    sync_after_reduce: bool = False
+    sync_before_allgather: bool = False
+    sync_after_allgather: bool = False
+    keep_int_input_tensors: bool = True
+    keep_all_input_tensors: bool = False
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it asks for something: every other key speaks of it."""
+        return self.deepcompile
+
+
+class ModelInfoConfig(StrictModel):
+    """`autotuning.model_info`."""
+
+    profile: bool = False
+    num_params: int | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+
+
+class AutotuningConfig(StrictModel):
+    """`autotuning`."""
+
+    enabled: bool = False
+    fast: bool = True
+    results_dir: Annotated[str, Field(min_length=1)] = "autotuning_results"
+    exps_dir: Annotated[str, Field(min_length=1)] = "autotuning_exps"
+    overwrite: bool = True
+    start_profile_step: Count = 3
+    end_profile_step: Count = 5
+    metric: Literal["throughput", "latency", "flops"] = "throughput"
+    metric_path: str | None = None
+    tuner_type: Literal["gridsearch", "random", "model_based"] = "gridsearch"
+    tuner_early_stopping: Count = 5
+    tuner_num_trials: Count = 50
+    arg_mappings: Mapping[str, str] | None = None
+    max_train_batch_size: int | None = None
+    min_train_batch_size: Positive = 1
+    max_train_micro_batch_size_per_gpu: Positive = 1024
+    min_train_micro_batch_size_per_gpu: Positive = 1
+    num_tuning_micro_batch_sizes: Positive = 3
+    mp_size: Positive = 1
+    model_info: ModelInfoConfig = ModelInfoConfig()
+    model_info_path: str | None = None
+
+
+# ---- what other tiers and stores would read
+
+
+class AioConfig(StrictModel):
+    """`aio`: asynchronous file I/O of offloaded state."""
+
+    block_size: Positive = 2**20
+    queue_depth: Positive = 8
+    intra_op_parallelism: Positive = 1
+    thread_count: Annotated[int, Deprecated("intra_op_parallelism")] = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class NebulaConfig(StrictModel):
+    """`nebula`."""
+
+    enabled: bool = False
+    persistent_storage_path: str | None = None
+    persistent_time_interval: Positive = 100
+    num_of_version_in_retention: Positive = 2
+    enable_nebula_load: bool = True
+    nebula_load_path: str | None = None
