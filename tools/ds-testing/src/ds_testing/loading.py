@@ -58,6 +58,6 @@ class ArgumentReader(pickle.Unpickler):
         self._sources = {source.name: source for source in sources}
 
     def find_class(self, module_name: str, name: str) -> Any:
-        if module_name in self._sources:
-            module(self._sources[module_name])
+        if module_name in self._sources:  # its parents may be folders that nothing can import
+            return reduce(getattr, name.split("."), module(self._sources[module_name]))
         return super().find_class(module_name, name)
