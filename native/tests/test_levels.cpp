@@ -1,4 +1,4 @@
-// Every instruction-set level gives the same bits: updates, sums, conversions.
+// Every instruction-set level gives the same bits: updates, sums, conversions, quantizers.
 #include <cstring>
 #include <vector>
 
@@ -121,6 +121,32 @@ void sums_agree(const ds::Kernels *const *levels, int num_levels) {
   }
 }
 
+// Codes, parameters and values of every format, also stochastic, also where the counter of draws crosses 32 bits.
+void quantizers_agree(const ds::Kernels *const *levels, int num_levels) {
+  const ds::QuantFormat formats[] = {{8, -1, 0, 127, 127.0f},   {4, -1, 0, 7, 7.0f},     {8, 3, 7, 0x7e, 448.0f},
+                                     {8, 2, 15, 0x7b, 57344.0f}, {6, 2, 3, 0x1f, 28.0f}, {6, 3, 1, 0x1f, 7.5f},
+                                     {4, 1, 1, 7, 6.0f}};
+  Random r{31};
+  std::vector<float> x(700), back(700), other_back(700);
+  for (float &v : x) v = r.unit() * 1e3f;
+  for (const ds::QuantFormat &f : formats)
+    for (int variant = 0; variant < 4; variant++)
+      for (std::int64_t n : {1, 4, 15, 16, 17, 511, 512, 700}) {
+        ds::QuantSpec s = {f, variant % 2 == 0, variant / 2 == 1, {123u, 456u}, (1ll << 32) - 50, 700};
+        if (f.mantissa >= 0 && !s.symmetric) continue;
+        std::vector<unsigned char> row(712), other(712);
+        float *params = reinterpret_cast<float *>(row.data() + 704), *other_params = reinterpret_cast<float *>(other.data() + 704);
+        levels[0]->quantize_group(s, row.data(), params, x.data(), Dtype::f32, n, s.offset);
+        levels[0]->dequantize_group(s, {row.data(), 1, 0, 704}, 0, 0.5f, back.data(), Dtype::f32, n);
+        for (int l = 1; l < num_levels; l++) {
+          levels[l]->quantize_group(s, other.data(), other_params, x.data(), Dtype::f32, n, s.offset);
+          levels[l]->dequantize_group(s, {other.data(), 1, 0, 704}, 0, 0.5f, other_back.data(), Dtype::f32, n);
+          CHECK(row == other);
+          CHECK(!std::memcmp(back.data(), other_back.data(), static_cast<std::size_t>(n) * 4));
+        }
+      }
+}
+
 }  // namespace
 
 int main() {
@@ -130,5 +156,6 @@ int main() {
   updates_agree(levels, n);
   conversions_agree(levels, n);
   sums_agree(levels, n);
+  quantizers_agree(levels, n);
   std::printf("%d levels agree\n", n);
 }

@@ -13,21 +13,68 @@ using ds::QuantSpec;
 constexpr std::int64_t piece = 512;               // elements staged together: whole bytes at every code width
 constexpr float smallest_scale = 1.17549435e-38f;  // so that its inverse is finite
 
+typedef std::int32_t v4i __attribute__((vector_size(16)));
+typedef float v4f __attribute__((vector_size(16)));
 typedef std::uint8_t vc __attribute__((vector_size(DS_LANES)));
 
+DS_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+DS_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+DS_INLINE vi int_splat(std::int32_t x) { return x - vi{}; }
+
+// The largest of all lanes; four at a time, because GCC takes vectors apart one element at a time.
+template <class V4, class V>
+DS_INLINE auto largest(V x) {
+  V4 out;
+  std::memcpy(&out, &x, 16);
+  for (int k = 1; k < lanes / 4; k++) {
+    V4 next;
+    std::memcpy(&next, reinterpret_cast<const char *>(&x) + 16 * k, 16);
+    out = next > out ? next : out;
+  }
+  const auto a = out[0] > out[1] ? out[0] : out[1], b = out[2] > out[3] ? out[2] : out[3];
+  return a > b ? a : b;
+}
+
+// Low bytes of each lane, and back. GCC 12 does these one byte at a time when written in its vector language.
+DS_INLINE void store_bytes(std::uint8_t *p, vi x) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  store(p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__) && DS_LANES == 8
+  const __m256i bytes = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(255));
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  const long long low = _mm_cvtsi128_si64(_mm_packus_epi16(words, words));
+  std::memcpy(p, &low, 8);
+#elif defined(__SSE2__) && DS_LANES == 4
+  const __m128i bytes = _mm_and_si128((__m128i)x, _mm_set1_epi32(255)), words = _mm_packs_epi32(bytes, bytes);
+  const int low = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
+  std::memcpy(p, &low, 4);
+#else
+  store(p, __builtin_convertvector((vu)x, vc));
+#endif
+}
+DS_INLINE vi load_bytes(const std::uint8_t *p) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  return (vi)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__) && DS_LANES == 8
+  return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<long long>(p)));
+#elif defined(__SSE2__) && DS_LANES == 4
+  const __m128i zero = _mm_setzero_si128(), bytes = _mm_cvtsi32_si128(load<int>(p));
+  return (vi)_mm_unpacklo_epi16(_mm_unpacklo_epi8(bytes, zero), zero);
+#else
+  return __builtin_convertvector(load<vc>(p), vi);
+#endif
+}
+
 struct Extent {  // of one group
-  float lo, hi;
-  std::int32_t magnitude;  // bits of the largest |x|: infinities and NaN compare above every number
+  vi magnitude = {};  // bits of the largest |x|: infinities and NaN compare above every number
+  vf minus_lo = {}, hi = {};
 };
 
 struct Mapping {  // codes = f(x * inverse) of one group
-  float inverse, zero;
+  float inverse;
+  std::int32_t zero;
+  bool finite;
 };
-
-DS_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
-DS_INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
-DS_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
-DS_INLINE vi int_splat(std::int32_t x) { return x - vi{}; }
 
 // fp32 elements [i, i + n) of x, the memory itself or a copy in scratch.
 DS_INLINE const float *as_f32(const void *x, Dtype d, std::int64_t i, std::int64_t n, float *scratch) {
@@ -37,20 +84,15 @@ DS_INLINE const float *as_f32(const void *x, Dtype d, std::int64_t i, std::int64
 }
 
 static void extend(Extent &e, const float *x, std::int64_t n, bool both_ends) {
-  vi magnitude = {};
-  vf lo = {}, hi = {};
+  Extent t = e;
   auto take = [&](vf v) {
-    magnitude = larger(magnitude, (vi)bits(v) & 0x7fffffff);
-    if (both_ends) lo = smaller(v, lo), hi = larger(v, hi);
+    t.magnitude = larger(t.magnitude, (vi)bits(v) & 0x7fffffff);
+    if (both_ends) t.minus_lo = larger(-v, t.minus_lo), t.hi = larger(v, t.hi);
   };
   each_vector(
       n, [&](std::int64_t i) { take(load<vf>(x + i)); },
       [&](std::int64_t i, std::int64_t r) { take(load_part<vf>(x + i, r)); });
-  for (int l = 0; l < lanes; l++) {
-    if (magnitude[l] > e.magnitude) e.magnitude = magnitude[l];
-    if (lo[l] < e.lo) e.lo = lo[l];
-    if (hi[l] > e.hi) e.hi = hi[l];
-  }
+  e = t;
 }
 
 DS_INLINE float value_of(std::int32_t u) {
@@ -64,20 +106,21 @@ DS_INLINE float at_least_smallest(float s) { return s < smallest_scale ? smalles
 // Writes the group's parameters; returns how codes are made. A group that is not finite gets the scale NaN, so that it
 // comes back as NaN: an overflow is never hidden.
 static Mapping map_group(const QuantSpec &s, const Extent &e, float *params) {
-  if (e.magnitude >= 0x7f800000) {
+  const std::int32_t magnitude = largest<v4i>(e.magnitude);
+  if (magnitude >= 0x7f800000) {
     params[0] = value_of(0x7fc00000);
     if (!s.symmetric) params[1] = 0.0f;
-    return {0.0f, 0.0f};
+    return {0.0f, 0, false};
   }
   if (s.symmetric) {
-    params[0] = at_least_smallest(value_of(e.magnitude) / s.format.maximum);
-    return {1.0f / params[0], 0.0f};
+    params[0] = at_least_smallest(value_of(magnitude) / s.format.maximum);
+    return {1.0f / params[0], 0, true};
   }
-  const float levels = static_cast<float>((1 << s.format.bits) - 1);
-  params[0] = at_least_smallest(e.hi / levels - e.lo / levels);
+  const float levels = static_cast<float>((1 << s.format.bits) - 1), minus_lo = largest<v4f>(e.minus_lo);
+  params[0] = at_least_smallest(largest<v4f>(e.hi) / levels + minus_lo / levels);
   const float inverse = 1.0f / params[0];
-  params[1] = __builtin_rintf(-e.lo * inverse);
-  return {inverse, params[1]};
+  params[1] = __builtin_rintf(minus_lo * inverse);
+  return {inverse, static_cast<std::int32_t>(params[1]), true};
 }
 
 // Uniform in [0, 1) from the index of an element and a key: two rounds of a 32-bit mixing function (multipliers found
@@ -87,10 +130,10 @@ DS_INLINE vu mix(vu x) {
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
+alignas(64) const std::uint32_t steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 DS_INLINE vf draw(const QuantSpec &s, std::int64_t index) {
   const std::uint32_t first = static_cast<std::uint32_t>(index);
-  vu lo;
-  for (int l = 0; l < lanes; l++) lo[l] = first + static_cast<std::uint32_t>(l);
+  const vu lo = first + load<vu>(steps);
   const vu hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32) - (vu)(lo < first);  // a carry
   const vu h = mix(mix(lo ^ s.key[0]) + hi * 0x9e3779b9u + s.key[1]);
   return __builtin_convertvector((vi)(h >> 8), vf) * 5.9604644775390625e-8f;
@@ -108,7 +151,7 @@ DS_INLINE vi round_to_int(const QuantSpec &s, vf y, std::int64_t index) {
 template <bool stochastic>
 DS_INLINE vi integer_code(const QuantSpec &s, const Mapping &m, vf x, std::int64_t index) {
   const std::int32_t top = s.symmetric ? s.format.max_code : (1 << s.format.bits) - 1, low = s.symmetric ? -top : 0;
-  const vi q = round_to_int<stochastic>(s, x * m.inverse, index) + static_cast<std::int32_t>(m.zero);
+  const vi q = round_to_int<stochastic>(s, x * m.inverse, index) + m.zero;
   const vi clamped = q > top ? int_splat(top) : q;
   return clamped < low ? int_splat(low) : clamped;
 }
@@ -126,27 +169,31 @@ DS_INLINE vi float_code(const QuantSpec &s, const Mapping &m, vf x, std::int64_t
   return kept | (vi)((bits(y) >> 31) << (f.bits - 1));
 }
 
-template <bool stochastic, class Code>
+template <class Code>
 DS_INLINE void each_code(std::uint8_t *codes, const float *x, std::int64_t n, std::int64_t index, Code code) {
   each_vector(
-      n, [&](std::int64_t i) { store(codes + i, __builtin_convertvector((vu)code(load<vf>(x + i), index + i), vc)); },
+      n, [&](std::int64_t i) { store_bytes(codes + i, code(load<vf>(x + i), index + i)); },
       [&](std::int64_t i, std::int64_t r) {
-        store_part(codes + i, __builtin_convertvector((vu)code(load_part<vf>(x + i, r), index + i), vc), r);
+        std::uint8_t last[lanes];
+        store_bytes(last, code(load_part<vf>(x + i, r), index + i));
+        std::memcpy(codes + i, last, static_cast<std::size_t>(r));
       });
 }
 
-// Codes of one piece, a byte each.
+// Codes of one piece, a byte each. The copies live in registers: stores of bytes could change anything behind a pointer.
 template <bool stochastic>
-static void encode(const QuantSpec &s, const Mapping &m, std::uint8_t *codes, const float *x, std::int64_t n,
+static void encode(const QuantSpec &spec, const Mapping &mapping, std::uint8_t *codes, const float *x, std::int64_t n,
                    std::int64_t index) {
+  const QuantSpec s = spec;
+  const Mapping m = mapping;
   if (s.format.mantissa < 0)
-    each_code<stochastic>(codes, x, n, index, [&](vf v, std::int64_t i) { return integer_code<stochastic>(s, m, v, i); });
+    each_code(codes, x, n, index, [=](vf v, std::int64_t i) { return integer_code<stochastic>(s, m, v, i); });
   else
-    each_code<stochastic>(codes, x, n, index, [&](vf v, std::int64_t i) { return float_code<stochastic>(s, m, v, i); });
+    each_code(codes, x, n, index, [=](vf v, std::int64_t i) { return float_code<stochastic>(s, m, v, i); });
 }
 
-// Bytes to codes of 4 or 6 bits, first element in the lowest bits. `codes` is readable up to a multiple of four.
-static void pack(std::uint8_t *out, std::uint8_t *codes, std::int64_t n, int width) {
+// Bytes to codes of 4 or 6 bits, first element in the lowest bits. `codes` is writable up to a multiple of four.
+static void pack(std::uint8_t *__restrict out, std::uint8_t *__restrict codes, std::int64_t n, int width) {
   for (std::int64_t i = n; i % 4 != 0; i++) codes[i] = 0;
   const std::int64_t bytes = (n * width + 7) / 8;
   if (width == 4) {
@@ -154,14 +201,15 @@ static void pack(std::uint8_t *out, std::uint8_t *codes, std::int64_t n, int wid
       out[i] = static_cast<std::uint8_t>((codes[2 * i] & 15) | (codes[2 * i + 1] << 4));
     return;
   }
-  for (std::int64_t i = 0; i * 3 < bytes; i++) {
-    const std::uint32_t w = (codes[4 * i] & 63u) | (codes[4 * i + 1] & 63u) << 6 | (codes[4 * i + 2] & 63u) << 12 |
-                            (codes[4 * i + 3] & 63u) << 18;
-    for (std::int64_t b = 0; b < 3 && i * 3 + b < bytes; b++) out[i * 3 + b] = static_cast<std::uint8_t>(w >> (8 * b));
+  for (std::int64_t i = 0, o = 0; o < bytes; i += 4, o += 3) {
+    std::uint32_t w;
+    std::memcpy(&w, codes + i, 4);
+    w = (w & 0x3fu) | (w >> 2 & 0xfc0u) | (w >> 4 & 0x3f000u) | (w >> 6 & 0xfc0000u);
+    std::memcpy(out + o, &w, static_cast<std::size_t>(bytes - o < 3 ? bytes - o : 3));
   }
 }
 
-static void unpack(std::uint8_t *codes, const std::uint8_t *in, std::int64_t n, int width) {
+static void unpack(std::uint8_t *__restrict codes, const std::uint8_t *__restrict in, std::int64_t n, int width) {
   const std::int64_t bytes = (n * width + 7) / 8;
   if (width == 4) {
     for (std::int64_t i = 0; i < bytes; i++) {
@@ -170,17 +218,22 @@ static void unpack(std::uint8_t *codes, const std::uint8_t *in, std::int64_t n, 
     }
     return;
   }
-  for (std::int64_t i = 0; i * 3 < bytes; i++) {
+  auto spread = [&](std::uint32_t w, std::int64_t i) {
+    w = (w & 0x3fu) | (w & 0xfc0u) << 2 | (w & 0x3f000u) << 4 | (w & 0xfc0000u) << 6;
+    std::memcpy(codes + i, &w, 4);
+  };
+  std::int64_t i = 0, o = 0;
+  for (; o + 4 <= bytes; i += 4, o += 3) spread(load<std::uint32_t>(in + o), i);
+  for (; o < bytes; i += 4, o += 3) {
     std::uint32_t w = 0;
-    for (std::int64_t b = 0; b < 3 && i * 3 + b < bytes; b++) w |= static_cast<std::uint32_t>(in[i * 3 + b]) << (8 * b);
-    for (int k = 0; k < 4; k++) codes[4 * i + k] = static_cast<std::uint8_t>(w >> (6 * k) & 63);
+    std::memcpy(&w, in + o, static_cast<std::size_t>(bytes - o < 3 ? bytes - o : 3));
+    spread(w, i);
   }
 }
 
-DS_INLINE vf integer_value(const QuantSpec &s, float zero, vi code) {
-  const int unused = 32 - s.format.bits;
-  if (s.symmetric) return __builtin_convertvector((code << unused) >> unused, vf);  // sign extension
-  return __builtin_convertvector(code, vf) - zero;
+DS_INLINE vf signed_value(const QuantFormat &f, vi code) {
+  const int unused = 32 - f.bits;
+  return __builtin_convertvector((code << unused) >> unused, vf);  // sign extension
 }
 
 DS_INLINE vf float_value(const QuantFormat &f, vi code) {
@@ -194,28 +247,30 @@ DS_INLINE vf float_value(const QuantFormat &f, vi code) {
 // acc (+)= values of one piece of one group.
 template <bool add, class Value>
 DS_INLINE void each_value(float *acc, const std::uint8_t *codes, std::int64_t n, float scale, Value value) {
-  auto of = [&](vc c) { return value(__builtin_convertvector(c, vi)) * scale; };
   each_vector(
       n,
       [&](std::int64_t i) {
-        const vf v = of(load<vc>(codes + i));
+        const vf v = value(load_bytes(codes + i)) * scale;
         store(acc + i, add ? load<vf>(acc + i) + v : v);
       },
       [&](std::int64_t i, std::int64_t r) {
-        const vf v = of(load_part<vc>(codes + i, r));
+        std::uint8_t last[lanes] = {};
+        std::memcpy(last, codes + i, static_cast<std::size_t>(r));
+        const vf v = value(load_bytes(last)) * scale;
         store_part(acc + i, add ? load_part<vf>(acc + i, r) + v : v, r);
       });
 }
 
 template <bool add>
-static void decode(const QuantSpec &s, float *acc, const std::uint8_t *codes, std::int64_t n, const float *params) {
-  const float scale = params[0];
-  if (s.format.mantissa >= 0) {
-    each_value<add>(acc, codes, n, scale, [&](vi c) { return float_value(s.format, c); });
-    return;
-  }
-  const float zero = s.symmetric ? 0.0f : params[1];
-  each_value<add>(acc, codes, n, scale, [&](vi c) { return integer_value(s, zero, c); });
+static void decode(const QuantSpec &spec, float *acc, const std::uint8_t *codes, std::int64_t n, const float *params) {
+  const QuantSpec s = spec;
+  const float scale = params[0], zero = s.symmetric ? 0.0f : params[1];
+  if (s.format.mantissa >= 0)
+    each_value<add>(acc, codes, n, scale, [=](vi c) { return float_value(s.format, c); });
+  else if (s.symmetric)
+    each_value<add>(acc, codes, n, scale, [=](vi c) { return signed_value(s.format, c); });
+  else
+    each_value<add>(acc, codes, n, scale, [=](vi c) { return __builtin_convertvector(c, vf) - zero; });
 }
 
 static void scale_block(float *x, std::int64_t n, float factor) {
@@ -249,14 +304,14 @@ void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, con
                     std::int64_t n, std::int64_t index) {
   alignas(64) float wide[piece];
   alignas(64) std::uint8_t staged[piece + 4];
-  Extent e = {0.0f, 0.0f, 0};
+  Extent e;
   for (std::int64_t i = 0; i < n; i += piece) {
     const std::int64_t m = n - i < piece ? n - i : piece;
     extend(e, as_f32(x, dtype, i, m, wide), m, !s.symmetric);
   }
   const Mapping mapping = map_group(s, e, params);
   const int width = s.format.bits;
-  if (e.magnitude >= 0x7f800000) {
+  if (!mapping.finite) {
     std::memset(codes, 0, static_cast<std::size_t>((n * width + 7) / 8));
     return;
   }
