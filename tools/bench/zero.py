@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "zero.json"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 STEPS = {"compute": 10, "comm": 20, "small": 100}
-ENGINES = ["fwdbwd", "local", "ddp", "ours0", "ours1", "ours2", "ours3", "zero_redundancy", "fsdp2_keep", "fsdp2", "deepspeed1",
-           "deepspeed2", "deepspeed3", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned"]  # fmt: skip
+ENGINES = ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours0", "ours1",
+           "ours2", "ours3", "zero_redundancy", "fsdp2_keep", "fsdp2", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned",
+           "ddp@shm", "fsdp2@shm"]  # fmt: skip
 
 
 def run(engine: str, config: str, world: int) -> dict | None:
@@ -56,15 +57,15 @@ def run(engine: str, config: str, world: int) -> dict | None:
             p.kill()
         print(f"  {engine}/{config}/{world}: no end after 240 s")
         return None
-    lines = [line for line in outs[0][0].splitlines() if line.startswith("{")]
-    if not lines:
+    found = [json.loads(line) for out, _ in outs for line in out.splitlines() if line.startswith("{")]
+    if len(found) < world:
         print(f"  {engine}/{config}/{world} failed: {outs[0][1].strip().splitlines()[-1:]}")
         return None
-    return json.loads(lines[-1])
+    return found[0] | {"node_mb": sum(r["pss_mb"] for r in found)}
 
 
 def summary(runs: list[dict]) -> dict:
-    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "pss_mb", "peak_mb")
+    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb")
     return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
         "rounds": len(runs),
         "losses": runs[0]["losses"],
@@ -78,16 +79,16 @@ def agrees(row: dict, reference: dict) -> bool:
 
 def table(rows: dict[str, dict]) -> None:
     floor, reference = rows["fwdbwd"]["step_ms"], rows.get("ddp", rows.get("local"))
-    print(f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'peak MB':>8}  losses")
+    print(f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'node MB':>8}  losses")
     for engine, row in rows.items():
         row["over_ms"] = round(row["step_ms"] - floor, 2)
         row["agrees"] = engine == "fwdbwd" or agrees(row, reference)
         print(f"  {engine:18} {row['step_ms']:9.2f} {row['over_ms']:9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
-              f"{row['peak_mb']:8.1f}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
-    for stage in (1, 2, 3):
-        mine, peer = rows.get(f"ours{stage}"), rows.get(f"deepspeed{stage}")
+              f"{row['node_mb']:8.1f}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
+    for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
+        mine, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
         if mine and peer:
-            print(f"  stage {stage}: {mine['step_ms'] / peer['step_ms']:.2f}x of DeepSpeed's step, overhead "
+            print(f"  stage {stage} on {via[1:] or 'gloo'}: {mine['step_ms'] / peer['step_ms']:.2f}x of DeepSpeed's step, overhead "
                   f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
@@ -95,7 +96,11 @@ def main(rounds: int, configs: list[str]) -> None:
     found: dict[str, dict] = {}
     for config in configs:
         for world in (1, 2) if config == "small" else (2,):
-            engines = [e for e in ENGINES if world > 1 or not e.startswith(("ddp", "fsdp2", "zero_redundancy"))]
+            engines = [
+                e
+                for e in ENGINES
+                if world > 1 or (not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e)
+            ]
             runs: dict[str, list[dict]] = {e: [] for e in engines}
             for _ in range(rounds):
                 for engine in engines:
@@ -103,7 +108,10 @@ def main(rounds: int, configs: list[str]) -> None:
                     if result:
                         runs[engine].append(result)
             rows = {e: summary(r) for e, r in runs.items() if r}
-            print(f"{config}, {world} rank(s), every engine on gloo")
+            print(
+                f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory; load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
             table(rows)
             found[f"{config}-{world}"] = rows
     DATA.parent.mkdir(parents=True, exist_ok=True)

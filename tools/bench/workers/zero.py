@@ -1,8 +1,9 @@
 """One engine on one rank: train for a few steps, time them, print one line of JSON on rank 0.
 
-usage: python zero.py ENGINE CONFIG STEPS      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+usage: python zero.py ENGINE[@BACKEND] CONFIG STEPS      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
 
-Runs under our interpreter or under a peer's, so it imports no more than torch before it knows the engine.
+Runs under our interpreter or under a peer's, so it imports no more than torch before it knows the engine. BACKEND is gloo
+(default) or shm. After the timed steps, three more are run while a thread samples this rank's proportional memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import resource
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,11 +218,35 @@ def pss_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
 
 
+class Sampler(threading.Thread):
+    """Largest proportional memory of this process while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ended, self.most = threading.Event(), 0
+
+    def run(self) -> None:
+        while not self.ended.wait(0.004):
+            self.most = max(self.most, pss_bytes())
+
+    def finish(self) -> int:
+        self.ended.set()
+        self.join()
+        return max(self.most, pss_bytes())
+
+
+def connect(engine: str, backend: str, world: int) -> None:
+    if backend == "shm":
+        importlib.import_module("ds_comm.shm")
+    if world > 1 or engine.startswith("deepspeed"):
+        dist.init_process_group(backend)
+
+
 def main(engine: str, name: str, steps: int) -> None:
     torch.set_num_threads(1)
+    engine, _, backend = engine.partition("@")
     world, rank, config = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), CONFIGS[name]
-    if world > 1 or engine.startswith("deepspeed"):
-        dist.init_process_group("gloo")
+    connect(engine, backend or "gloo", world)
     # Imported before the clock and the scales start: every optimizer imports the first of them.
     for module in ("torch._dynamo", "torch.distributed.fsdp", _PACKAGE.get(engine[:4], "json")):
         importlib.import_module(module)
@@ -241,14 +267,17 @@ def main(engine: str, name: str, steps: int) -> None:
         now = resource.getrusage(resource.RUSAGE_SELF)
         cpu.append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
         losses.append(loss.item())
-    pss = pss_bytes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    late = times[min(3, steps - 1) :]
-    facts = {"engine": engine, "config": name, "world": world, "step_ms": statistics.median(late) * 1e3, "min_ms": min(late) * 1e3,
-             "cpu_ms": statistics.median(cpu[min(3, steps - 1) :]) * 1e3, "init_ms": made * 1e3, "pss_mb": (pss - base) / 1e6,
-             "peak_mb": (peak - base) / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
-    if rank == 0:
-        print(json.dumps(facts), flush=True)
+    sampler = Sampler()
+    sampler.start()
+    for i in range(steps, steps + 3):
+        step(config.data(i, rank))
+    most = sampler.finish()
+    skip = min(3, steps - 1)
+    facts = {"engine": engine, "config": name, "world": world, "rank": rank, "step_ms": statistics.median(times[skip:]) * 1e3,
+             "min_ms": min(times[skip:]) * 1e3, "cpu_ms": statistics.median(cpu[skip:]) * 1e3, "init_ms": made * 1e3,
+             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
+    print(json.dumps(facts), flush=True)
     if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # some engines take longer to end than to train

@@ -119,6 +119,7 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
             for place in places:
                 _spread(place, modifier_rank)
             changed = places
+        changed = _quiet(changed, modifier_rank is not None or write, {p.sharding for p in places})
         _keep([p for p in changed if p not in lost])
         for unit in units:
             unit.reshard(spare_aliases=True)
@@ -128,6 +129,15 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
             code="sharded-write",
             fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
         )
+
+
+def _quiet(changed: list[_Place], told: bool, shardings: set[Sharding]) -> list[_Place]:
+    """What may be written to shards now. In memory that ranks share, only when all of them are here to do the same."""
+    if told:
+        for sharding in shardings:
+            sharding.quiet("GatheredParameters")
+        return changed
+    return [p for p in changed if p.sharding.seat.host is None]  # those are adopted by the next step
 
 
 def _spread(place: _Place, rank: int) -> None:
@@ -275,6 +285,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set the parameter, the same value on every rank; the full copy follows. Collective."""
+    _calm(param)
     _set_full(param, value, _param)
     _publish(param)
 
@@ -286,8 +297,15 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements. Collective where full copies are kept: they follow."""
+    _calm(param)
     _set_local(param, value, _param)
     _publish(param)
+
+
+def _calm(param: Parameter) -> None:
+    place = _place(param)
+    if place is not None:
+        place.sharding.quiet(place.name)
 
 
 def _publish(param: Parameter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +28,7 @@ class _Options(TypedDict, total=False):
     policy: UnitPolicy
     strict: bool
     layout: Kind
+    memory: Literal["auto", "private", "shared"]
 
 
 @overload
@@ -42,7 +43,7 @@ def shard(
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
-        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout.
+        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout, memory.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -172,8 +172,8 @@ class ShardedOptimizer(Optimizer):
         return min(1.0, clip / (norm + 1e-6))
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
+        self.sharding.adopt_edits()
         for unit, absent in zip(units, unused, strict=True):
-            unit.adopt_edits()
             if unit.grad is None:
                 continue
             if factor != 1.0:

@@ -7,11 +7,12 @@ optimizer (a frozen reference, inference) needs nothing more than this.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,20 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_comm.placement import Interval, TensorShard
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.hooks import Runtime, Schedule
-from ds_zero.layout import Kind, Piece
+from ds_zero.host import HostMemory, HostPlan, host_refusal
+from ds_zero.layout import Kind, Piece, plan_layout
 from ds_zero.precision import Precision
 from ds_zero.residency import STAGES, Residency
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Seat, Unit
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
 
-__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of"]
+__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of", "wants_shared"]
+
+
+_log = logging.getLogger("ds_zero")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class ShardOptions:
         policy: Sizes of units and of what stays gathered.
         strict: Raise on all ranks if the ranks of a step used different parameters.
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`.
+        memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
+            parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
     """
 
     stage: int | Residency = 1
@@ -56,6 +63,7 @@ class ShardOptions:
     policy: UnitPolicy = field(default_factory=UnitPolicy)
     strict: bool = False
     layout: Kind = "flat"
+    memory: Literal["auto", "private", "shared"] = "auto"
 
     @property
     def residency(self) -> Residency:
@@ -114,11 +122,14 @@ class Sharding:
         _check_same(self.specs, self.group)
         _broadcast_differences([*by_name.values(), *model.buffers()], self.group)
         self.pool = Pool()
-        seat = _seat(self.group, residency, self.pool)
+        host = self._host(by_name, residency)
+        seat = _seat(self.group, residency, self.pool, host)
         self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
         self._unforeseen: Group | None = None
-        self.units = [self._unit(spec, by_name, seat) for spec in self.specs]
+        self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
         self.seat = seat
+        if host is not None:
+            host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
         self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, 2 * arena), self.unforeseen)
@@ -130,9 +141,32 @@ class Sharding:
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
 
-    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat) -> Unit:
+    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
-        return Unit(spec, members, self.precision.resolve(members[0].dtype), seat)
+        return Unit(spec, members, self.precision.resolve(members[0].dtype), seat, number)
+
+    def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
+        if not residency.shard_optim or not wants_shared(self.options.memory, self.group, params.values()):
+            return None
+        refusal = host_refusal(self.group)
+        if refusal:
+            if self.options.memory == "auto":
+                _log.info("zero: memory stays private: %s", refusal)
+                return None
+            raise UnsupportedError(
+                f"memory='shared' was asked for and is not possible: {refusal}",
+                code="zero-memory",
+                fix="Leave memory at 'auto', or shard over ranks of one host.",
+            )
+        fulls, slot_bytes = [], 0
+        for spec in self.specs:
+            layout = plan_layout(spec.shapes, self.group.size, kind=spec.params[0].layout)
+            dtypes = self.precision.resolve(params[spec.params[0].name].dtype)
+            fulls.append((layout.numel, dtypes.param))
+            if spec.trained:
+                width = max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize)
+                slot_bytes = max(slot_bytes, layout.numel * width)
+        return HostMemory(self.group, HostPlan(tuple(fulls), slot_bytes)) if fulls else None
 
     def unforeseen(self) -> Group:
         """The channel for gathers outside the recorded order. Made at the first call, which is collective."""
@@ -156,12 +190,33 @@ class Sharding:
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
         kept = [u for u in self.units if not u.releases]
+        host = self.seat.host
+        if host is not None:
+            for unit in kept:
+                unit.publish()
+            host.barrier("update")
+            for unit in kept:
+                unit.published()
+            return
         for unit in kept:
             unit.start_unshard()
             if not self.options.overlap:
                 unit.finish_unshard()
         for unit in kept:
             unit.finish_unshard()
+
+    def adopt_edits(self) -> None:
+        """Parameters that every rank edited alike since the last update go into the shards. Before an update, on all ranks."""
+        for unit in self.units:
+            unit.adopt_edits()
+        if self.seat.host is not None:
+            for number in self.seat.host.edited():
+                self.units[number].adopt_overlay()
+
+    def quiet(self, what: str) -> None:
+        """Return when no rank is still in a forward or backward of this model, where others could see a write. Collective."""
+        if self.seat.host is not None:
+            self.seat.host.barrier(what)
 
     def param_shards(self) -> list[LocalShard]:
         """This rank's elements of every parameter, in master format, as views: `param/<name>`."""
@@ -225,14 +280,21 @@ def sharding_of(param: Tensor) -> Sharding | None:
     return None if ticket is None or ticket.owner is None else ticket.owner()
 
 
-def _seat(group: Group, residency: Residency, pool: Pool) -> Seat:
+def wants_shared(memory: str, group: Group, params: Iterable[Tensor]) -> bool:
+    """Whether a model on these ranks is to have one copy a host: asked for, or the group communicates over shared memory."""
+    if group.pg is None or group.size == 1 or any(p.device.type != "cpu" for p in params):
+        return False
+    return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))
+
+
+def _seat(group: Group, residency: Residency, pool: Pool, host: HostMemory | None) -> Seat:
     alone = Group("alone", (group.ranks[group.rank],), 0)
     if not residency.shard_optim:
         return Seat(alone, alone, group, pool)
     gathers = group
-    if residency.shard_params and group.pg is not None:
+    if residency.shard_params and group.pg is not None and host is None:
         gathers = _twin(group, "gather")
-    return Seat(group, gathers, alone, pool)
+    return Seat(group, gathers, alone, pool, host)
 
 
 def _twin(group: Group, purpose: str) -> Group:

@@ -14,6 +14,10 @@ full itself, so an update needs no copy and the gather is in place. *arena* is t
 it is *open* while it holds gradients that were not reduced. *grad* is the reduced sum (not yet averaged), as long as shard.
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
+
+Where the ranks share a host's memory (`host.py`), *home* is the full buffer that all of them see, and shard is a range of home
+where the formats agree: `unshard` is a barrier, `reshard` is nothing, `reduce` is one pass over the ranks' gradient slots. Where
+they do not, home is full.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_zero._torch import foreach_add, foreach_copy, storage_uses
+from ds_zero.host import HostMemory, Slot
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
@@ -56,12 +61,14 @@ class Seat:
         gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
         replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
         pool: Where gradient buffers come from.
+        host: Memory that the ranks of `shards` share; None where they share none.
     """
 
     shards: comm.Group
     gathers: comm.Group
     replicas: comm.Group
     pool: Pool
+    host: HostMemory | None = None
 
     @property
     def size(self) -> int:
@@ -88,11 +95,14 @@ class Part:
 class Unit:
     """See the module's docstring. Made on all ranks of the seat alike; every verb that communicates is called on all of them."""
 
-    def __init__(self, spec: UnitSpec, params: Sequence[Parameter], dtypes: Dtypes, seat: Seat) -> None:
+    def __init__(
+        self, spec: UnitSpec, params: Sequence[Parameter], dtypes: Dtypes, seat: Seat, number: int = 0
+    ) -> None:
+        self.number, self.host = number, seat.host
         self.spec, self.params, self.dtypes, self.seat = spec, list(params), dtypes, seat
         self.layout: UnitLayout = plan_layout(spec.shapes, seat.shards.size, kind=spec.params[0].layout)
         self.rank = seat.shards.rank
-        self.releases = spec.residency.shard_params and seat.shards.size > 1
+        self.releases = spec.residency.shard_params and seat.shards.size > 1 and self.host is None
         self.pins = 0
         self.state = Full.CURRENT
         self.arena: Tensor | None = None
@@ -105,6 +115,7 @@ class Unit:
         self._spare_grad: Tensor | None = None
         self._gathering: list[comm.Work] = []
         self._reducing: _Reduction | None = None
+        self._slot: Slot | None = None
         self._adopt()
         self.parts: list[Part] = []
         if spec.trained:
@@ -118,21 +129,41 @@ class Unit:
     def _adopt(self) -> None:
         # Parameters become views of one buffer; values and identity stay.
         device, numel = self.params[0].device, self.layout.numel
-        self.full = torch.zeros(numel, dtype=self.dtypes.param, device=device)
-        exact = None if self.dtypes.same else torch.zeros(numel, dtype=self.dtypes.master, device=device)
+        if self.host is None:
+            self.full = self.home = torch.zeros(numel, dtype=self.dtypes.param, device=device)
+        else:
+            self.home, self.full = self.host.full(self.number)
+        segments = self.layout.segments
+        self.aliased = self.dtypes.same and len(segments) == 1 and not self.releases
         with torch.no_grad():
-            for slot, param in zip(self.layout.slots, self.params, strict=True):
-                for flat in (self.full,) if exact is None else (self.full, exact):
-                    flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
-            self._make_views()
-            self.aliased = exact is None and len(self.layout.segments) == 1 and not self.releases
             if self.aliased:
-                self.shard = self._own(self.full)[0]
+                self.shard = self._own(self.home)[0]
             else:
-                self.shard = torch.cat(self._own(self.full if exact is None else exact))
+                self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
+                self._fill_shard()
+            if self.host is not None:
+                self._fill_home()
+            else:
+                for slot, param in zip(self.layout.slots, self.params, strict=True):
+                    self.full[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
+        self._make_views()
         self._versions = [param._version for param in self.params]
         self._uses = storage_uses(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
+
+    def _fill_shard(self) -> None:
+        values = {s.name: p.data for s, p in zip(self.layout.slots, self.params, strict=True)}
+        for piece in self.layout.owned(self.rank):
+            flat = values[piece.name].reshape(-1)
+            self.shard[piece.start : piece.stop].copy_(flat[piece.interval.start : piece.interval.stop])
+
+    def _fill_home(self) -> None:
+        # Every rank writes its part, once for all of them.
+        values = {s.name: (s.offset, p.data) for s, p in zip(self.layout.slots, self.params, strict=True)}
+        for piece in self.layout.owned(self.rank):
+            offset, value = values[piece.name]
+            flat = value.reshape(-1)[piece.interval.start : piece.interval.stop]
+            self.home[offset + piece.interval.start : offset + piece.interval.stop].copy_(flat)
 
     def _make_views(self) -> None:
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
@@ -160,21 +191,33 @@ class Unit:
         self._was_released = self.state is Full.RELEASED
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
-        with torch.no_grad():
+        self.publish()
+        if self.layout.world > 1 and self.host is None:
             for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
-                if not self.aliased:
-                    own.copy_(self.shard[segment.at : segment.at + segment.chunk])
-                if self.layout.world > 1:
-                    out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
-                    group = channel or self.seat.gathers
-                    work = comm.all_gather_single(out, own, group, async_op=True, unit=self.spec.name)
-                    self._gathering.append(work)
+                out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
+                group = channel or self.seat.gathers
+                work = comm.all_gather_single(out, own, group, async_op=True, unit=self.spec.name)
+                self._gathering.append(work)
         self.state = Full.GATHERING
+
+    def publish(self) -> None:
+        """The shard's values go to this rank's chunk of home, in home's format."""
+        if not self.aliased:
+            with torch.no_grad():
+                for segment, own in zip(self.layout.segments, self._own(self.home), strict=True):
+                    own.copy_(self.shard[segment.at : segment.at + segment.chunk])
+
+    def published(self) -> None:
+        """Every rank has published and all have met since: full is current."""
+        self.state = Full.CURRENT
 
     def finish_unshard(self) -> None:
         """Wait for `start_unshard`."""
         if self.state is not Full.GATHERING:
             return
+        if self.host is not None:
+            self.host.barrier(f"gather of {self.spec.name}")
+            self.host.forget(self.number)
         for work in self._gathering:
             work.wait()
         self._gathering.clear()
@@ -214,7 +257,7 @@ class Unit:
         A write through `param.data` cannot be seen. Every rank is expected to have made the same change.
         """
         versions = [param._version for param in self.params]
-        if versions != self._versions and not self.aliased and not self.releases:
+        if versions != self._versions and not self.aliased and not self.releases and self.host is None:
             flat = torch.cat(self._own(self.full))
             changed = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
             names = {self.spec.params[i].name for i in changed}
@@ -223,6 +266,23 @@ class Unit:
                     if piece.name in names:
                         self.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
         self._versions = versions
+
+    def adopt_overlay(self) -> None:
+        """This rank's edits of its own chunk go into home and the shard, the others are dropped: their owners have made them.
+
+        Call where no rank reads parameters: after every rank's backward, before the update.
+        """
+        if self.host is None:
+            return
+        with torch.no_grad():
+            for segment, home, mine in zip(
+                self.layout.segments, self._own(self.home), self._own(self.full), strict=True
+            ):
+                if not self.aliased:
+                    shard, changed = self.shard[segment.at : segment.at + segment.chunk], home != mine
+                    shard[changed] = mine[changed].to(shard.dtype)
+                home.copy_(mine)
+        self.host.forget(self.number)
 
     # ---- gradients
 
@@ -237,7 +297,7 @@ class Unit:
         fresh = not self.open
         with torch.no_grad():
             if fresh:
-                self._open(self.dtypes.reduce if now else self.dtypes.accumulate)
+                self._open(self.dtypes.reduce if now else self.dtypes.accumulate, shown=now)
             elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
                 self._widen(self.arena)
             views = self._arena_views
@@ -259,15 +319,16 @@ class Unit:
         arena = self.arena
         if arena is None:
             raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
+        if self.host is not None:
+            self._post(arena, self.host)
+            return
         first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
         keeps = not self.spec.residency.shard_grads or self.layout.world == 1
         in_place = first and fits and keeps and len(self.layout.segments) == 1
         if in_place:
             out = self._own(arena)[0]
-        elif first and fits:
-            out = self._take_spare()
         else:
-            out = self.seat.pool.take(self.layout.shard_numel, arena.dtype, arena.device)
+            out = self._sum_buffer(arena)
         works = []
         for segment in self.layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
@@ -280,6 +341,33 @@ class Unit:
         self.open = False
         self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
 
+    def _post(self, arena: Tensor, host: HostMemory) -> None:
+        # The same on a shared host: the ranks' slots are summed where they are.
+        slot = self._slot
+        if slot is None:
+            slot = host.open_slot(self.layout.numel, arena.dtype, self.finish_reduce)
+            slot.mine.copy_(arena)
+        host.post(slot)
+        self._give_arena()
+        self._slot, self.open = slot, False
+        adds = not (self.grad is None and arena.dtype == self.dtypes.accumulate)
+        self._reducing = _Reduction([], self._sum_buffer(arena), adds=adds, keeps=True, in_place=False)
+
+    def _sum_buffer(self, arena: Tensor) -> Tensor:
+        """Where the sum goes: the gradient itself, if there is none yet and formats agree; else a buffer to add from."""
+        if self.grad is None and arena.dtype == self.dtypes.accumulate:
+            return self._take_spare()
+        return self.seat.pool.take(self.layout.shard_numel, arena.dtype, arena.device)
+
+    def _pull(self, out: Tensor) -> None:
+        slot, self._slot = self._slot, None
+        if slot is None or self.host is None:
+            return
+        for segment in self.layout.segments:
+            start = segment.start + self.rank * segment.chunk
+            self.host.pull(slot, out[segment.at : segment.at + segment.chunk], start, self.spec.name)
+        self.host.pulled(slot)
+
     def finish_reduce(self) -> None:
         """Wait for `reduce`: `grad` is valid afterwards."""
         going, self._reducing = self._reducing, None
@@ -287,6 +375,7 @@ class Unit:
             return
         for work in going.works:
             work.wait()
+        self._pull(going.out)
         if self.layout.world > 1 and self.seat.replicas.size > 1:
             comm.all_reduce(going.out, group=self.seat.replicas, unit=self.spec.name)
         if going.adds:
@@ -306,8 +395,9 @@ class Unit:
         self.grad, self.open, self._grad_in_arena = None, False, False
         for param in self.params:
             param.grad = None
-        if self.spec.residency.shard_grads:
+        if self.spec.residency.shard_grads or self.host is not None:
             self._give_arena()
+        self._slot = None
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -317,14 +407,17 @@ class Unit:
         held["grad_shard"] = 0 if self._spare_grad is None else self._spare_grad.nbytes
         return held
 
-    def _open(self, dtype: torch.dtype) -> None:
+    def _open(self, dtype: torch.dtype, *, shown: bool) -> None:
         if self._grad_in_arena and self.grad is not None:
             self.grad = self._take_spare().copy_(self.grad)  # the arena is about to be written
             self._grad_in_arena = False
         if self.arena is not None and self.arena.dtype != dtype:
             self._give_arena()
         arena = self.arena
-        if arena is None:
+        if arena is None and shown and self.host is not None:
+            self._slot = self.host.open_slot(self.layout.numel, dtype, self.finish_reduce)
+            arena = self._set_arena(dtype, self._slot.mine)
+        elif arena is None:
             arena = self._set_arena(dtype)
         for gap in self._gaps:
             arena[gap.start : gap.stop].zero_()
@@ -334,13 +427,15 @@ class Unit:
         self._set_arena(self.dtypes.accumulate).copy_(old)
         self.seat.pool.give(old)
 
-    def _set_arena(self, dtype: torch.dtype) -> Tensor:
-        self.arena = arena = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
+    def _set_arena(self, dtype: torch.dtype, buffer: Tensor | None = None) -> Tensor:
+        if buffer is None:
+            buffer = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
+        self.arena = arena = buffer
         self._arena_views = [arena[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
         return arena
 
     def _give_arena(self) -> None:
-        if self.arena is not None:
+        if self.arena is not None and self._slot is None:
             self.seat.pool.give(self.arena)
         self.arena, self._arena_views = None, []
 

@@ -33,19 +33,20 @@ def options(stage, bucket, overlap, clip):
     return {"stage": stage, "overlap": overlap, "clip": clip, "policy": policy}
 
 
-def check_bits(bench, kind, stage, cells):
+def check_bits(bench, kind, stage, cells, memory="private"):
     expected = bench.ddp(kind)
     for bucket, overlap in cells:
-        found = train(bench, kind, options(stage, bucket, overlap, None))
+        found = train(bench, kind, options(stage, bucket, overlap, None) | {"memory": memory})
         wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
         assert not wrong, f"{kind} stage {stage} bucket {bucket} overlap {overlap}: parameters {wrong} differ from DDP"
 
 
-def check_close(bench, kind, stage, cells):
+def check_close(bench, kind, stage, cells, memory="private"):
     size = dist.get_world_size()
     for micros, bucket, overlap, clip in cells:
         expected = bench.dense(kind, steps=3, micros=micros, clip=clip, world=size)
-        found = train(bench, kind, options(stage, bucket, overlap, clip), steps=3, micros=micros, dtype=torch.float64)
+        chosen = options(stage, bucket, overlap, clip) | {"memory": memory}
+        found = train(bench, kind, chosen, steps=3, micros=micros, dtype=torch.float64)
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             bound = 1e-12 if kind != "mixed" else 1e-4  # in mixed, a part of the network computes in fp32
             error = float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
@@ -70,16 +71,25 @@ def test_equals_one_process(bench, kind, stage):
     check_close(bench, kind, stage, [GRID[(5 * KINDS.index(kind) + 7 * stage) % len(GRID)]])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@world(2)
+def test_memory_shared_by_a_host_equals_ddp_to_the_bit(bench, kind):
+    number = KINDS.index(kind)
+    check_bits(bench, kind, 1 + number % 3, [(list(BUCKETS)[number % 3], bool(number % 2))], "shared")
+    check_close(bench, kind, 1 + number % 3, [GRID[(5 * number + 3) % len(GRID)]], "shared")
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
 @pytest.mark.parametrize("stage", [1, 3])
 @world(3)
-def test_equals_one_process_on_three_ranks(bench, stage):
-    check_close(bench, "plain", stage, [(1, "parameter", True, 1.0)])
+def test_equals_one_process_on_three_ranks(bench, stage, memory):
+    check_close(bench, "plain", stage, [(1, "parameter", True, 1.0)], memory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "memory"), [*((s, "private") for s in range(4)), (1, "shared"), (3, "shared")])
 @pytest.mark.parametrize("kind", KINDS)
 @world(2, timeout=300)
-def test_grid(bench, kind, stage):
-    check_bits(bench, kind, stage, itertools.product(BUCKETS, (True, False)))
-    check_close(bench, kind, stage, GRID)
+def test_grid(bench, kind, stage, memory):
+    check_bits(bench, kind, stage, itertools.product(BUCKETS, (True, False)), memory)
+    check_close(bench, kind, stage, GRID, memory)

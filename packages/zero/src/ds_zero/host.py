@@ -1,0 +1,269 @@
+"""Memory that the ranks of one host share, so that a gather is a barrier and a reduction is one pass.
+
+Words: a unit's *home* is its full buffer in shared memory, once per host; each rank writes its own chunk of it and nothing
+else. What the model's parameters are views of is this rank's *overlay* of the same memory: reads see home, a write stays
+with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or dropped. So a
+rank that edits a parameter does what it would do with memory of its own, and three ranks that halve it do not make it an
+eighth. A *slot* is a gradient buffer of every rank that all ranks can read; there are two, used in turns.
+
+Note "two slots". Reductions have one order on all ranks, so they have numbers. Before a rank fills a slot for number k, it
+has finished number k-1: it waited until every rank posted k-1, and a rank posts k-1 only after it finished k-2. So nobody
+still reads what the slot held. A rank may be one whole unit ahead of the others before it waits.
+
+Nothing here has a name in the file system, a thread or a descriptor that stays open; what is left is memory, and it goes with
+the last tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ds_comm as comm
+from ds_comm.arena import arena_refusal
+from ds_config.errors import CommError
+from ds_ops.shm import Segment, combine
+
+__all__ = ["HostMemory", "HostPlan", "Slot", "host_refusal"]
+
+_log = logging.getLogger("ds_zero")
+
+_PAGE = mmap.PAGESIZE
+# Buffers that one pass reads together do not start at the same place of a page; see docs/benchmarks/ops.md.
+_STAGGER, _STAGGERS = 1024, 4
+_CELL = 8  # int64 elements: counters of two ranks are never on one cache line
+_SPINS = 40
+_NAP_S = 20e-6
+_WARN_S, _LIMIT_S = 30.0, 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """What to allocate: (elements, dtype) of each unit's full buffer, and the bytes of a gradient slot."""
+
+    fulls: tuple[tuple[int, torch.dtype], ...]
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One number's gradient buffers.
+
+    Attributes:
+        number: In the order of reductions; 1 for the first.
+        mine: What this rank fills. [numel]
+        all: Those of all ranks, mine included.
+    """
+
+    number: int
+    mine: Tensor
+    all: tuple[Tensor, ...]
+
+
+def host_refusal(group: comm.Group) -> str:
+    """Why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
+    told: list[str] = [""] * group.size
+    mine = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
+    comm.all_gather_object(told, mine, group, unit="host")
+    return next((why for why in told if why), "") or arena_refusal(group)
+
+
+class HostMemory:
+    """The shared memory of one model on one host. Construction is collective over the group.
+
+    Attributes:
+        nbytes: Bytes of the segment; memory is taken page by page when first written.
+    """
+
+    def __init__(self, group: comm.Group, plan: HostPlan) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        places, end = [], _PAGE * (1 + group.size * _CELL * 8 // _PAGE)
+        for number, (numel, dtype) in enumerate(plan.fulls):
+            places.append(end + number % _STAGGERS * _STAGGER)
+            end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
+        self._overlaid = end
+        slots = []
+        for number in range(2 * group.size if plan.slot_bytes else 0):
+            slots.append(end + number % _STAGGERS * _STAGGER)
+            end += -(-(plan.slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
+        self.nbytes = end
+        segment, pids = self._meet(end)
+        self._posted = _Counter(segment.tensor(group.size * _CELL, torch.int64), self.rank, pids)
+        self._homes = [segment.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        self._overlay = _Overlay(segment.fd, self._overlaid)
+        self._fulls = [self._overlay.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        self._slots = [segment.tensor(plan.slot_bytes, torch.uint8, at) for at in slots]
+        self._ranges = [(at, n * d.itemsize) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        self._pending: Callable[[], None] | None = None
+        self._number = 0
+        self._marks: dict[int, int] = {}
+        self.barrier("begin")
+        segment.close()
+
+    def _meet(self, nbytes: int) -> tuple[Segment, list[int]]:
+        mine = Segment(nbytes) if self.rank == 0 else None
+        told: list[tuple[str, int]] = [("", 0)] * self.size
+        comm.all_gather_object(told, (mine.token if mine else "", os.getpid()), self.group, unit="host")
+        return mine or Segment.attach(told[0][0], nbytes), [pid for _, pid in told]
+
+    def full(self, number: int) -> tuple[Tensor, Tensor]:
+        """(home, overlay) of a unit, by its place in the plan; both [numel], zero at first."""
+        return self._homes[number], self._fulls[number]
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank came: what they wrote to home before is visible in every overlay after.
+
+        A few microseconds when all are ready. Raises CommError when one does not come ("zero-host-peer").
+        """
+        self._posted.advance()
+        self._posted.wait(self._posted.value, what)
+
+    # ---- gradients
+
+    def open_slot(self, numel: int, dtype: torch.dtype, finish: Callable[[], None]) -> Slot:
+        """The buffers of the next reduction, [numel] each, of unspecified content; fill mine, then `post`.
+
+        Args:
+            finish: Finishes this reduction on this rank; called before the next slot is opened, if it was not before.
+        """
+        self.finish_pending()
+        self._pending = finish
+        self._number += 1
+        nbytes, first = numel * dtype.itemsize, self._number % 2 * self.size
+        rows = tuple(self._slots[first + rank][:nbytes].view(dtype) for rank in range(self.size))
+        return Slot(self._number, rows[self.rank], rows)
+
+    def finish_pending(self) -> None:
+        """Finish the reduction that is under way, if one is."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def post(self, slot: Slot) -> None:
+        """My part of a slot is filled."""
+        self._posted.advance()
+        self._marks[slot.number] = self._posted.value
+
+    def pull(self, slot: Slot, out: Tensor, start: int, what: str) -> None:
+        """out = sum over ranks of [start, start + n) of their parts of a slot, in rank order; waits until all posted."""
+        mark = self._marks.get(slot.number)
+        if mark is not None:
+            self._posted.wait(mark, what)
+        combine(out, [part[start : start + out.numel()] for part in slot.all])
+
+    def pulled(self, slot: Slot) -> None:
+        """This rank needs a slot no more."""
+        self._marks.pop(slot.number, None)
+
+    # ---- edits
+
+    def edited(self) -> list[int]:
+        """Numbers of the units of whose overlay this rank has written a page. Cost: 8 bytes read per page of all units."""
+        pages = self._overlay.written()
+        if not pages:
+            return []
+        return [
+            number
+            for number, (at, nbytes) in enumerate(self._ranges)
+            if any(at // _PAGE <= page <= (at + nbytes - 1) // _PAGE for page in pages)
+        ]
+
+    def forget(self, number: int) -> None:
+        """Drop this rank's edits of a unit: its overlay shows home again."""
+        at, nbytes = self._ranges[number]
+        self._overlay.forget(at, nbytes)
+
+
+class _Overlay:
+    """A private mapping of the first `nbytes` of a file."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._first = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) // _PAGE
+        # One 8-byte word per page, see proc_pid_pagemap(5): bit 63 present, 62 swapped, 61 a page of the file.
+        self._words = bytearray(-(-nbytes // _PAGE) * 8)
+        self._flags = torch.frombuffer(self._words, dtype=torch.int64)
+
+    def tensor(self, numel: int, dtype: torch.dtype, at: int) -> Tensor:
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=at)
+
+    def written(self) -> list[int]:
+        """Pages that are ours and not the file's."""
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            os.preadv(file.fileno(), [self._words], self._first * 8)
+        top = self._flags.bitwise_right_shift(61).bitwise_and_(7)
+        found: list[int] = ((top >= 2) & (top % 2 == 0)).nonzero().flatten().tolist()
+        return found
+
+    def forget(self, at: int, nbytes: int) -> None:
+        start = at // _PAGE * _PAGE
+        self._map.madvise(mmap.MADV_DONTNEED, start, at + nbytes - start)
+
+
+class _Counter:
+    """One number per rank that only grows, readable by all."""
+
+    def __init__(self, cells: Tensor, rank: int, pids: Sequence[int]) -> None:
+        self._all, self._mine, self._pids = cells[::_CELL], cells[rank * _CELL : rank * _CELL + 1], pids
+        self._fence = threading.Lock()
+        self.value = 0
+
+    def advance(self) -> None:
+        """Everything this rank wrote before is there for whoever sees the new value."""
+        self.value += 1
+        with self._fence:  # taking a lock is a memory barrier on every processor
+            self._mine.fill_(self.value)
+
+    def wait(self, value: int, what: str) -> None:
+        """Return when every rank has reached `value`."""
+        spins = 0
+        while min(self._all.tolist()) < value:
+            spins += 1
+            if spins > _SPINS:
+                self._wait_long(value, what)
+                break
+            time.sleep(0)
+        with self._fence:
+            pass
+
+    def _wait_long(self, value: int, what: str) -> None:
+        since, warned = time.monotonic(), False
+        while min(self._all.tolist()) < value:
+            time.sleep(_NAP_S)
+            waited = time.monotonic() - since
+            if waited < 0.5:
+                continue
+            late = [rank for rank, reached in enumerate(self._all.tolist()) if reached < value]
+            dead = [rank for rank in late if not _alive(self._pids[rank])]
+            if dead or waited > _LIMIT_S:
+                raise _absent(what, dead or late, "ended" if dead else f"did not come in {waited:.0f} s")
+            if not warned and waited > _WARN_S:
+                warned = True
+                _log.warning("zero: %s waits %.0f s for ranks %s of this host", what, waited, late)
+            time.sleep(1e-3)
+
+
+def _alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _absent(what: str, ranks: Sequence[int], why: str) -> CommError:
+    return CommError(
+        f"{what}: ranks {list(ranks)} of this host {why}",
+        code="zero-host-peer",
+        fix="See the log of those ranks for what they did last.",
+    )
