@@ -43,10 +43,6 @@ class Deadly(Disk):
         self.paths[fd] = path
         return fd
 
-    def open_direct(self, path):
-        self._point()
-        return super().open_direct(path)
-
     def allocate(self, fd, nbytes):
         self._point()
         super().allocate(fd, nbytes)
@@ -54,6 +50,14 @@ class Deadly(Disk):
     def write(self, fd, data, offset):
         self._point(lambda: os.pwrite(fd, data[: data.nbytes // 2], offset))
         return super().write(fd, data, offset)
+
+    def begin_write(self, io, path, data, offset):
+        self._point(lambda: super(Deadly, self).begin_write(io, path, data[: data.nbytes // 2], offset).wait())
+        return super().begin_write(io, path, data, offset)
+
+    def end_write(self, transfer):
+        self._point()
+        super().end_write(transfer)
 
     def sync(self, fd):
         self._point()

@@ -27,6 +27,12 @@ class Gate(Disk):
             raise OSError(28, "No space left on device")
         return super().write(fd, data, offset)
 
+    def begin_write(self, io, path, data, offset):
+        self.open.wait(30)
+        if self.fail:
+            raise OSError(28, "No space left on device")
+        return super().begin_write(io, path, data, offset)
+
 
 def _state(value, numel=3 * SLAB_BYTES // 4):
     return {"w": torch.full((numel,), float(value)), "b": torch.full((7,), value, dtype=torch.int64)}

@@ -99,10 +99,10 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     """`error` itself, or a CheckpointError that says what it was, with the original as its cause."""
     if isinstance(error, CheckpointError):
         return error
-    if isinstance(error, DsError):
-        code, fix = error.code, error.fix
-    elif isinstance(error, OSError):
+    if isinstance(error, OSError):
         code, fix = "ckpt-io", "Free space or repair the storage; earlier checkpoints are untouched."
+    elif isinstance(error, DsError):
+        code, fix = error.code, error.fix
     else:
         code, fix = "ckpt-failed", "See the traceback of the rank that failed."
     out = CheckpointError(f"{type(error).__name__}: {getattr(error, 'message', error)}", code=code, fix=fix)

@@ -160,11 +160,10 @@ def _check_header(files: Files, file: tuple[int, FileRecord], manifest: Manifest
     source = files.get(index)
     if not 8 <= record.header_nbytes <= min(_MAX_HEADER, record.nbytes):
         raise _bad_header(where, f"a header of {record.header_nbytes} bytes")
-    data = bytearray(record.header_nbytes)
-    source.read_into(memoryview(data), 0)
+    data = bytes(source.view(0, record.header_nbytes))
     if f"{crc32(data):08x}" != record.header_crc32 or int.from_bytes(data[:8], "little") != record.header_nbytes - 8:
         raise _bad_header(where, f"its checksum is not {record.header_crc32}")
-    entries = parse(bytes(data[8:]), where)
+    entries = parse(data[8:], where)
     expected = {}
     for name, tensor in manifest.tensors.items():
         for i, part in enumerate(tensor.parts):

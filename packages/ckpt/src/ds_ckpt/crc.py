@@ -10,18 +10,14 @@ the zlib manual; the arithmetic here is multiplication of polynomials modulo P, 
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["crc32", "shifted"]
+from ds_ops.checksum import copy_crc32, crc32
+
+__all__ = ["copy_crc32", "crc32", "shifted"]
 
 _POLY: Final = 0xEDB88320
-
-
-def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """zlib's CRC-32 of `data`, continuing from `value`. Releases the GIL for more than 5 KiB."""
-    return zlib.crc32(data, value)
 
 
 def _multiply(a: int, b: int) -> int:

@@ -12,17 +12,21 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.protocols import Draft, ReadFile, WriteFile, not_found, truncated
 from ds_config.errors import CheckpointError
+from ds_ops.io import AsyncIO, IOSettings, Transfer
+from ds_ops.mapped import MappedFile
 
 __all__ = ["Disk", "LocalStorage", "LocalWriteFile"]
 
-_PAGE: Final = 4096
 _DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
+_QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
 _TMP: Final = ".tmp-"
 _OLD: Final = ".old-"
 
@@ -52,15 +56,6 @@ class Disk:
     def open_new(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def open_direct(self, path: str) -> int:
-        """A second descriptor of a file, for writes that bypass the page cache; -1 where there is no such thing."""
-        try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOTSUP):
-                return -1
-            raise
-
     def allocate(self, fd: int, nbytes: int) -> None:
         """Reserve the file's space: a full disk is known before the first write, and parallel writes need no lock."""
         try:
@@ -71,6 +66,13 @@ class Disk:
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
+
+    def begin_write(self, io: AsyncIO, path: str, data: memoryview, offset: int) -> Transfer:
+        """Start to write part of a file past the page cache; `end_write` waits for it."""
+        return io.write(path, data, offset)
+
+    def end_write(self, transfer: Transfer) -> None:
+        transfer.wait()
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
@@ -93,75 +95,100 @@ class Disk:
 
 
 class LocalWriteFile:
-    """Whole pages go past the page cache where the file system lets them (O_DIRECT), the rest through it."""
-
-    parallel = True
+    """Large files go past the page cache where the file system lets them (O_DIRECT), several writes at a time."""
 
     def __init__(self, disk: Disk, path: str, nbytes: int) -> None:
         self._disk, self._path = disk, path
         self._fd = disk.open_new(path)
-        self._direct = -1
+        self._io: AsyncIO | None = None
         try:
             if nbytes >= _DIRECT_BYTES:
                 disk.allocate(self._fd, nbytes)
-                self._direct = disk.open_direct(path)
+                self._io = AsyncIO(_QUEUE)
         except BaseException:
             self.abandon()
             raise
 
-    def write(self, offset: int, data: memoryview) -> None:
-        pages = data.nbytes - data.nbytes % _PAGE
-        if self._direct >= 0 and pages and offset % _PAGE == 0:
-            done = self._put(self._direct, data[:pages], offset)
-            data, offset = data[done:], offset + done
-        self._put(self._fd, data, offset)
-
-    def _put(self, fd: int, data: memoryview, offset: int) -> int:
-        total = 0
-        while total < data.nbytes:
-            try:
-                done = self._disk.write(fd, data[total:], offset + total)
-            except OSError as error:
-                if fd == self._direct and error.errno == errno.EINVAL:
-                    return total  # memory or size that this device does not take directly: the page cache does
-                raise
+    def write(self, offset: int, data: memoryview) -> Callable[[], None] | None:
+        if self._io is not None and data.nbytes:
+            return partial(self._disk.end_write, self._disk.begin_write(self._io, self._path, data, offset))
+        while data.nbytes:
+            done = self._disk.write(self._fd, data, offset)
             if done <= 0:
                 raise OSError(errno.EIO, "the device took no bytes", self._path)
-            total += done
-            if fd == self._direct and done % _PAGE:
-                return total
-        return total
+            data, offset = data[done:], offset + done
+        return None
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """`write`, and wait."""
+        ended = self.write(offset, data)
+        if ended is not None:
+            ended()
 
     def close(self) -> None:
         try:
+            if self._io is not None:
+                self._io.close()
             self._disk.sync(self._fd)
         finally:
-            fds, self._fd, self._direct = (self._fd, self._direct), -1, -1
-            for fd in fds:
-                if fd >= 0:
-                    self._disk.close(fd)
+            fd, self._fd = self._fd, -1
+            self._disk.close(fd)
 
     def abandon(self) -> None:
-        fds, self._fd, self._direct = (self._fd, self._direct), -1, -1
-        for fd in fds:
+        io, self._io = self._io, None
+        fd, self._fd = self._fd, -1
+        try:
+            if io is not None:
+                io.close()
+        except OSError as late:  # nobody relies on this file; what failed first is being raised
+            ds_monitor.event("ckpt.abandoned", path=self._path, why=str(late))
+        finally:
             if fd >= 0:
                 os.close(fd)
 
 
-class _LocalReadFile:
+class _MappedReadFile:
+    def __init__(self, path: str, where: str) -> None:
+        self._file, self._where = MappedFile(path), where
+        self.nbytes = self._file.nbytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        if offset + nbytes > self.nbytes:
+            raise truncated(self._where, offset, nbytes)
+        return self._file.view(offset, nbytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _PlainReadFile:
+    """For file systems and kernels that cannot map a file safely."""
+
     def __init__(self, path: str, where: str) -> None:
         self._fd, self._where = os.open(path, os.O_RDONLY | os.O_CLOEXEC), where
         self.nbytes = os.fstat(self._fd).st_size
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        while buffer.nbytes:
-            got = os.preadv(self._fd, [buffer], offset)
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        buffer = memoryview(bytearray(nbytes))
+        at = 0
+        while at < nbytes:
+            got = os.preadv(self._fd, [buffer[at:]], offset + at)
             if got <= 0:
-                raise truncated(self._where, offset, buffer.nbytes)
-            buffer, offset = buffer[got:], offset + got
+                raise truncated(self._where, offset, nbytes)
+            at += got
+        return buffer.toreadonly()
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _open_to_read(path: str, where: str) -> ReadFile:
+    try:
+        return _MappedReadFile(path, where)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+    return _PlainReadFile(path, where)
 
 
 class _LocalDraft:
@@ -259,7 +286,7 @@ class LocalStorage:
     def open(self, tag: str, name: str) -> ReadFile:
         path = os.path.join(self._directory(tag), name)
         try:
-            return _LocalReadFile(path, f"{self.where(tag)}/{name}")
+            return _open_to_read(path, f"{self.where(tag)}/{name}")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise not_found(self.where(tag), name) from error
 

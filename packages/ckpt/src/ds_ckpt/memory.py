@@ -9,8 +9,6 @@ __all__ = ["MemoryStorage"]
 
 
 class _MemoryFile:
-    parallel = True
-
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
 
@@ -28,10 +26,10 @@ class _BytesReadFile:
     def __init__(self, data: bytes | bytearray, where: str) -> None:
         self._data, self._where, self.nbytes = memoryview(data), where, len(data)
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        if offset + buffer.nbytes > self.nbytes:
-            raise truncated(self._where, offset, buffer.nbytes)
-        buffer[:] = self._data[offset : offset + buffer.nbytes]
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        if offset + nbytes > self.nbytes:
+            raise truncated(self._where, offset, nbytes)
+        return self._data[offset : offset + nbytes]
 
     def close(self) -> None:
         """Nothing is open."""

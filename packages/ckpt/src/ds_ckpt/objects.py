@@ -16,8 +16,6 @@ __all__ = ["ObjectStorage"]
 
 
 class _ObjectWriteFile:
-    parallel = False
-
     def __init__(self, fs: Any, path: str) -> None:
         self._file, self._at, self._path = fs.open(path, "wb"), 0, path
 
@@ -46,11 +44,11 @@ class _ObjectReadFile:
         self._fs, self._path = fs, path
         self.nbytes = int(fs.info(path)["size"])
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        data = self._fs.cat_file(self._path, start=offset, end=offset + buffer.nbytes) if buffer.nbytes else b""
-        if len(data) != buffer.nbytes:
-            raise truncated(self._path, offset, buffer.nbytes)
-        buffer[:] = data
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        data = self._fs.cat_file(self._path, start=offset, end=offset + nbytes) if nbytes else b""
+        if len(data) != nbytes:
+            raise truncated(self._path, offset, nbytes)
+        return memoryview(data)
 
     def close(self) -> None:
         """Ranges are separate requests; nothing is open."""

@@ -4,6 +4,7 @@ invisible to readers until `commit`. How that is made atomic is the storage's ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,15 +15,16 @@ __all__ = ["Draft", "ReadFile", "Storage", "WriteFile", "not_found", "truncated"
 
 
 class WriteFile(Protocol):
-    """A data file being written. `parallel` says whether offsets may come in any order and from several threads."""
+    """A data file being written, from the first byte to the last."""
 
-    parallel: bool
+    def write(self, offset: int, data: memoryview) -> Callable[[], None] | None:
+        """Write all of `data` at byte `offset`, where the write before ended.
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` from byte `offset`."""
+        Returns: what waits until the memory may change, and raises what went wrong; None when all is done already.
+        """
 
     def close(self) -> None:
-        """Return when the bytes are durable."""
+        """Return when the bytes are durable. Everything that was written has been waited for."""
 
     def abandon(self) -> None:
         """Let go of the file without any promise about its content."""
@@ -33,8 +35,13 @@ class ReadFile(Protocol):
 
     nbytes: int
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from byte `offset`; raises CheckpointError "ckpt-file-truncated" when the file ends before."""
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """`nbytes` from byte `offset` on, for reading at once; the file's own memory where it has any.
+
+        Raises:
+            CheckpointError: "ckpt-file-truncated": the file ends before.
+            OSError: the device failed.
+        """
 
     def close(self) -> None: ...
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from ds_ckpt.crc import crc32, shifted
+from ds_ckpt.crc import copy_crc32, crc32, shifted
 from ds_ckpt.format import Manifest
 from ds_ckpt.plan import BlockRead, Run
 from ds_ckpt.protocols import ReadFile, Storage
@@ -23,7 +23,8 @@ __all__ = ["Files", "Partial", "bad_block", "check_block", "missing_bytes", "rea
 
 _GAP: Final = 4096  # bytes between two runs that are read through: a disk reads pages anyway
 _THREADS: Final = 4
-_STRETCH: Final = 2**20
+_STRETCH: Final = 4 * 2**20  # bytes that a file is asked for at a time: its read-ahead
+_LARGE: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +86,12 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
 
 def _read_block(files: Files, read: BlockRead, buffers: Sequence[memoryview]) -> Partial | None:
     file = files.get(read.file)
-    runs = read.runs
-    if len(runs) == 1 and runs[0].nbytes == read.nbytes:
-        if _read_into(file, _target(runs[0], buffers), read.at) != int(read.crc32, 16):
-            raise bad_block(files, read)
-        return None
-    crc, ranges = 0, []
-    for low, high, group in _spans(runs, read.nbytes):
-        if len(group) == 1 and group[0].nbytes == high - low:
-            part = _read_into(file, _target(group[0], buffers), read.at + low)
-        else:
-            data = memoryview(bytearray(high - low))
-            part = _read_into(file, data, read.at + low)
-            for run in group:
-                _target(run, buffers)[:] = data[run.at - low : run.at - low + run.nbytes]
-        crc ^= shifted(part, read.nbytes - high)
+    crc = 0
+    ranges: list[tuple[int, int]] = []
+    for low, high, runs in _spans(read.runs, read.nbytes):
+        crc ^= shifted(_take(file, (read.at, low, high), runs, buffers), read.nbytes - high)
+        if ranges and ranges[-1][1] == low:
+            low = ranges.pop()[0]
         ranges.append((low, high))
     if ranges == [(0, read.nbytes)]:
         if crc != int(read.crc32, 16):
@@ -108,30 +100,42 @@ def _read_block(files: Files, read: BlockRead, buffers: Sequence[memoryview]) ->
     return Partial(read.file, read.at, tuple(ranges), crc)
 
 
-def _read_into(file: ReadFile, target: memoryview, offset: int) -> int:
-    """Fill `target` and return its checksum, taken while each stretch is still in the processor's cache."""
+def _take(file: ReadFile, span: tuple[int, int, int], runs: Sequence[Run], buffers: Sequence[memoryview]) -> int:
+    """Read bytes low..high of the block at `at` (span: at, low, high), put each run where it belongs; the checksum."""
+    at, start, stop = span
     crc = 0
-    for low in range(0, target.nbytes, _STRETCH):
-        stretch = target[low : low + _STRETCH]
-        file.read_into(stretch, offset + low)
-        crc = crc32(stretch, crc)
+    for low in range(start, stop, _STRETCH):
+        high = min(low + _STRETCH, stop)
+        view = file.view(at + low, high - low)
+        if len(runs) == 1 and (runs[0].at, runs[0].nbytes) == (start, stop - start):
+            to = runs[0].to + low - start
+            crc = copy_crc32(buffers[runs[0].shard][to : to + high - low], view, crc)
+            continue
+        crc = crc32(view, crc)
+        for run in runs:
+            first, last = max(run.at, low), min(run.at + run.nbytes, high)
+            if first < last:
+                to = run.to + first - run.at
+                buffers[run.shard][to : to + last - first] = view[first - low : last - low]
     return crc
 
 
-def _target(run: Run, buffers: Sequence[memoryview]) -> memoryview:
-    return buffers[run.shard][run.to : run.to + run.nbytes]
-
-
 def _spans(runs: Sequence[Run], nbytes: int) -> list[tuple[int, int, list[Run]]]:
-    """Runs grouped into ranges to read: (low, high, runs inside), small gaps and block edges included."""
+    """Runs grouped into disjoint ranges to read, in order: (low, high, runs inside).
+
+    Small gaps and block edges are read through; a large run is a range of its own, so that it is copied and checked at once.
+    """
     spans: list[tuple[int, int, list[Run]]] = []
     for run in runs:
-        if spans and run.at - spans[-1][1] < _GAP:
+        stop = run.at + run.nbytes
+        if spans:
             low, high, group = spans[-1]
-            group.append(run)
-            spans[-1] = (low, max(high, run.at + run.nbytes), group)
-        else:
-            spans.append((run.at, run.at + run.nbytes, [run]))
+            apart = min(run.nbytes, high - low) >= _LARGE and len(group) == 1
+            if run.at < high or (run.at - high < _GAP and not (run.at == high and apart)):
+                group.append(run)
+                spans[-1] = (low, max(high, stop), group)
+                continue
+        spans.append((run.at, stop, [run]))
     if spans[0][0] < _GAP:
         spans[0] = (0, spans[0][1], spans[0][2])
     if nbytes - spans[-1][1] < _GAP:
@@ -167,11 +171,8 @@ def unproven(partials: Iterable[Partial], expected: Mapping[tuple[int, int], tup
 def check_block(files: Files, read: BlockRead) -> None:
     """Read all of a block only to check it. Raises CheckpointError "ckpt-block-damaged"."""
     file, crc = files.get(read.file), 0
-    stretch = memoryview(bytearray(min(read.nbytes, _STRETCH)))
     for low in range(0, read.nbytes, _STRETCH):
-        part = stretch[: min(_STRETCH, read.nbytes - low)]
-        file.read_into(part, read.at + low)
-        crc = crc32(part, crc)
+        crc = crc32(file.view(read.at + low, min(_STRETCH, read.nbytes - low)), crc)
     if crc != int(read.crc32, 16):
         raise bad_block(files, read)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import ds_monitor
 from ds_ckpt.agree import Ranks
 from ds_ckpt.catalog import next_sequence
-from ds_ckpt.crc import crc32
+from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.format import BLOCK_BYTES, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord, encode, valid_name
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.plan import Item, SavePlan, plan_save
@@ -139,7 +139,7 @@ def save_from(
     stream, read = job.stream(Pool()), list(readers.values())
     present: list[tuple[int, memoryview]] = []
 
-    def copy(target: memoryview, item: Item, start: int) -> None:
+    def copy(target: memoryview, item: Item, start: int) -> int:
         index = item.piece.shard
         if not present or present[0][0] != index:
             present.clear()  # before the next one is read: one at a time
@@ -150,7 +150,7 @@ def save_from(
                 code="ckpt-shard",
                 fix="The source changed or is damaged.",
             )
-        target[:] = present[0][1][start : start + target.nbytes]
+        return copy_crc32(target, present[0][1][start : start + target.nbytes])
 
     return publish(ranks, job, lambda: stream.through(copy, job.write))
 

@@ -1,23 +1,25 @@
-"""One rank's data file, written through page-aligned slabs by several threads. No torch.
+"""One rank's data file, written through page-aligned slabs, several at a time. No torch.
 
 Words: the file is a *stream* of bytes: safetensors header, then the entries end to end. A *slab* is up to `SLAB_BYTES` of
 the stream, at a multiple of that, in page-aligned memory that is kept between saves (so its pages are there). A
 *segment* is the part of a slab that belongs to one checksum block of one entry.
 
-Whoever owns the tensors calls `fill`: copies segments into free slabs. Whoever writes calls `drain`: checksums and writes
-slabs and gives them back. The pool of slabs is all that is between the two: with a pool as large as the state, `fill` is a
+Whoever owns the tensors calls `fill`: copies segments into free slabs and checksums them on the way. Whoever writes calls
+`drain`: begins the writing of slabs, as many as there are, and gives them back when they are written. The pool of slabs is all that is between the two: with a pool as large as the state, `fill` is a
 snapshot and never waits; with a small one it proceeds at the speed of the disk, in bounded memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -32,10 +34,12 @@ __all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "safetensors_heade
 
 SLAB_BYTES: Final = 4 * 2**20
 T = TypeVar("T")
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PAGE: Final = 4096  # the header ends on a page: entries can be mapped, and slabs written past the page cache
-_THREADS: Final = 4
 
-Copy = Callable[[memoryview, Item, int], None]  # fill the view with the entry's bytes from the given byte on
+Copy = Callable[
+    [memoryview, Item, int], int
+]  # fill the view with the entry's bytes from the given byte on; their checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,12 @@ class Pool:
 
     def _new(self) -> mmap.mmap:
         self._made += 1
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-        return mmap.mmap(-1, SLAB_BYTES, flags=flags)
+        slab = mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE):
+            if advice is not None:
+                with contextlib.suppress(OSError):  # kernels that do not know it: the pages come when they are touched
+                    slab.madvise(advice)
+        return slab
 
 
 class Stream:
@@ -148,7 +156,6 @@ class Stream:
         self.filled = threading.Event()
         self._error: BaseException | None = None
         self._sums = [[0] * (-(-item.nbytes // block_bytes)) for item in items]
-        self._sums_lock = threading.Lock()
 
     def fill(self, copy: Copy) -> None:
         """Copy every entry into slabs; returns when the tensors may change. Returns early when `drain` has failed.
@@ -164,7 +171,8 @@ class Stream:
                 head = self._head[part.at : part.at + SLAB_BYTES]
                 view[: len(head)] = head
                 for s in part.segments:
-                    copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
+                    crc = copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
+                    self._sums[s.entry][s.block] ^= shifted(crc, s.after)
                 self._queue.put((part, slab))
         except BaseException as error:
             self._error = error
@@ -222,36 +230,53 @@ class Stream:
         self._queue.put(None)  # whoever waits for a slab learns that none comes
 
     def _write_all(self, file: WriteFile) -> int:
+        # Writes end in the order in which they began, nearly: the oldest is waited for when nothing new is there.
         total = 0
-        with ThreadPoolExecutor(_THREADS if file.parallel else 1, thread_name_prefix="ds-ckpt-write") as threads:
-            waiting: list[Future[None]] = []
-            try:
-                while (entry := self._queue.get()) is not None:
-                    waiting.append(threads.submit(self._write, file, *entry))
-                    total += entry[0].nbytes
-                    while waiting and waiting[0].done():
-                        waiting.pop(0).result()
-                for future in waiting:
-                    future.result()
-            finally:
-                self._stopped.set()
+        under_way: deque[tuple[Callable[[], None], mmap.mmap]] = deque()
+        try:
+            while (entry := self._next(under_way)) is not None:
+                part, slab = entry
+                try:
+                    ended = file.write(part.at, memoryview(slab)[: part.nbytes])
+                except BaseException:
+                    self._pool.release(slab)
+                    raise
+                total += part.nbytes
+                if ended is None:
+                    self._pool.release(slab)
+                else:
+                    under_way.append((ended, slab))
+        finally:
+            self._stopped.set()
+            self._end(under_way, len(under_way))
         return total
 
-    def _write(self, file: WriteFile, part: _Range, slab: mmap.mmap) -> None:
-        try:
-            if self._stopped.is_set():
-                return
-            view = memoryview(slab)
-            for s in part.segments:
-                crc = shifted(crc32(view[s.at : s.at + s.nbytes]), s.after)
-                with self._sums_lock:
-                    self._sums[s.entry][s.block] ^= crc
-            file.write(part.at, view[: part.nbytes])
-        except BaseException:
-            self._stopped.set()
-            raise
-        finally:
+    def _next(self, under_way: deque[tuple[Callable[[], None], mmap.mmap]]) -> tuple[_Range, mmap.mmap] | None:
+        """What `fill` delivered next; None at the end, after all writes have ended."""
+        while under_way:
+            try:
+                entry = self._queue.get_nowait()
+            except queue.Empty:
+                self._end(under_way, 1)
+            else:
+                if entry is None:
+                    self._end(under_way, len(under_way))
+                return entry
+        return self._queue.get()
+
+    def _end(self, under_way: deque[tuple[Callable[[], None], mmap.mmap]], count: int) -> None:
+        """Wait for the `count` oldest writes, all of them, and give back their slabs; then raise the first error."""
+        errors = []
+        for _ in range(count):
+            ended, slab = under_way.popleft()
+            try:
+                ended()
+            except Exception as error:
+                errors.append(error)
             self._pool.release(slab)
+        if errors:
+            self._stopped.set()
+            raise errors[0]
 
     def _ranges(self) -> Iterator[_Range]:
         """The stream cut at multiples of SLAB_BYTES."""

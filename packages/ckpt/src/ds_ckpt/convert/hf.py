@@ -143,11 +143,11 @@ def _write_file(path: Path, entries: Sequence[tuple[str, Entry]]) -> None:
     head = safetensors_header([(name, entry.dtype, entry.shape) for name, entry in ordered])
     file = LocalWriteFile(Disk(), str(path), 0)
     try:
-        file.write(0, memoryview(head))
+        file.put(0, memoryview(head))
         at = len(head)
         for _, entry in ordered:
             data = byte_view(entry.read())
-            file.write(at, data)
+            file.put(at, data)
             at += data.nbytes
         file.close()
     except BaseException:
