@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ds_ckpt
 import ds_engine
 from ds_config.errors import CheckpointError
 from ds_engine import Engine
@@ -203,3 +204,32 @@ def test_a_save_inside_a_step_goes_on_from_its_beginning(
     assert [resumed.train_batch().loss for _ in range(2)] == losses
     for each in (engine, expected, resumed):
         each.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_without_frozen_parameters_and_back_into_another_base(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, stage: int
+) -> None:
+    def frozen() -> nn.Module:
+        model = make_model()
+        model.first.requires_grad_(False)
+        return model
+
+    asked = config(zero_optimization={"stage": stage})
+    first = start(frozen(), asked, rows)
+    first.train_batch()
+    path = first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    trained = {name: value.clone() for name, value in first.whole_state_dict().items()}
+    first.close()
+    names = {name for name in ds_ckpt.inspect(path).tensors if name.startswith("param/")}
+    assert names == {"param/second.weight", "param/second.bias"}
+    second = start(frozen(), asked, rows)
+    with torch.no_grad():
+        second.module.first.weight.zero_()
+    with pytest.raises(CheckpointError):
+        second.load_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path, load_module_strict=False)
+    found = second.whole_state_dict()
+    second.close()
+    assert not found["first.weight"].any()
+    assert torch.equal(found["second.weight"], trained["second.weight"])

@@ -55,8 +55,12 @@ class Run(Protocol):
         """The configuration, as JSON."""
 
 
-def save_run(run: Run, path: str, client: Mapping[str, Any]) -> str:
-    """Write a checkpoint of `run`. Collective. Returns where it is."""
+def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = True) -> str:
+    """Write a checkpoint of `run`. Collective. Returns where it is.
+
+    Args:
+        frozen: Whether parameters that need no gradient are in it, too.
+    """
     counters, loader = run.progress(), run.training_dataloader
     meta = {
         "format": _FORMAT,
@@ -68,8 +72,11 @@ def save_run(run: Run, path: str, client: Mapping[str, Any]) -> str:
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
     }
-    shards = [*_model_shards(run), *_optim_shards(run), *_random_shards(run, _random_states(run.device))]
-    run.checkpointer.save(path, shards, meta, aliases=_aliases(run.module))
+    left_out = set() if frozen else {f"param/{n}" for n, p in run.module.named_parameters() if not p.requires_grad}
+    model = [shard for shard in _model_shards(run) if shard.shard.name not in left_out]
+    aliases = {name: stored for name, stored in _aliases(run.module).items() if stored not in left_out}
+    shards = [*model, *_optim_shards(run), *_random_shards(run, _random_states(run.device))]
+    run.checkpointer.save(path, shards, meta, aliases=aliases)
     ds_monitor.event("engine/saved", path=path)
     return path
 
@@ -78,7 +85,9 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     """Go on from the checkpoint `root/tag`, or from the newest in `root`. Collective.
 
     Args:
-        parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model.
+        parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model;
+            "partly" leaves tensors of the model alone that the checkpoint lacks, and those of the checkpoint unread that the
+            model lacks.
     """
     run.checkpointer.wait()
     path = f"{root}/{tag}" if tag is not None else _newest(root)
@@ -88,6 +97,8 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     manifest = ds_ckpt.inspect(path)
     resumed = "run" in parts and manifest.meta.get("world") == run.mesh["world"].size
     shards, prefixes = _model_shards(run), ["param/", "buffer/"]
+    if "partly" in parts:
+        shards = [shard for shard in shards if shard.shard.name in manifest.tensors]
     if "optimizer" in parts and run.optimizer is not None:
         run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in manifest.tensors if n.startswith("optim/")}))
         shards += _optim_shards(run)
@@ -96,7 +107,8 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     if resumed:
         shards += _random_shards(run, states)
         prefixes.append("rng/")
-    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=LoadOptions(prefixes=tuple(prefixes)))
+    options = LoadOptions(prefixes=tuple(prefixes), strict="partly" not in parts)
+    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
     if meta.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",

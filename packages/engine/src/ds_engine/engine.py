@@ -260,7 +260,11 @@ class Engine(nn.Module):
     # ---- checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
     ) -> str:
         """Save everything a run needs to go on, on any number of ranks. Collective. Returns the checkpoint's path.
 
@@ -270,10 +274,12 @@ class Engine(nn.Module):
             save_dir: Directory of checkpoints; the new one is complete or not there at all.
             tag: Its name; `global_step<n>` by default.
             client_state: JSON of the caller's own, the same on every rank.
+            exclude_frozen_parameters: Leave out parameters that need no gradient; load with `load_module_strict=False`.
         Raises:
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
-        return save_run(self, f"{fspath(save_dir)}/{tag or f'global_step{self.counters.steps}'}", client_state or {})
+        path = f"{fspath(save_dir)}/{tag or f'global_step{self.counters.steps}'}"
+        return save_run(self, path, client_state or {}, frozen=not exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -283,6 +289,7 @@ class Engine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         load_data_state: bool = True,
+        load_module_strict: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, whatever number of ranks and ZeRO stage wrote it. Collective.
 
@@ -291,6 +298,7 @@ class Engine(nn.Module):
             tag: Which; the newest complete one by default.
             load_optimizer_states, load_lr_scheduler_states, load_data_state: False begins that part anew.
             load_module_only: Only the parameters and buffers.
+            load_module_strict: False takes what checkpoint and model have in common, and leaves the rest as it is.
         Returns:
             Path and client state; (None, None) when the directory holds no complete checkpoint.
         Raises:
@@ -301,6 +309,7 @@ class Engine(nn.Module):
             "scheduler": load_lr_scheduler_states and not load_module_only,
             "data": load_data_state and not load_module_only,
             "run": not load_module_only,
+            "partly": not load_module_strict,
         }
         self._stream = None
         return load_run(self, fspath(load_dir), tag, frozenset(name for name, wanted in parts.items() if wanted))
