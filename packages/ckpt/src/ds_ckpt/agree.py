@@ -10,34 +10,31 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from ds_ckpt.jsontext import Json
+from ds_comm import Group, GroupLike, all_gather_single, as_group, drop_group, patience, single_group, twin_group
 from ds_config.errors import CheckpointError, DsError
 
-__all__ = ["Ranks", "as_checkpoint_error"]
+__all__ = ["TRANSFER_S", "Ranks", "as_checkpoint_error"]
+
+TRANSFER_S: Final = 3600.0  # patience for reading or writing a whole checkpoint
 
 
 class Ranks:
     """The ranks that take part. `group`: a ds_comm Group, a torch ProcessGroup, or None (all ranks, or a world of one)."""
 
-    def __init__(self, group: Any = None) -> None:
-        # A Group of one has no process group; everything below then stays in this process.
-        alone = hasattr(group, "pg") and group.pg is None
-        self._group: dist.ProcessGroup | None = getattr(group, "pg", group)
-        live = dist.is_available() and dist.is_initialized() and not alone
-        self.rank = dist.get_rank(self._group) if live else 0
-        self.size = dist.get_world_size(self._group) if live else 1
+    def __init__(self, group: GroupLike = None) -> None:
+        self._group = as_group(group)
+        self.rank, self.size = self._group.rank, self._group.size
 
     @staticmethod
     def alone() -> Ranks:
         """A world of one, whatever process groups there are."""
-        made = Ranks.__new__(Ranks)
-        made._group, made.rank, made.size = None, 0, 1
-        return made
+        return Ranks(single_group("ckpt"))
 
     @staticmethod
     def of(group: Any) -> Ranks:
@@ -46,25 +43,25 @@ class Ranks:
 
     def twin(self) -> Ranks:
         """The same ranks over a CPU group of their own, for another thread. Collective; `close` it."""
-        if self.size == 1:
-            return Ranks.alone()
-        members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+        return Ranks(twin_group(self._group, "ckpt"))
 
     def close(self) -> None:
         """Destroy the group of a `twin`."""
-        if self.size > 1:
-            dist.destroy_process_group(self._group)
+        drop_group(self._group)
 
-    def agree(self, action: Callable[[], Json]) -> list[Json]:
+    def agree(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> list[Json]:
         """Run `action` on every rank and return all results, by rank.
+
+        Args:
+            patience_s: How long the others wait for this rank's action before that is reported as a hang.
 
         Raises:
             CheckpointError: this rank's error, or where it had none, the first other rank's with that rank's number.
         """
         mine: Exception | None = None
         try:
-            message: dict[str, Json] = {"ok": action()}
+            with patience(patience_s) if patience_s and self.size > 1 else nullcontext():
+                message: dict[str, Json] = {"ok": action()}
         except Exception as error:
             mine = as_checkpoint_error(error)
             message = {"message": mine.message, "code": mine.code, "fix": mine.fix}
@@ -84,14 +81,15 @@ class Ranks:
         """Everyone's `value`, by rank. Cost: two all-gathers; the second pads to the longest value."""
         data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
         device = _device(self._group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device), group=self._group)
-        lengths = [int(n.item()) for n in sizes]
+        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        sizes = mine.new_empty(self.size)
+        all_gather_single(sizes, mine, self._group, unit="ckpt")
+        lengths = sizes.tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(parts, padded.to(device), group=self._group)
-        texts = [zlib.decompress(p[:n].cpu().numpy().tobytes()) for p, n in zip(parts, lengths, strict=True)]
+        rows = torch.empty((self.size, max(lengths)), dtype=torch.uint8, device=device)
+        all_gather_single(rows, padded.to(device), self._group, unit="ckpt")
+        texts = [zlib.decompress(row[:n].numpy().tobytes()) for row, n in zip(rows.cpu(), lengths, strict=True)]
         return [json.loads(text) for text in texts]
 
 
@@ -110,12 +108,9 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     return out
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def _device(group: Group) -> torch.device:
     # Backends of devices move device tensors only; a group with a CPU backend is served from there.
-    config = dist.get_backend_config(group)
-    if "cpu" in str(config) or dist.get_backend(group) in ("gloo", "mpi"):
+    kinds = {} if group.channel is None else group.channel.transports
+    if not kinds or "cpu" in kinds:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())

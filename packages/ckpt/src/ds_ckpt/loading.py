@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ds_monitor
-from ds_ckpt.agree import Ranks
+from ds_ckpt.agree import TRANSFER_S, Ranks
 from ds_ckpt.catalog import read_manifest
 from ds_ckpt.format import Manifest
 from ds_ckpt.jsontext import Json, from_json
@@ -89,7 +89,7 @@ def _load(ranks: Ranks, at: At, local: Sequence[Local], what: tuple[Manifest, se
 
         partials = [
             Partial(file, byte, tuple((low, high) for low, high in ranges), crc)
-            for answer in ranks.agree(read)
+            for answer in ranks.agree(read, patience_s=TRANSFER_S)
             for file, byte, ranges, crc in answer
         ]
         ranks.agree(lambda: _prove(ranks, files, manifest, partials))

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 import ds_monitor
-from ds_ckpt.agree import Ranks
+from ds_ckpt.agree import TRANSFER_S, Ranks
 from ds_ckpt.catalog import next_sequence
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.format import BLOCK_BYTES, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord, encode, valid_name
@@ -209,7 +209,7 @@ def publish(ranks: Ranks, job: Job, write: Callable[[], Json]) -> Saved:
     """Steps 3 to 5 of a save; `write` is step 4. Collective."""
     try:
         ranks.agree(lambda: job.draft.create() if ranks.rank == 0 else None)
-        written = ranks.agree(write)
+        written = ranks.agree(write, patience_s=TRANSFER_S)
         sequence = ranks.agree(lambda: job.commit(written) if ranks.rank == 0 else None)[0]
     except BaseException as error:
         if ranks.rank == 0:

@@ -26,7 +26,16 @@ from ds_comm.collectives import (
     scatter,
 )
 from ds_comm.grid import Grid
-from ds_comm.groups import Group, GroupLike, as_group, new_group, single_group, world_group
+from ds_comm.groups import (
+    Group,
+    GroupLike,
+    as_group,
+    drop_group,
+    new_group,
+    single_group,
+    twin_group,
+    world_group,
+)
 from ds_comm.init import destroy_process_group, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
 from ds_comm.objects import (
@@ -73,6 +82,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "destroy_process_group",
+    "drop_group",
     "gather",
     "gather_object",
     "init_distributed",
@@ -94,6 +104,7 @@ __all__ = [
     "send",
     "send_object_list",
     "single_group",
+    "twin_group",
     "world_group",
 ]
 

@@ -16,7 +16,17 @@ import torch.distributed as dist
 from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
 
-__all__ = ["Channel", "Group", "GroupLike", "as_group", "new_group", "single_group", "world_group"]
+__all__ = [
+    "Channel",
+    "Group",
+    "GroupLike",
+    "as_group",
+    "drop_group",
+    "new_group",
+    "single_group",
+    "twin_group",
+    "world_group",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +150,24 @@ def new_group(ranks: Sequence[int], name: str) -> Group | None:
     if not inside:
         return None
     return Group(name, members, members.index(world.global_rank), pg)
+
+
+def twin_group(group: GroupLike, name: str) -> Group:
+    """The same ranks over a process group of their own, for host tensors: another thread may use it at any time.
+
+    Collective over `group` alone; a group of one is its own twin. `drop_group` ends it.
+    """
+    group = as_group(group)
+    if group.pg is None:
+        return group
+    pg = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True, group_desc=name)
+    return Group(name, group.ranks, group.rank, pg)
+
+
+def drop_group(group: Group) -> None:
+    """Destroy the process group of `group`, which nobody may use any more. A group of one has none."""
+    if group.pg is not None:
+        dist.destroy_process_group(group.pg)
 
 
 # Nothing here keeps a process group alive: destroy_process_group() ends it, and its channel with it.
