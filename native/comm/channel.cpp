@@ -1,6 +1,7 @@
 #include <ds/shm.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -20,6 +21,9 @@ namespace {
 
 constexpr std::int64_t line = 64, page = 4096;
 constexpr int nap_ms = 50;  // longest sleep before peers are looked at again
+// A waiting call spins this long on its own; then it lets others run between looks, since the rank it waits for may need
+// the very core that it spins on.
+constexpr int selfish_us = 5;
 
 struct alignas(line) Word {
   std::atomic<std::uint32_t> value;
@@ -30,6 +34,7 @@ struct alignas(line) Word {
 struct alignas(line) Claim {
   std::int32_t verb, element, op, root;
   std::int64_t n;
+  std::atomic<std::int64_t> call;  // its number, written last: whose is another did not come
 };
 
 struct alignas(line) Cell {
@@ -104,8 +109,12 @@ class Channel::Impl {
     begin(spin_us, timeout_ms);
     if (control().aborted.value.load(std::memory_order_acquire)) return outcome_ = {Code::aborted, -1};
     Claim &mine = claim(rank_);
-    mine = {static_cast<std::int32_t>(c.verb), static_cast<std::int32_t>(c.element), static_cast<std::int32_t>(c.op), c.root,
-            c.verb == Verb::all_to_all ? -1 : c.n};
+    mine.verb = static_cast<std::int32_t>(c.verb);
+    mine.element = static_cast<std::int32_t>(c.element);
+    mine.op = static_cast<std::int32_t>(c.op);
+    mine.root = c.root;
+    mine.n = c.verb == Verb::all_to_all ? -1 : c.n;
+    mine.call.store(++calls_, std::memory_order_release);
     switch (c.verb) {
       case Verb::barrier: meet(); break;
       case Verb::all_reduce: all_reduce(c); break;
@@ -198,6 +207,7 @@ class Channel::Impl {
       const std::int64_t t = now_us();
       if (until < 0) until = t + spin_us_;
       if (t >= until) break;
+      if (t >= until - spin_us_ + selfish_us) ::sched_yield();
     }
     for (;;) {
       const std::uint32_t seen = word.value.load(std::memory_order_acquire);
@@ -212,9 +222,16 @@ class Channel::Impl {
       if (state.code != Code::ok) return fail(state.code, state.rank);
       if (deadline_us_ >= 0 && now_us() >= deadline_us_) {
         abort();  // the barrier has counted us: nobody can use it any more
-        return fail(Code::timeout, -1);
+        return fail(Code::timeout, missing());
       }
     }
+  }
+
+  // The first rank that did not come to this call; -1 when all did.
+  int missing() {
+    for (int r = 0; r < world_; r++)
+      if (claim(r).call.load(std::memory_order_acquire) < calls_) return r;
+    return -1;
   }
 
   bool fail(Code code, int rank) {
@@ -255,6 +272,12 @@ class Channel::Impl {
   static void take(unsigned char *to, const unsigned char *from, std::int64_t nbytes) {
     if (nbytes && to != from) std::memmove(to, from, static_cast<std::size_t>(nbytes));
   }
+  // From a slot or from other memory of this rank to what is `large` in all, past the cache then.
+  static void deliver(unsigned char *to, const unsigned char *from, std::int64_t nbytes, bool large) {
+    const bool apart = to + nbytes <= from || from + nbytes <= to;
+    if (large && nbytes && apart) return kernels().copy_streaming(to, from, nbytes);
+    take(to, from, nbytes);
+  }
   // Calls body(first byte, bytes) for each chunk; at least once, so that empty collectives meet too.
   template <class Body>
   void chunks(std::int64_t nbytes, std::int64_t most, const Body &body) {
@@ -268,30 +291,32 @@ class Channel::Impl {
   }
   std::int64_t part_bytes() const { return layout_.slot_bytes / world_ / line * line; }
 
-  void combine_into(unsigned char *dst, const Call &c, std::int64_t nbytes) {
+  void combine_into(unsigned char *dst, const Call &c, std::int64_t nbytes, bool large) {
     if (nbytes)
-      kernels().combine(dst, sources_.data(), world_, c.element, c.op, nbytes / size_of(c.element));
+      kernels().combine(dst, sources_.data(), world_, c.element, c.op, nbytes / size_of(c.element), large);
   }
 
   // Small, or two ranks: everyone adds everything (one barrier). Else each rank adds its part and all read it back.
   void all_reduce(const Call &c) {
     const std::int64_t nbytes = c.n * size_of(c.element);
     const bool once = world_ == 2 || nbytes <= 32 * 1024;
+    const bool large = nbytes >= streaming_bytes && c.in != c.out;  // in place, its lines are in the cache already
     chunks(nbytes, layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
       put(0, c.in + at, m);
       if (!meet()) return false;
       if (once) {
         for (int r = 0; r < world_; r++)
           sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + at : slot(r, side_);
-        combine_into(c.out + at, c, m);
+        combine_into(c.out + at, c, m, large);
         return true;
       }
       const std::int64_t part = round_up((m + world_ - 1) / world_, line);
       const auto lo = [&](int r) { return part * r < m ? part * r : m; };
       for (int r = 0; r < world_; r++) sources_[static_cast<std::size_t>(r)] = slot(r, side_) + lo(rank_);
-      combine_into(slot(rank_, side_) + lo(rank_), c, lo(rank_ + 1) - lo(rank_));
+      combine_into(slot(rank_, side_) + lo(rank_), c, lo(rank_ + 1) - lo(rank_), false);
       if (!barrier()) return false;
-      for (int r = 0; r < world_; r++) take(c.out + at + lo(r), slot(r, side_) + lo(r), lo(r + 1) - lo(r));
+      for (int r = 0; r < world_; r++)
+        deliver(c.out + at + lo(r), slot(r, side_) + lo(r), lo(r + 1) - lo(r), large);
       return true;
     });
   }
@@ -303,7 +328,7 @@ class Channel::Impl {
       if (rank_ == c.root) {
         for (int r = 0; r < world_; r++)
           sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + at : slot(r, side_);
-        combine_into(c.out + at, c, m);
+        combine_into(c.out + at, c, m, false);
       }
       return true;
     });
@@ -317,7 +342,7 @@ class Channel::Impl {
       if (!meet()) return false;
       for (int r = 0; r < world_; r++)
         sources_[static_cast<std::size_t>(r)] = r == rank_ ? c.in + each * r + at : slot(r, side_) + part_bytes() * rank_;
-      combine_into(c.out + at, c, m);
+      combine_into(c.out + at, c, m, each >= streaming_bytes);
       return true;
     });
   }
@@ -328,7 +353,7 @@ class Channel::Impl {
       put(0, c.in + at, m);
       if (!meet()) return false;
       for (int r = 0; r < world_; r++)
-        take(c.out + each * r + at, r == rank_ ? c.in + at : slot(r, side_), m);
+        deliver(c.out + each * r + at, r == rank_ ? c.in + at : slot(r, side_), m, each * world_ >= streaming_bytes);
       return true;
     });
   }
@@ -362,7 +387,7 @@ class Channel::Impl {
       if (!barrier()) return false;
       std::int64_t to = 0;
       for (int r = 0; r < world_; r++) {
-        take(c.out + to + at, slot(r, side_) + part_bytes() * rank_, within(c.receive[r] * width, at, m));
+        deliver(c.out + to + at, slot(r, side_) + part_bytes() * rank_, within(c.receive[r] * width, at, m), longest * world_ >= streaming_bytes);
         to += c.receive[r] * width;
       }
       return true;
@@ -376,7 +401,7 @@ class Channel::Impl {
     chunks(c.n * size_of(c.element), layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
       if (rank_ == c.root) put(0, c.in + at, m);
       if (!meet()) return false;
-      take(c.out + at, rank_ == c.root ? c.in + at : slot(c.root, side_), m);
+      deliver(c.out + at, rank_ == c.root ? c.in + at : slot(c.root, side_), m, c.n * size_of(c.element) >= streaming_bytes);
       return true;
     });
   }
@@ -409,6 +434,7 @@ class Channel::Impl {
   std::vector<Peer> peers_;
   std::vector<const void *> sources_;
   int side_ = 0, turn_ = 0, spin_us_ = 0;
+  std::int64_t calls_ = 0;
   std::int64_t deadline_us_ = -1;
   bool checked_ = false;
   Outcome outcome_;
@@ -423,7 +449,9 @@ Outcome Channel::health(int peer) { return impl_->health(peer); }
 void Channel::abort() { impl_->abort(); }
 
 void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n) {
-  kernels().combine(dst, src, count, element, op, n);
+  bool apart = n * size_of(element) >= streaming_bytes;
+  for (int k = 0; k < count; k++) apart &= src[k] != dst;
+  kernels().combine(dst, src, count, element, op, n, apart);
 }
 
 }  // namespace ds::shm

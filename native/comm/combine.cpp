@@ -64,8 +64,26 @@ DS_INLINE const T *source(const void *const *src, int k, std::int64_t i) {
   return static_cast<const T *>(src[k]) + i;
 }
 
+// Whole aligned vectors go past the cache: what is written is not read again soon, and no line is fetched to be overwritten.
+static void copy_past_cache(unsigned char *dst, const unsigned char *src, std::int64_t nbytes) {
+  constexpr std::int64_t width = lanes * 4;
+  std::int64_t i = (-reinterpret_cast<std::intptr_t>(dst)) & (width - 1);
+  if (i > nbytes) i = nbytes;
+  std::memcpy(dst, src, static_cast<std::size_t>(i));
+  for (; i + width <= nbytes; i += width)
+    stream(reinterpret_cast<float *>(dst + i), load<vf>(reinterpret_cast<const float *>(src + i)));
+  std::memcpy(dst + i, src + i, static_cast<std::size_t>(nbytes - i));
+}
+
 template <class T>
-static void combine_floats(T *dst, const void *const *src, int count, Op op, std::int64_t n) {
+DS_INLINE void put_block(T *dst, const T *acc, std::int64_t m, bool streaming) {
+  const std::int64_t nbytes = m * static_cast<std::int64_t>(sizeof(T));
+  if (streaming) return copy_past_cache(reinterpret_cast<unsigned char *>(dst), reinterpret_cast<const unsigned char *>(acc), nbytes);
+  std::memcpy(dst, acc, static_cast<std::size_t>(nbytes));
+}
+
+template <class T>
+static void combine_floats(T *dst, const void *const *src, int count, Op op, std::int64_t n, bool streaming) {
   alignas(64) T acc[block];
   for (std::int64_t i = 0; i < n; i += block) {
     const std::int64_t m = n - i < block ? n - i : block;
@@ -73,22 +91,23 @@ static void combine_floats(T *dst, const void *const *src, int count, Op op, std
     for (int k = 1; k < count; k++) fold_any(op, acc, source<T>(src, k, i), m);
     if (op == Op::average)
       for (std::int64_t j = 0; j < m; j++) acc[j] /= static_cast<T>(count);
-    std::memcpy(dst + i, acc, static_cast<std::size_t>(m) * sizeof(T));
+    put_block(dst + i, acc, m, streaming);
   }
 }
 
 template <class T>
-static void combine_integers(T *dst, const void *const *src, int count, Op op, std::int64_t n) {
+static void combine_integers(T *dst, const void *const *src, int count, Op op, std::int64_t n, bool streaming) {
   alignas(64) T acc[block];
   for (std::int64_t i = 0; i < n; i += block) {
     const std::int64_t m = n - i < block ? n - i : block;
     std::memcpy(acc, source<T>(src, 0, i), static_cast<std::size_t>(m) * sizeof(T));
     for (int k = 1; k < count; k++) fold_any_bits(op, acc, source<T>(src, k, i), m);
-    std::memcpy(dst + i, acc, static_cast<std::size_t>(m) * sizeof(T));
+    put_block(dst + i, acc, m, streaming);
   }
 }
 
-static void combine_halves(void *dst, const void *const *src, int count, Dtype d, Op op, std::int64_t n) {
+static void combine_halves(void *dst, const void *const *src, int count, Dtype d, Op op, std::int64_t n,
+                           bool streaming) {
   alignas(64) float acc[block], next[block];
   for (std::int64_t i = 0; i < n; i += block) {
     const std::int64_t m = n - i < block ? n - i : block;
@@ -99,7 +118,8 @@ static void combine_halves(void *dst, const void *const *src, int count, Dtype d
     }
     if (op == Op::average)
       for (std::int64_t j = 0; j < m; j++) acc[j] /= static_cast<float>(count);
-    narrow(at(dst, d, i), d, acc, m);
+    if (streaming) narrow_streaming(at(dst, d, i), d, acc, m);
+    else narrow(at(dst, d, i), d, acc, m);
   }
 }
 
@@ -120,19 +140,26 @@ static void combine_booleans(unsigned char *dst, const void *const *src, int cou
 
 namespace ds::DS_ISA {
 
-void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n) {
+void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n,
+             bool streaming) {
   switch (element) {
-    case Element::f32: return combine_floats(static_cast<float *>(dst), src, count, op, n);
-    case Element::f64: return combine_floats(static_cast<double *>(dst), src, count, op, n);
-    case Element::bf16: return combine_halves(dst, src, count, Dtype::bf16, op, n);
-    case Element::f16: return combine_halves(dst, src, count, Dtype::f16, op, n);
-    case Element::i64: return combine_integers(static_cast<std::int64_t *>(dst), src, count, op, n);
-    case Element::i32: return combine_integers(static_cast<std::int32_t *>(dst), src, count, op, n);
-    case Element::i16: return combine_integers(static_cast<std::int16_t *>(dst), src, count, op, n);
-    case Element::i8: return combine_integers(static_cast<std::int8_t *>(dst), src, count, op, n);
-    case Element::u8: return combine_integers(static_cast<std::uint8_t *>(dst), src, count, op, n);
-    case Element::boolean: return combine_booleans(static_cast<unsigned char *>(dst), src, count, op, n);
+    case Element::f32: combine_floats(static_cast<float *>(dst), src, count, op, n, streaming); break;
+    case Element::f64: combine_floats(static_cast<double *>(dst), src, count, op, n, streaming); break;
+    case Element::bf16: combine_halves(dst, src, count, Dtype::bf16, op, n, streaming); break;
+    case Element::f16: combine_halves(dst, src, count, Dtype::f16, op, n, streaming); break;
+    case Element::i64: combine_integers(static_cast<std::int64_t *>(dst), src, count, op, n, streaming); break;
+    case Element::i32: combine_integers(static_cast<std::int32_t *>(dst), src, count, op, n, streaming); break;
+    case Element::i16: combine_integers(static_cast<std::int16_t *>(dst), src, count, op, n, streaming); break;
+    case Element::i8: combine_integers(static_cast<std::int8_t *>(dst), src, count, op, n, streaming); break;
+    case Element::u8: combine_integers(static_cast<std::uint8_t *>(dst), src, count, op, n, streaming); break;
+    case Element::boolean: combine_booleans(static_cast<unsigned char *>(dst), src, count, op, n); break;
   }
+  if (streaming) stream_fence();
+}
+
+void copy_streaming(void *dst, const void *src, std::int64_t nbytes) {
+  copy_past_cache(static_cast<unsigned char *>(dst), static_cast<const unsigned char *>(src), nbytes);
+  stream_fence();
 }
 
 }  // namespace ds::DS_ISA

@@ -12,5 +12,7 @@ void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, con
                     std::int64_t index);
 void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
                       Dtype dtype, std::int64_t n);
-void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
+void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n,
+             bool streaming);
+void copy_streaming(void *dst, const void *src, std::int64_t nbytes);
 }  // namespace ds::DS_ISA

@@ -21,7 +21,9 @@ struct Kernels {
   void (*convert)(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
   void (*fill)(void *dst, Dtype dtype, std::int64_t n, float value);
   void (*triad)(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
-  void (*combine)(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n);
+  void (*combine)(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n,
+                  bool streaming);
+  void (*copy_streaming)(void *dst, const void *src, std::int64_t nbytes);  // past the cache; they do not overlap
   // One group of `n` elements; `index` is the first one's place in the sequence of random draws.
   void (*quantize_group)(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype,
                          std::int64_t n, std::int64_t index);

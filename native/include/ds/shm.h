@@ -32,7 +32,7 @@ constexpr std::int64_t size_of(Element e) {
 
 enum class Code : std::int32_t { ok = 0, peer_died = 1, timeout = 2, mismatch = 3, aborted = 4, bad_argument = 5 };
 
-// `rank` is the peer that died, did not come, or differs from this rank; -1 where it has no meaning.
+// `rank` is a peer that died, did not come, or differs from this rank; -1 where it has no meaning.
 struct Outcome {
   Code code = Code::ok;
   std::int32_t rank = -1;
@@ -99,6 +99,9 @@ class Channel {
   class Impl;
   Impl *impl_;
 };
+
+// Results of at least this size are written past the cache.
+constexpr std::int64_t streaming_bytes = 4 << 20;
 
 // dst[i] = op over k of src[k][i], in order of k; average divides by count. dst may be one of the sources.
 // Cost: (count + 1) * n * size_of(element) bytes.

@@ -81,7 +81,7 @@ class ChannelSettings:
         timeout_s: A call that waited this long ends with an error on every rank.
     """
 
-    slot_bytes: int = 1 << 20
+    slot_bytes: int = 512 << 10
     mailbox_bytes: int = 128 << 10
     spin_us: int = 200
     timeout_s: float = 600.0

@@ -133,6 +133,27 @@ def test_definition_4() -> None:
         check_everything(end)
 
 
+@world(2)
+def test_what_is_large_is_written_past_the_cache_to_the_same_bits() -> None:
+    n = (4 << 20) // 2 + 77  # more than shm.h's streaming_bytes in half precision
+    with channel(ChannelSettings()) as end:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            parts = [part(r, n, dtype) for r in range(2)]
+            for start in (0, 1):  # an odd address has a head and a tail that are not whole vectors
+                out = torch.zeros(n + 2, dtype=dtype)
+                end.call(Verb.ALL_REDUCE, parts[end.rank], out[start : start + n])
+                assert torch.equal(out[start : start + n], total(parts))
+                assert not out[n + start :].any()
+                combine(out[start : start + n], parts[::-1])
+                assert torch.equal(out[start : start + n], total(parts[::-1]))
+            gathered = torch.empty(2 * n, dtype=dtype)
+            end.call(Verb.ALL_GATHER, parts[end.rank], gathered)
+            assert torch.equal(gathered, torch.cat(parts))
+            out = torch.empty(n, dtype=dtype)
+            end.call(Verb.REDUCE_SCATTER, gathered, out)
+            assert torch.equal(out, total([parts[end.rank]] * 2))
+
+
 @world(3)
 def test_every_reduction() -> None:
     with channel() as end:
@@ -213,6 +234,7 @@ def test_a_rank_that_does_not_come_ends_in_a_timeout_for_all() -> None:
             with pytest.raises(CommError) as caught:
                 end.barrier()
             assert caught.value.code == "shm-timeout"
+            assert "for rank 1" in caught.value.message
         dist.barrier()
         with pytest.raises(CommError) as caught:
             end.barrier()
