@@ -62,9 +62,11 @@ struct JoinWithoutGil {
 };
 using EnginePtr = std::unique_ptr<Engine, JoinWithoutGil>;
 
-EnginePtr open_engine(int kind, std::int64_t block_bytes, int queue_depth, int workers) {
+EnginePtr open_engine(int kind, std::int64_t block_bytes, int queue_depth, int workers, bool single_submit,
+                      bool overlap) {
   int error = 0;
-  EnginePtr engine(new Engine(Settings{static_cast<Kind>(kind), block_bytes, queue_depth, workers}, &error));
+  const Settings settings{static_cast<Kind>(kind), block_bytes, queue_depth, workers, single_submit, overlap};
+  EnginePtr engine(new Engine(settings, &error));
   if (error) {
     errno = error;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -99,7 +101,8 @@ std::int64_t direct_alignment(int fd) {
 
 void bind_io(py::module_ &m) {
   py::class_<Engine, EnginePtr>(m, "IoEngine")
-      .def(py::init(&open_engine), py::arg("kind"), py::arg("block_bytes"), py::arg("queue_depth"), py::arg("workers"))
+      .def(py::init(&open_engine), py::arg("kind"), py::arg("block_bytes"), py::arg("queue_depth"), py::arg("workers"),
+           py::arg("single_submit"), py::arg("overlap"))
       .def(
           "submit",
           [](Engine &engine, const py::object &memory, int direct_fd, int buffered_fd, std::int64_t alignment,

@@ -50,14 +50,8 @@ class Worker {
 
   void run() {
     while (fill()) {
-      const int n = ring_->reap(results_.data());
-      if (n < 0) {
-        // The ring itself failed; nothing can be said of what is under way in it but that it did not succeed.
-        for (size_t i = 0; i < slots_.size(); ++i)
-          if (slots_[i].transfer) finish(static_cast<int>(i), -n, slots_[i].piece.offset);
-        continue;
-      }
-      for (int i = 0; i < n; ++i) landed(results_[static_cast<size_t>(i)]);
+      do reap();
+      while (!state_.settings.overlap && free_.size() != slots_.size());
     }
   }
 
@@ -69,6 +63,22 @@ class Worker {
     unsigned char *target = nullptr;    // where a staged read goes; null when not staged
     std::int64_t nbytes = 0;            // of the whole piece
   };
+
+  void reap() {
+    const int n = ring_->reap(results_.data());
+    if (n < 0) {
+      // The ring itself failed; nothing can be said of what is under way in it but that it did not succeed.
+      for (size_t i = 0; i < slots_.size(); ++i)
+        if (slots_[i].transfer) finish(static_cast<int>(i), -n, slots_[i].piece.offset);
+      return;
+    }
+    for (int i = 0; i < n; ++i) landed(results_[static_cast<size_t>(i)]);
+  }
+
+  void start(int slot, const Piece &piece) {
+    ring_->start(slot, piece);
+    if (state_.settings.single_submit) ring_->flush();
+  }
 
   std::int64_t stage_bytes() const { return (state_.settings.block_bytes + 4095) / 4096 * 4096; }
 
@@ -136,7 +146,7 @@ class Worker {
         buffered(slot);  // no staging memory: slower, still right
       }
     }
-    ring_->start(index, slot.piece);
+    start(index, slot.piece);
   }
 
   static void buffered(Slot &slot) {
@@ -153,7 +163,7 @@ class Worker {
         buffered(slot);  // this file system refuses what it announced
       else if (error != EINTR && error != EAGAIN)
         return finish(result.slot, error, p.offset);
-      return ring_->start(result.slot, p);
+      return start(result.slot, p);
     }
     if (result.code == 0 && p.nbytes > 0) return finish(result.slot, p.write ? ENOSPC : end_of_file, p.offset);
     p.memory += result.code;
@@ -164,7 +174,7 @@ class Worker {
       return finish(result.slot, 0, 0);
     }
     if (p.direct && (result.code % slot.transfer->request_.alignment)) buffered(slot);
-    ring_->start(result.slot, p);
+    start(result.slot, p);
   }
 
   void finish(int index, int error, std::int64_t offset) {

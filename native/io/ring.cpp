@@ -27,6 +27,7 @@ class BlockingRing final : public Ring {
  public:
   explicit BlockingRing(int depth) { results_.reserve(static_cast<size_t>(depth)); }
   void start(int slot, const Piece &piece) override { results_.push_back({slot, transfer_now(piece)}); }
+  void flush() override {}
   int reap(Result *out) override {
     const auto n = results_.size();
     if (n) std::memcpy(out, results_.data(), n * sizeof(Result));
@@ -65,10 +66,7 @@ class AioRing final : public Ring {
     b.aio_offset = p.offset;
     queued_.push_back(&b);
   }
-  int reap(Result *out) override {
-    int n = static_cast<int>(now_.size());
-    if (n) std::memcpy(out, now_.data(), now_.size() * sizeof(Result));
-    now_.clear();
+  void flush() override {
     size_t at = 0;
     while (at < queued_.size()) {
       const long k = ::syscall(SYS_io_submit, context_, static_cast<long>(queued_.size() - at), queued_.data() + at);
@@ -76,13 +74,19 @@ class AioRing final : public Ring {
         at += static_cast<size_t>(k);
         under_way_ += static_cast<int>(k);
       } else if (k < 0 && errno != EAGAIN && errno != EINTR) {
-        out[n++] = {static_cast<int>(queued_[at]->aio_data), -errno};  // io_submit stops at the block it refuses
+        now_.push_back({static_cast<int>(queued_[at]->aio_data), -errno});  // io_submit stops at the block it refuses
         ++at;
       } else if (under_way_ > 0) {
         break;  // the context is full: reap first, submit the rest next time
       }
     }
     queued_.erase(queued_.begin(), queued_.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+  int reap(Result *out) override {
+    flush();
+    int n = static_cast<int>(now_.size());
+    if (n) std::memcpy(out, now_.data(), now_.size() * sizeof(Result));
+    now_.clear();
     if (under_way_ == 0) return n;
     long got;
     do got = ::syscall(SYS_io_getevents, context_, n ? 0L : 1L, static_cast<long>(under_way_), events_.data(), nullptr);
@@ -150,6 +154,11 @@ class Uring final : public Ring {
     sq_array_[i] = i;
     __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
     ++queued_;
+  }
+  void flush() override {
+    // What is not taken now (interrupted, completions waiting) is submitted by the next reap().
+    const long k = ::syscall(SYS_io_uring_enter, fd_, queued_, 0u, 0u, nullptr, 0);
+    if (k > 0) queued_ -= static_cast<unsigned>(k);
   }
   int reap(Result *out) override {
     for (;;) {

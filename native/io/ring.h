@@ -1,4 +1,4 @@
-// A ring moves pieces: start() queues one, reap() submits what is queued and waits for at least one result.
+// A ring moves pieces: start() queues one, flush() submits what is queued, reap() does that too and waits for a result.
 #pragma once
 #include <ds/io.h>
 
@@ -25,6 +25,8 @@ class Ring {
   virtual ~Ring() = default;
   // At most queue_depth pieces may be under way; `slot` (0..queue_depth-1) comes back with the result.
   virtual void start(int slot, const Piece &piece) = 0;
+  // Hands what is queued to the kernel now, as far as it takes it; what it refuses comes back as a result.
+  virtual void flush() = 0;
   // Blocks until at least one piece ended; returns how many results were stored (up to queue_depth), or -errno.
   virtual int reap(Result *results) = 0;
 };

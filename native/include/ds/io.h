@@ -24,6 +24,8 @@ struct Settings {
   std::int64_t block_bytes;
   int queue_depth;
   int workers;
+  bool single_submit;  // one system call a piece instead of one for all that are ready; io_uring and libaio
+  bool overlap;        // refill the queue as pieces end; false: only when all of it ended. io_uring and libaio
 };
 
 struct Request {

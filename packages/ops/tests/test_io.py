@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,9 +23,20 @@ WORKING = [name for name, why in backends().items() if not why]
 BLOCK = 8192
 
 
-@pytest.fixture(params=WORKING)
+@pytest.fixture(params=[*WORKING, "io_uring one by one", "libaio in rounds"])
 def io(request: pytest.FixtureRequest) -> Iterator[AsyncIO]:
-    with AsyncIO(IOSettings(block_bytes=BLOCK, queue_depth=4, workers=2, backend=request.param)) as engine:
+    backend, _, manner = request.param.partition(" ")
+    if backend not in WORKING:
+        pytest.skip(f"{backend}: {backends()[backend]}")
+    settings = IOSettings(
+        block_bytes=BLOCK,
+        queue_depth=4,
+        workers=2,
+        backend=backend,
+        single_submit=manner == "one by one",
+        overlap=manner != "in rounds",
+    )
+    with AsyncIO(settings) as engine:
         yield engine
 
 
@@ -130,6 +142,41 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_engine_goes_on(io: AsyncIO
     assert (small_disk / "fits").read_bytes() == b"ok"
 
 
+def test_files_beside_a_full_one_are_whole(io: AsyncIO, small_disk: Path, tmp_path: Path) -> None:
+    """One transfer of many fails: the others have every byte, and the failure is the one that is told."""
+    parts = [pattern(30_000 + i, seed=i) for i in range(8)]
+    for i, part in enumerate(parts):
+        io.write_file(tmp_path / str(i), part)
+        if i == 3:
+            io.write_file(small_disk / "big", pattern(1 << 20))
+    with pytest.raises(FileTransferError, match="No space left") as caught:
+        io.wait_all()
+    assert caught.value.filename == str(small_disk / "big")
+    (small_disk / "big").unlink()
+    for i, part in enumerate(parts):
+        assert (tmp_path / str(i)).read_bytes() == part.numpy().tobytes()
+
+
+def test_a_file_cut_while_it_is_read_gives_its_bytes_or_an_error(io: AsyncIO, tmp_path: Path) -> None:
+    data = pattern(40 * BLOCK)
+    path = tmp_path / "cut"
+    for keep in (0, 5000, 39 * BLOCK + 1):
+        path.write_bytes(data.numpy().tobytes())
+        into = torch.zeros_like(data)
+        transfer = io.read(path, into)
+        os.truncate(path, keep)
+        failure: FileTransferError | None = None
+        try:
+            transfer.wait()
+        except FileTransferError as error:
+            failure = error
+        if failure is None:
+            assert torch.equal(into, data)
+        else:
+            assert "ends at byte" in str(failure)
+            assert failure.offset >= keep
+
+
 def test_an_error_of_the_device_is_passed_on(io: AsyncIO) -> None:
     with pytest.raises(FileTransferError) as caught:
         io.write("/dev/full", pattern(9000)).wait()
@@ -164,23 +211,68 @@ def test_memory_outlives_the_caller(io: AsyncIO, tmp_path: Path) -> None:
     assert all((tmp_path / str(i)).read_bytes() == bytes([i]) * 50000 for i in range(20))
 
 
+@pytest.fixture(scope="module")
+def small_ext4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A real file system, with O_DIRECT and a journal, on 16 MiB of a file."""
+    folder = tmp_path_factory.mktemp("loop")
+    image, path = folder / "image", folder / "mounted"
+    path.mkdir()
+    image.write_bytes(bytes(16 << 20))
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+        if not shutil.which(command[0]):
+            pytest.skip(f"{command[0]} is not installed")
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot make a loop mount: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_real_disk_past_the_page_cache(io: AsyncIO, small_ext4: Path) -> None:
+    """O_DIRECT writes reach the end of the disk: the error names the first byte that is not there, all before it are."""
+    path, data = small_ext4 / "big", aligned(32 << 20).copy_(pattern(32 << 20))
+    with pytest.raises(FileTransferError, match="No space left") as caught:
+        io.write_file(path, data).wait()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert 0 < caught.value.offset < 16 << 20
+    there = path.read_bytes()[: caught.value.offset]
+    assert there == data[: len(there)].numpy().tobytes()
+    path.unlink()
+    io.write_file(small_ext4 / "fits", data[: 1 << 20], sync=True).wait()
+    assert (small_ext4 / "fits").read_bytes() == data[: 1 << 20].numpy().tobytes()
+    (small_ext4 / "fits").unlink()
+
+
+def test_a_directory_and_a_file_without_permission_are_named(io: AsyncIO, tmp_path: Path) -> None:
+    with pytest.raises(FileTransferError, match="Is a directory") as caught:
+        io.write_file(tmp_path, b"x")
+    assert caught.value.filename == str(tmp_path)
+    with pytest.raises(FileTransferError, match=r"/proc/version"):
+        io.write_file("/proc/version", b"x").wait()
+
+
 _WRITER = """
 import sys
 import torch
 from ds_ops.io import AsyncIO, IOSettings
-path, rank = sys.argv[1], int(sys.argv[2])
+shared, same, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with AsyncIO(IOSettings(block_bytes=8192)) as io:
     for i in range(rank, 60, 2):
-        io.write(path, torch.full((5003,), i, dtype=torch.uint8), 5003 * i)
+        io.write(shared, torch.full((5003,), i, dtype=torch.uint8), 5003 * i)
+        io.write_file(same, torch.full((100_000,), rank + 1, dtype=torch.uint8)).wait()
 """
 
 
-def test_two_processes_write_neighbouring_ranges_of_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "shared"
-    jobs = [subprocess.Popen([sys.executable, "-c", _WRITER, str(path), str(rank)]) for rank in range(2)]
+def test_two_processes_on_one_file(tmp_path: Path) -> None:
+    """Neighbouring ranges all arrive; of the same range, every byte is from one or the other, and the length is right."""
+    shared, same = tmp_path / "shared", tmp_path / "same"
+    command = [sys.executable, "-c", _WRITER, str(shared), str(same)]
+    jobs = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
     assert [job.wait(60) for job in jobs] == [0, 0]
-    data = path.read_bytes()
-    assert data == b"".join(bytes([i]) * 5003 for i in range(60))
+    assert shared.read_bytes() == b"".join(bytes([i]) * 5003 for i in range(60))
+    data = same.read_bytes()
+    assert len(data) == 100_000
+    assert set(data) <= {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Signatures of the module built from native/cpu. Addresses are plain integers; ds_ops._call makes them."""
 
 norm_block: int
+norm_grad_blocks: int
 update_block: int
 
 def isa_name() -> str: ...
@@ -37,6 +38,12 @@ def reduce_quantized(
     scratch: int,
     threads: int,
 ) -> int: ...
+def norm(
+    eps: float, rows: int, cols: int, dtype: int, addresses: tuple[int, ...], scratch: int, threads: int
+) -> int: ...
+def norm_grad(
+    rows: int, cols: int, dtype: int, addresses: tuple[int, ...], scratch: int, threads: int
+) -> int: ...
 def triad(a: int, b: int, c: int, n: int, s: float, streaming: bool, threads: int) -> int: ...
 
 # native/io: asynchronous file transfers, used by ds_ops.io
@@ -44,7 +51,9 @@ def io_probe(kind: int) -> int: ...
 def io_direct_alignment(fd: int) -> int: ...
 
 class IoEngine:
-    def __init__(self, kind: int, block_bytes: int, queue_depth: int, workers: int) -> None: ...
+    def __init__(
+        self, kind: int, block_bytes: int, queue_depth: int, workers: int, single_submit: bool, overlap: bool
+    ) -> None: ...
     def submit(
         self,
         memory: object,
