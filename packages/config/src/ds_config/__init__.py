@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_config.checking import USE_DEFAULT, load, validate
+    from ds_config.classifying import KeyReport, classify
     from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
     from ds_config.explaining import explain
     from ds_config.fields import Alias, Dead, Deprecated, Unbuilt
@@ -34,12 +35,14 @@ __all__ = [
     "Issue",
     "Key",
     "KeyPath",
+    "KeyReport",
     "Origin",
     "Provenance",
     "StrictModel",
     "Unbuilt",
     "UnsupportedConfigError",
     "UnsupportedError",
+    "classify",
     "dotted",
     "explain",
     "json_schema",
@@ -52,6 +55,7 @@ __all__ = [
 
 _HOMES = {
     "checking": ("USE_DEFAULT", "load", "validate"),
+    "classifying": ("KeyReport", "classify"),
     "errors": ("ConfigError", "DsError", "UnsupportedConfigError", "UnsupportedError"),
     "explaining": ("explain",),
     "fields": ("Alias", "Dead", "Deprecated", "Unbuilt"),

@@ -207,7 +207,7 @@ def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
     here = nearest(name, known_names(model))
     elsewhere = [key.path for key in keys(work.root) if key.path[-1] == name]
     if elsewhere and not (here and distance(name, here[0]) <= 1):
-        places = [dotted(place) for place in elsewhere]
+        places = list(dict.fromkeys(dotted(place) for place in elsewhere))
         more = f" (and {len(places) - 3} more)" if len(places) > 3 else ""
         work.problem(
             "config-unknown-key", path, f"is unknown here; it belongs in {' or '.join(places[:3])}{more}.", "", places

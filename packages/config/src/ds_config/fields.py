@@ -51,8 +51,8 @@ class Dead:
 class Unbuilt:
     """The field is known elsewhere and not built here: any value but "off" is an error that says what to use `instead`.
 
-    Off is: the field's default, null, an object with `"enabled": false` (or whose model says so by default), an object with
-    nothing but its model's defaults, and false (where the default is not true: there false is what is not built).
+    Off is: the field's default, null, an object with `"enabled": false` (or whose model says so by default), an object
+    whose model has no `enabled` and holds nothing but its defaults, and false (where the default is not true: there false is what is not built).
     """
 
     instead: str

@@ -134,8 +134,8 @@ def _is_off(value: Any, default: Any) -> bool:
     if isinstance(default, bool):
         return False  # where the default is true, it is false that asks for something
     if isinstance(value, BaseModel):
-        if getattr(value, "enabled", None) is False:
-            return True
+        if hasattr(value, "enabled"):
+            return value.enabled is False
         fields = type(value).model_fields
         defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
         return all(getattr(value, name) == default for name, default in defaults.items())

@@ -8,12 +8,13 @@ No key is accepted and ignored.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
@@ -47,6 +48,11 @@ __all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of
 
 Section = dict[str, Any] | None
 DType = Literal["fp32", "fp16", "bf16"]
+
+
+def _never(value: object) -> object:
+    # What Accelerate writes for "never".
+    return None if value == math.inf else value
 
 
 class Config(MonitorConfig):
@@ -117,7 +123,7 @@ class Config(MonitorConfig):
     datastates_ckpt: Annotated[Any, Unbuilt("save_checkpoint()")] = None
 
     # Telling
-    steps_per_print: int | None = Field(
+    steps_per_print: Annotated[int | None, BeforeValidator(_never)] = Field(
         default=None, ge=1, description="Log one INFO line every so many steps on rank 0; null is silent."
     )
     dump_state: bool = Field(default=False, description="Log the configuration and the plan at the start.")

@@ -39,6 +39,8 @@ WarmupType = Literal["log", "linear"]
 class Schedule(StrictModel):
     """A schedule is its parameters; `lr` and `momentum` are pure."""
 
+    last_batch_iteration: int = Field(default=-1, ge=-1, description="The t to start with.")
+
     def lr(self, t: int, base_lr: float, group: int = 0) -> float:
         """The learning rate of parameter group number `group` at scheduler step t."""
         raise ConfigError(f"{type(self).__name__} defines no learning rate", code="schedule-type", fix="Override lr().")
@@ -218,7 +220,7 @@ class Scheduler:
                     code="schedule-groups",
                     fix="Give one value, or one per parameter group.",
                 )
-        self.schedule, self._groups, self.last_batch_iteration = schedule, groups, -1
+        self.schedule, self._groups, self.last_batch_iteration = schedule, groups, schedule.last_batch_iteration
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
         self._write()

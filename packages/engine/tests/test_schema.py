@@ -1,0 +1,347 @@
+"""The whole schema: every key of the reference is known here, and no key that is accepted is inert."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin
+
+import pytest
+from torch import nn
+
+import ds_ckpt.config
+import ds_monitor.config
+from ds_config import Key, dotted, keys
+from ds_config.errors import DsError
+from ds_config.fields import Dead, Deprecated, Unbuilt
+from ds_config.shape import aliases, literals, of_field, options, retired
+from ds_config.typos import check_typos
+from ds_engine import Config, load_config, make_plan, shapes_of
+from ds_engine.optimizers import make_optimizer
+from ds_engine.schedules import Schedule, Scheduler
+
+REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
+OURS = {
+    "checkpoint.saving",
+    "checkpoint.saving.asynchronous",
+    "checkpoint.saving.buffer_bytes",
+    "checkpoint.saving.keep",
+}
+Path_ = tuple[str | int, ...]
+
+
+def reference() -> Iterator[tuple[str, str, str]]:
+    """(key, class, what it moves to) of every line of the fixture."""
+    section = ""
+    for line in REFERENCE.read_text().splitlines():
+        if line.startswith("["):
+            section = f"{line[1:-1]}." if line != "[]" else ""
+        elif line and not line.startswith("#"):
+            kind, _, names = line.partition(": ")
+            for name in names.split():
+                old, _, new = name.partition(">")
+                yield section + old, kind, section + new if new else ""
+
+
+KNOWN: dict[str, list[Key]] = {}
+for key in keys(Config):
+    KNOWN.setdefault(dotted(key.path), []).append(key)
+
+
+def ancestors(key: Key) -> list[Key]:
+    """The keys of the sections that `key` stands in, outermost first."""
+    prefixes = [dotted(key.path[:n]) for n in range(1, len(key.path))]
+    return [KNOWN[prefix][0] for prefix in prefixes if prefix in KNOWN]
+
+
+def reason(key: Key) -> Any:
+    return retired(key.model.model_fields[key.field])
+
+
+def kind_of(key: Key) -> str:
+    """What becomes of a key; a section that is retired takes its keys with it."""
+    for one in [*ancestors(key), key]:
+        why = reason(one)
+        if isinstance(why, Deprecated):
+            return "deprecated"
+        if isinstance(why, Unbuilt | Dead) and not (one is not key and isinstance(reason(key), Deprecated)):
+            return "unbuilt" if isinstance(why, Unbuilt) else "dead"
+    return "alias" if key.path[-1] != key.field else "acts"
+
+
+def test_every_key_of_the_reference_is_known_and_has_its_class() -> None:
+    wrong = []
+    for name, kind, new in reference():
+        found = {kind_of(key) for key in KNOWN.get(name, [])}
+        if kind == "alias":
+            owner = [key for key in KNOWN.get(name, []) if key.path[-1] in aliases(key.model.model_fields[key.field])]
+            if not owner or dotted((*owner[0].path[:-1], owner[0].field)) != new:
+                wrong.append(f"{name}: not an alias of {new}")
+        elif kind == "deprecated":
+            why = [reason(key) for key in KNOWN.get(name, [])]
+            if not why or not isinstance(why[0], Deprecated) or not new.endswith(why[0].new):
+                wrong.append(f"{name}: not moved to {new}")
+        elif not found & ({kind, "acts"} if kind == "unbuilt" else {kind}):
+            wrong.append(f"{name}: {sorted(found) or 'unknown'}, expected {kind}")
+    assert wrong == []
+
+
+def test_there_are_no_keys_beside_the_reference() -> None:
+    listed = {name for name, _, _ in reference()} | OURS
+    techniques = ("row_pruning", "head_pruning", "channel_pruning", "sparse_pruning", "activation_quantization")
+    shared = tuple(f"compression_training.{name}." for name in techniques)  # the same two models again
+    more = [name for name in KNOWN if name not in listed and not name.startswith(("bfloat16.", *shared))]
+    assert [
+        name for name in more if not name.startswith(("compression_training.", "tensor_parallel.tensor_parallel."))
+    ] == []
+
+
+# --- no key is inert
+
+
+class Made(list[Any]):
+    """Stands for a class: notes with what it is made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        self.append((self.name, [a for a in args if a is not None], kwargs))
+        return SimpleNamespace()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    """What would be made, of classes that need files, threads or the network."""
+    homes = {
+        ds_monitor.config: ("TensorBoardSink", "CsvSink", "WandbSink", "CometSink"),
+        ds_ckpt.config: ("Synchronous", "Asynchronous"),
+    }
+    recorders = []
+    for home, names in homes.items():
+        for name in names:
+            recorders.append(Made(name))
+            monkeypatch.setattr(home, name, recorders[-1])
+    return recorders
+
+
+MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for _ in range(3)))
+SHAPES = shapes_of(MODEL)
+
+
+def observed(document: Mapping[str, Any], made: list[Made]) -> str:
+    """Everything a configuration leads to, except the configuration itself."""
+    config = load_config(document)
+    plan = make_plan(config, SHAPES, 2)
+    seen: list[Any] = [f"{f.name}={getattr(plan, f.name)}" for f in fields(plan) if f.name != "config"]
+    for recorder in made:
+        recorder.clear()
+    ds_monitor.config.make_sinks(config)
+    ds_ckpt.config.make_engine(config.checkpoint)
+    seen += [entry for recorder in made for entry in recorder]
+    if config.optimizer is not None:
+        optimizer = make_optimizer(config.optimizer, list(MODEL.parameters()), MODEL, plan.states)
+        seen += [type(optimizer), optimizer.defaults]
+        seen += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    if config.scheduler is not None and isinstance(config.scheduler.params, Schedule):
+        scheduler = Scheduler(config.scheduler.params, [{"lr": 0.5, "betas": (0.9, 0.9)}])
+        for _ in range(60):
+            seen += [scheduler.get_lr(), scheduler.schedule.momentum(scheduler.last_batch_iteration)]
+            scheduler.step()
+    return "\n".join(map(str, seen))
+
+
+CYCLE = {
+    "cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 7, "cycle_second_step_size": 9,
+    "cycle_first_stair_count": 3, "decay_step_size": 5, "decay_lr_rate": 0.5,
+}  # fmt: skip
+BASES: dict[str, Mapping[str, Any]] = {
+    "zero_optimization": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}},
+    "fp16": {"fp16": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bfloat16": {"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "torch_autocast": {"torch_autocast": {"enabled": True}},
+    "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 90, "micro_batch_sizes": [2, 3], "min_gpus": 2,
+                                  "num_gpus_per_node": 4, "ignore_non_elastic_batch_info": True}},
+    "checkpoint.writer": {"checkpoint": {"writer": {"decoupled": True}}},
+    "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
+    **{name: {name: {"enabled": True}} for name in (
+        "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
+        "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "expert_parallel", "autotuning",
+        "weight_quantization")},
+    "tensor_parallel.partition_config.layer_specs": {
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}
+    },
+    "compile": {"compile": {"deepcompile": True}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
+    "compression_training": {"compression_training": {
+        "layer_reduction": {"enabled": True},
+        **{name: {"shared_parameters": {"enabled": True}} for name in (
+            "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
+            "channel_pruning")}}},
+}  # fmt: skip
+TYPES = {
+    "AdamParams": "Adam", "AdamSection": "Adam", "AdamWSection": "AdamW", "AdagradParams": "Adagrad", "AdagradSection": "Adagrad",
+    "LionParams": "Lion", "LionSection": "Lion", "LambParams": "Lamb", "LambSection": "Lamb", "MuonParams": "Muon",
+    "MuonSection": "Muon",
+}  # fmt: skip
+SCHEDULES: dict[str, Mapping[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_step_size": 7},
+    "OneCycle": CYCLE,
+    "WarmupLR": {"warmup_num_steps": 9},
+    "WarmupDecayLR": {"warmup_num_steps": 9, "total_num_steps": 30},
+    "WarmupCosineLR": {"warmup_num_steps": 9, "total_num_steps": 30},
+}
+VALUES: dict[str, list[Any]] = {
+    "optimizer.type": ["Lion", "Adagrad", "Adam"],
+    "scheduler.type": ["WarmupLR", "LRRangeTest", "StepLR"],
+    "scheduler.params": [{"gamma": 0.5}],
+    "optimizer.params": [{"lr": 0.7}],
+    "zero_optimization.leaf_module.names": [["1"]],
+    "zero_optimization.leaf_module.name_suffixes": [["2"]],
+    "zero_optimization.model_persistence_threshold": [50],
+    "zero_optimization.stage3_model_persistence_threshold": [50],
+    "zero_optimization.overlap_comm": [False],
+    "zero_optimization.cpu_offload": [True],
+    "zero_optimization.cpu_offload_param": [True],
+    "comms_logger.prof_ops": [["all_reduce"]],
+    "elasticity.micro_batch_sizes": [[1, 5]],
+    "elasticity.min_gpus": [3],
+    "elasticity.max_gpus": [1],
+    "elasticity.model_parallel_size": [3],
+    "elasticity.num_gpus_per_node": [3],
+    "elasticity.version": [0.1],
+    "elasticity.prefer_larger_batch": [False],
+    "elasticity.ignore_non_elastic_batch_info": [False],
+    "data_types.param_dtype": ["bf16"],
+    "pipeline.stages": [4],
+    "tensor_parallel.partition_config.layer_specs[0].patterns": [["a"]],
+}
+
+
+def put(document: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
+    """A copy of `document` with `value` at `path`; `*` is a name, 0 the first of a list."""
+    new = copy.deepcopy(document)
+    place: Any = new
+    for part, following in zip(path, [*path[1:], None], strict=True):
+        name: Any = "some" if part == "*" else part
+        if following is None:
+            place[name] = value
+            break
+        if isinstance(place, list):
+            if not place:
+                place.append({})
+            place = place[0]
+        else:
+            place = place.setdefault(name, [] if following == 0 else {})
+            if place is None:
+                break
+    return new
+
+
+def base_for(key: Key) -> dict[str, Any]:
+    document: dict[str, Any] = {"train_batch_size": 12, "gradient_accumulation_steps": 3}
+    if key.path[0] == "optimizer":
+        kind = TYPES.get(key.model.__name__, "SGD")
+        params = {"lr": 0.1} if kind == "SGD" else {}
+        return {**document, "optimizer": {"type": kind, "params": params}}
+    if key.path[0] == "scheduler":
+        name = key.model.__name__.removesuffix("Section")
+        kind = name if name in SCHEDULES else "LambdaLR" if name != "TorchScheduler" else "StepLR"
+        params = dict(SCHEDULES.get(kind, {"step_size": 3}))
+        return {**document, "scheduler": {"type": kind, "params": params}}
+    name = dotted(key.path)
+    for prefix, base in BASES.items():
+        if name == prefix or name.startswith((f"{prefix}.", f"{prefix}[")):
+            return {**document, **copy.deepcopy(dict(base))}
+    return document
+
+
+def candidates(key: Key, current: Any) -> Iterator[Any]:
+    """Values that are not the default, nearest first."""
+    yield from VALUES.get(dotted(key.path), ())
+    field = key.model.model_fields[key.field]
+    default = current if current is not None else field.get_default(call_default_factory=True)
+    found = of_field(field)
+    yield from (*(value for value in literals(found) if value != default), *literals(found))
+    for option in found:
+        kind = get_origin(option.type) or option.type
+        if kind is bool:
+            yield from (not default, default)
+        elif kind is int:
+            number = default if isinstance(default, int) else 0
+            yield from (number + 1, 2 * number + 3, max(number // 2, 1), number - 1)
+        elif kind is float:
+            number = default if isinstance(default, int | float) else 0.0
+            yield from (number / 2 + 0.03, number / 2, number + 1.5)
+        elif kind is str:
+            yield "other"
+        elif kind is tuple:
+            members = get_args(option.type)
+            if len(members) == 2 and members[1] is not Ellipsis:
+                yield [0.7, 0.75]
+            else:
+                inner = [o.type for o in options(members[0])] if members else [str]
+                named = literals(options(members[0])) if members else []
+                yield named[:1] or ([3] if int in inner else [0.25] if float in inner else ["other"])
+            yield []
+        elif kind in (Mapping, dict, Any):
+            yield from ({"enabled": True}, {})
+
+
+def effect(key: Key, made: list[Made], caplog: pytest.LogCaptureFixture) -> str:
+    """How a key shows: "differs", "raises" or "says"; "" when nothing that was tried shows."""
+    base = base_for(key)
+    before = "?" if kind_of(key) == "unbuilt" else observed(base, made)
+    place: Any = base
+    for part in key.path:
+        place = place.get(part) if isinstance(place, Mapping) else None
+    for value in candidates(key, place):
+        caplog.clear()
+        try:
+            after = observed(put(base, key.path, value), made)
+        except DsError as error:
+            named = [str(part) for part in key.path if part not in ("*", 0)]
+            meant = error.code not in ("config-value", "config-invalid")  # otherwise the value was no good
+            if meant and any(name in str(error) for name in named):
+                return "raises"
+            continue
+        names = {str(part) for part in key.path if kind_of(key) == "dead"} | {str(key.path[-1]), key.field}
+        if any(name in record.getMessage() for record in caplog.records for name in names):
+            return "says"
+        if after != before and kind_of(key) in ("acts", "alias"):
+            return "differs"
+    return ""
+
+
+FLAGS = [key for entries in KNOWN.values() for key in {k.model: k for k in entries}.values()]
+
+
+@pytest.mark.parametrize("section", sorted({str(key.path[0]) for key in FLAGS}))
+def test_no_key_is_inert(section: str, made: list[Made], caplog: pytest.LogCaptureFixture) -> None:
+    """Every key of the schema, enumerated: another value is seen in the plan or in what is made, raises, or is told of."""
+    expected = {"acts": ("differs", "raises"), "alias": ("differs", "raises", "says"), "unbuilt": ("raises",),
+                "dead": ("says",), "deprecated": ("says", "raises")}  # fmt: skip
+    inert = []
+    with caplog.at_level(logging.WARNING, "ds_config"):
+        for key in FLAGS:
+            if key.path[0] != section:
+                continue
+            field = key.model.model_fields[key.field]
+            if any(hasattr(o.type, "model_fields") for o in of_field(field)):
+                continue  # a section: its keys are in the list
+            found = effect(key, made, caplog)
+            if found not in expected[kind_of(key)]:
+                inert.append(f"{dotted(key.path)} ({key.model.__name__}): {kind_of(key)}, but {found or 'nothing'}")
+    assert inert == []
+
+
+def test_typos_are_refused_and_explained() -> None:
+    report = check_typos(Config, samples=200)
+    assert report.rejected == report.total == 200
+    assert report.suggested >= 180, report.missed
