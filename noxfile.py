@@ -94,7 +94,7 @@ def isolated(session: nox.Session, package: str) -> None:
 
 _OURS = (
     "import importlib.metadata as m;"
-    "print(*{d.name for d in m.distributions() if d.name.startswith('ds-')} - {'ds-testing'})"
+    "print(*{d.name for d in m.distributions() if d.name.startswith(('ds-', 'deepspeed'))} - {'ds-testing'})"
 )
 
 

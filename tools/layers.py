@@ -12,9 +12,9 @@ from repo.projects import load
 
 
 def main(names: list[str]) -> int:
-    projects = load()
-    for name in names or [project.removeprefix("ds-") for project in projects]:
-        rows = suggest(projects[f"ds-{name}"])
+    projects = {project.folder.name: project for project in load().values()}
+    for name in names or projects:
+        rows = suggest(projects[name])
         lines = "".join(f"    [{', '.join(repr(file).replace(chr(39), chr(34)) for file in row)}],\n" for row in rows)
         sys.stdout.write(f"{name} = [\n{lines}]\n")
     return 0

@@ -1,6 +1,6 @@
-"""Write the pages of docs/ that are made from data: errors, packages, configuration keys.
+"""Write the pages of docs/ that are made from data: errors, packages, configuration keys, names of DeepSpeed.
 
-usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration; all without one)
+usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration, surface; all without one)
 """
 
 from __future__ import annotations

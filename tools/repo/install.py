@@ -165,7 +165,8 @@ def dev_install(python: str, groups: Iterable[str] = ("tests",)) -> None:
         return
     tool = installer(python)
     _step("third-party packages", tool, python, "-c", str(CONSTRAINTS), *requirements)
-    editable = [str(load()[name].folder) for name in closure(load(), load())] + [str(TESTING)]
+    projects = {name: project for name, project in load().items() if not project.opt_in}
+    editable = [str(projects[name].folder) for name in closure(projects, projects)] + [str(TESTING)]
     flags = [flag for folder in editable for flag in ("-e", folder)]
     _step("our packages", tool, python, "--no-deps", "--no-build-isolation", *flags)
     _write_stamp(python, wanted, groups)

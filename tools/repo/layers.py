@@ -49,18 +49,18 @@ def listed_files(project: Project) -> list[str]:
 
 def contracts(layers: Layers, projects: Mapping[str, Project]) -> str:
     """The configuration of import-linter: one contract between packages, one inside each."""
-    present = {project.module for project in projects.values()}
-    between = [[f"ds_{name}" for name in row if f"ds_{name}" in present] for row in layers.packages]
+    modules_of = {project.folder.name: project.module for project in projects.values()}
+    between = [[modules_of[name] for name in row if name in modules_of] for row in layers.packages]
     parts = [
         "[importlinter]",
         "root_packages =",
-        *(f"    {name}" for name in sorted(present)),
+        *(f"    {name}" for name in sorted(modules_of.values())),
         "exclude_type_checking_imports = False",
         *_contract("packages", "Packages import only lower packages", [row for row in between if row]),
     ]
     for name, rows in layers.files.items():
-        if f"ds_{name}" in present:
-            parts += _contract(name, f"Files inside ds_{name}", [[f"ds_{name}.{file}" for file in row] for row in rows])
+        if module := modules_of.get(name):
+            parts += _contract(name, f"Files inside {module}", [[f"{module}.{file}" for file in row] for row in rows])
     return "\n".join(parts) + "\n"
 
 

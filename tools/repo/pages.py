@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from pathlib import Path
 from repo import ROOT, errors, layers
 from repo.projects import Project, load, requirement_name
 
-__all__ = ["PAGES", "Page", "configuration", "packages"]
+__all__ = ["PAGES", "Page", "configuration", "packages", "surface"]
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -26,7 +28,7 @@ class Page:
 def packages() -> str:
     """One row a package, lowest layer first."""
     projects = load()
-    level = {f"ds-{name}": i for i, row in enumerate(layers.read().packages) for name in row}
+    level = {name: i for i, row in enumerate(layers.read().packages) for name in row}
     lines = [
         "# Packages",
         "",
@@ -38,7 +40,7 @@ def packages() -> str:
         "| package | import | what it is | needs | extras |",
         "|---|---|---|---|---|",
     ]
-    for project in sorted(projects.values(), key=lambda project: (level[project.name], project.name)):
+    for project in sorted(projects.values(), key=lambda project: (level[project.folder.name], project.name)):
         lines.append(_package_row(project))
     return "\n".join(lines) + "\n"
 
@@ -115,8 +117,55 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def surface() -> str:
+    """Every public name of DeepSpeed: what it is in the facade, or why it is not there."""
+    rows, missing = _surface_rows()
+    lines = [
+        "# DeepSpeed names",
+        "",
+        "<!-- Made by `python tools/pages.py surface` from packages/compat/src/deepspeed/_surface.py. -->",
+        "",
+        "What the public names of DeepSpeed 0.19.8 are in the opt-in facade `packages/compat`. A name of the second table raises",
+        "`UnsupportedError` with the same words; it is an `AttributeError` or `ImportError` too, so that `hasattr` and guarded",
+        "imports answer.",
+        "",
+        "## Here",
+        "",
+        "| module | names |",
+        "|---|---|",
+        *(f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |" for module, names in rows.items()),
+        "",
+        "## Not here",
+        "",
+        "| name | why | use |",
+        "|---|---|---|",
+        *(f"| `{name}` | {_cell(why)} | {_cell(instead)} |" for name, why, instead in missing),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _surface_rows() -> tuple[dict[str, list[str]], list[tuple[str, str, str]]]:
+    path = load()["deepspeed"].source / "_surface.py"
+    spec = importlib.util.spec_from_file_location("deepspeed_surface", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} cannot be read")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    here: dict[str, list[str]] = {}
+    missing = []
+    for home, names in sorted(module.SURFACE.items()):
+        for name, row in sorted(names.items()):
+            if isinstance(row, module.Missing):
+                missing.append((f"{home}.{name}", row.why, row.instead))
+            else:
+                here.setdefault(home, []).append(name)
+    return here, missing
+
+
 PAGES: Mapping[str, Page] = {
     "errors": Page(errors.PAGE, errors.page),
     "packages": Page(REFERENCE / "packages.md", packages),
     "configuration": Page(REFERENCE / "configuration.md", configuration),
+    "surface": Page(REFERENCE / "deepspeed-surface.md", surface),
 }

@@ -30,6 +30,7 @@ class Project:
         test_requires: Its `tests` dependency group: what only its tests import.
         native: Whether it is built from native/ as well.
         plugs_into: Distributions that call this one through the entry points it registers.
+        opt_in: `tool.ds.opt-in`: not installed in the development environment, and never uploaded.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Project:
     test_requires: tuple[str, ...]
     native: bool
     plugs_into: tuple[str, ...] = ()
+    opt_in: bool = False
 
     @property
     def module(self) -> str:
@@ -78,6 +80,7 @@ def read_project(folder: Path) -> Project:
         test_requires=tuple(data.get("dependency-groups", {}).get("tests", ())),
         native="scikit" in build["build-backend"],
         plugs_into=_plugs_into(project.get("entry-points", {})),
+        opt_in=data.get("tool", {}).get("ds", {}).get("opt-in", False),
     )
 
 

@@ -7,7 +7,7 @@ import re
 from repo import dependencies
 from repo.dependencies import changelog_version, problems, range_problems, torch_at_load
 from repo.layers import read
-from repo.projects import closure
+from repo.projects import closure, requirement_name
 
 
 def test_dependencies_are_what_is_imported(project, projects):
@@ -33,7 +33,7 @@ def test_folder_is_complete(project):
         if not (project.folder / name).is_file()
     ]
     assert missing == []
-    assert project.name == f"ds-{project.folder.name}"
+    assert project.opt_in or project.name == f"ds-{project.folder.name}"
 
 
 def test_readme_has_a_snippet(project):
@@ -56,5 +56,11 @@ def test_no_package_needs_itself_through_others(projects):
 
 
 def test_every_package_is_in_the_meta_package(projects):
-    above = {"ds-engine", "ds-compat"}
+    above = {"ds-engine", *(name for name, project in projects.items() if project.opt_in)}
     assert set(closure(["ds-engine"], projects)) >= set(projects) - above
+
+
+def test_what_is_opt_in_is_needed_by_nobody(projects):
+    opt_in = {name for name, project in projects.items() if project.opt_in}
+    needed = {requirement_name(text) for project in projects.values() for text in project.dependencies}
+    assert not opt_in & needed

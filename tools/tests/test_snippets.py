@@ -12,6 +12,7 @@ import pytest
 
 from ds_testing import world
 from repo import ROOT
+from repo.projects import load
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
@@ -39,6 +40,9 @@ def test_page(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("snippets")
     monkeypatch.setitem(sys.modules, "snippets", module)  # classes made in a snippet look their module up
+    for project in load().values():
+        if project.opt_in and project.folder == (ROOT / name).parent:
+            monkeypatch.syspath_prepend(project.source.parent)
     text = (ROOT / name).read_text()
     for match in _FENCE.finditer(text):
         if match["language"] == "python":

@@ -1,0 +1,1 @@
+"""What the names of the facade are: adapters between upstream's signatures and the ds packages."""

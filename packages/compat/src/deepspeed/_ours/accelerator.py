@@ -1,0 +1,222 @@
+"""`deepspeed.accelerator`: upstream's interface over ds-accel's one accelerator."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+import ds_accel
+from ds_accel import Accelerator
+from ds_config.errors import UnsupportedError
+
+__all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported"]
+
+
+class FacadeAccelerator:
+    """The device of this process under upstream's names. `ours` is the ds-accel object that answers."""
+
+    def __init__(self, ours: Accelerator) -> None:
+        self.ours = ours
+        self._name = ours.name
+
+    def __getattr__(self, name: str) -> Any:
+        # What torch's device module has under the same name (Stream, Event, current_stream, ...) is upstream's, too.
+        if name.startswith("__") or name == "ours":
+            raise AttributeError(name)
+        found = getattr(self.ours.module, name, None)
+        if found is None:
+            raise AttributeError(f"the accelerator {self._name} has no {name}")
+        return found
+
+    # ---- which device
+
+    def device_name(self, device_index: int | str | None = None) -> str:
+        """`"cuda"`, or `"cuda:1"`; the CPU is `"cpu"` whatever the index."""
+        return str(self.ours.device(None if device_index is None else int(device_index)))
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """As a torch.device."""
+        return self.ours.device(device_index)
+
+    def set_device(self, device_index: int) -> None:
+        """New tensors go to this one."""
+        self.ours.set_device(device_index)
+
+    def current_device(self) -> int | str:
+        """Its index; the name on the CPU."""
+        return "cpu" if self._name == "cpu" else self.ours.current_index()
+
+    def current_device_name(self) -> str:
+        """A string for `.to()`."""
+        return self.device_name(self.ours.current_index())
+
+    def device_count(self) -> int:
+        """How many this process sees."""
+        return self.ours.device_count()
+
+    def is_available(self) -> bool:
+        """Whether there is one."""
+        return self.ours.device_count() > 0
+
+    def is_synchronized_device(self) -> bool:
+        """Whether operations are done when they return."""
+        return self.ours.facts.synchronous
+
+    def use_host_timers(self) -> bool:
+        """Whether time is read on the host."""
+        return self.ours.facts.host_timers or self.ours.facts.synchronous
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for everything."""
+        self.ours.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """torch.distributed's backend for this device."""
+        return self.ours.comm_backend
+
+    def get_compile_backend(self) -> str:
+        """torch.compile's backend."""
+        return self.ours.compile_backend
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton kernels run."""
+        return bool(self.ours.triton())
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this kind of device."""
+        return self.ours.holds(tensor)
+
+    # ---- formats
+
+    def is_bf16_supported(self) -> bool:
+        """Whether bf16 computes here."""
+        return bool(self.ours.supports(torch.bfloat16))
+
+    def is_fp16_supported(self) -> bool:
+        """Whether fp16 computes here."""
+        return bool(self.ours.supports(torch.float16))
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Formats to train in."""
+        return [dtype for dtype in (torch.float, torch.half, torch.bfloat16) if self.ours.supports(dtype)]
+
+    # ---- random numbers
+
+    def random(self) -> Any:
+        """torch's module of random states."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed host and device."""
+        self.ours.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """The seed that torch began with."""
+        return torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Random state of the device, or of the host for the CPU."""
+        if self._name == "cpu":
+            return torch.get_rng_state()
+        state: torch.Tensor = self.ours.module.get_rng_state(self.ours.device(device_index))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set it."""
+        if self._name == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            self.ours.module.set_rng_state(new_state, self.ours.device(device_index))
+
+    # ---- memory
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors; of the process on the CPU."""
+        return self.ours.memory(device_index).allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most so far."""
+        return self.ours.memory(device_index).peak
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes the allocator holds."""
+        return self.ours.memory(device_index).reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most so far."""
+        return self.ours.memory(device_index).peak_reserved
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes there are."""
+        return self.ours.memory(device_index).total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        return self.ours.memory(device_index).free
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Start the peaks anew."""
+        self.ours.reset_peak_memory(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def empty_cache(self) -> None:
+        """Give unused memory back."""
+        self.ours.empty_cache()
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True) -> torch.Tensor:
+        """A pinned copy; the tensor itself where the device needs none."""
+        del align_bytes, make_copy
+        return tensor.pin_memory() if self.ours.facts.pinned else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is."""
+        return tensor.is_pinned() if self.ours.facts.pinned else False
+
+    # ---- profiling, building
+
+    def range_push(self, msg: str) -> None:
+        """Begin a named stretch for the vendor's profiler, where there is one."""
+        if self.ours.facts.ranges:
+            getattr(self.ours.module, self.ours.facts.ranges).range_push(msg)
+
+    def range_pop(self) -> None:
+        """End it."""
+        if self.ours.facts.ranges:
+            getattr(self.ours.module, self.ours.facts.ranges).range_pop()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Send work to a stream inside; None does nothing."""
+        return self.ours.on_stream(stream)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Nothing is compiled at run time.
+
+        Raises:
+            UnsupportedError: always ("compat-missing").
+        """
+        raise UnsupportedError(
+            f"get_accelerator().create_op_builder({class_name!r})",
+            code="compat-missing",
+            fix="Use ds_ops, whose operations are compiled when it is built.",
+        )
+
+    get_op_builder = create_op_builder
+
+
+@functools.cache
+def get_accelerator() -> FacadeAccelerator:
+    """The accelerator of this process."""
+    return FacadeAccelerator(ds_accel.get_accelerator())
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the device is one that the packages know; they know what torch knows."""
+    return True

@@ -1,0 +1,283 @@
+"""`deepspeed.comm`: torch.distributed's functions under upstream's names and arguments, through ds-comm.
+
+Every collective takes upstream's three trailing arguments (`prof`, `log_name`, `debug`); `log_name` becomes the unit that a
+hang report names, the other two ask for what the sinks of ds-monitor show for every collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_comm
+from ds_accel import get_accelerator
+from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list, destroy_process_group
+from ds_comm.init import DEFAULT_TIMEOUT
+from ds_config.errors import UnsupportedError
+
+__all__ = [
+    "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "configure",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
+    "inference_all_reduce",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "mpi_discovery",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+]
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = DEFAULT_TIMEOUT
+ProcessGroup = dist.ProcessGroup
+_log = logging.getLogger("DeepSpeed")
+
+
+# ---- start and end
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make torch's default process group, once; a group that exists is used.
+
+    Where no launcher said anything, a group of this one process is made, so that what reads the world size works.
+
+    Args:
+        dist_backend: torch's name; by default ds-comm's choice for the device.
+        auto_mpi_discovery, verbose: MPI's variables are always read; what is chosen is logged.
+        distributed_port: Of the rendezvous, where no launcher gave one.
+        timeout: Of the rendezvous and of torch's collectives; default ten minutes, or DEEPSPEED_TIMEOUT minutes.
+        init_method, rank, world_size: As for torch.distributed.init_process_group, where given.
+        dist_init_required: False never makes a group.
+        config: Not read.
+    """
+    del auto_mpi_discovery, verbose, config
+    if dist_init_required is False and not dist.is_initialized():
+        return
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    limit = timeout or (timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT)
+    if not dist.is_initialized() and init_method is not None:
+        chosen = dist_backend or get_accelerator().comm_backend
+        dist.init_process_group(chosen, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+    if distributed_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    ds_comm.init_distributed(dist_backend, timeout=limit)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            dist_backend or get_accelerator().comm_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+        )
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """`init_distributed` reads MPI's variables; this makes the group with them."""
+    init_distributed(distributed_port=distributed_port, verbose=verbose)
+
+
+def is_initialized() -> bool:
+    """Whether torch has a default process group."""
+    return dist.is_initialized()
+
+
+def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
+    return dist.is_available()
+
+
+# ---- who is there
+
+
+def get_rank(group: Any = None) -> int:
+    """This process's rank in the group; 0 before there is one."""
+    return ds_comm.as_group(group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """Ranks of the group; 1 before there is one."""
+    return ds_comm.as_group(group).size
+
+
+def get_local_rank() -> int:
+    """Index of this process among those of its host."""
+    return ds_comm.local_rank()
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank in the world of a rank of the group."""
+    return ds_comm.as_group(group).ranks[group_rank]
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Ranks in the world of all members."""
+    return list(ds_comm.as_group(group).ranks)
+
+
+def get_world_group() -> Any:
+    """torch's group of all ranks."""
+    return dist.group.WORLD
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """torch's group of these ranks. Collective over the world."""
+    return dist.new_group(list(ranks))
+
+
+def in_aml() -> bool:
+    """Whether this job runs on Azure Machine Learning."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this job runs on SageMaker."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    """Whether this job runs on DLTS."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+# ---- collectives
+
+
+def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = None) -> Callable[..., Any]:
+    """`function` with upstream's trailing arguments, and with upstream's names of `keywords` (theirs -> ours)."""
+    names = keywords or {}
+
+    @wraps(function)
+    def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **options: Any) -> Any:
+        del prof, debug
+        if log_name:
+            options.setdefault("unit", log_name)
+        return function(*args, **{names.get(name, name): value for name, value in options.items()})
+
+    return call
+
+
+_INTO = {"output_tensor": "output", "tensor": "input"}
+
+all_reduce = _adapted(ds_comm.all_reduce)
+all_reduce_coalesced = _adapted(ds_comm.all_reduce_coalesced)
+inference_all_reduce = _adapted(ds_comm.all_reduce)
+all_gather = _adapted(ds_comm.all_gather)
+all_gather_coalesced = _adapted(ds_comm.all_gather_coalesced)
+all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, _INTO)
+allgather_fn = _adapted(ds_comm.all_gather_into_tensor, {"output_tensor": "output", "input_tensor": "input"})
+all_gather_object = _adapted(ds_comm.all_gather_object)
+all_to_all = _adapted(ds_comm.all_to_all)
+all_to_all_single = _adapted(ds_comm.all_to_all_single, {"tensor": "input"})
+barrier = _adapted(ds_comm.barrier)
+broadcast = _adapted(ds_comm.broadcast)
+gather = _adapted(ds_comm.gather)
+monitored_barrier = _adapted(ds_comm.monitored_barrier)
+reduce = _adapted(ds_comm.reduce)
+reduce_scatter = _adapted(ds_comm.reduce_scatter)
+reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, _INTO)
+reduce_scatter_fn = _adapted(ds_comm.reduce_scatter_tensor, {"output_tensor": "output", "tensor": "input"})
+scatter = _adapted(ds_comm.scatter)
+send = _adapted(ds_comm.send)
+recv = _adapted(ds_comm.recv)
+isend = _adapted(ds_comm.isend)
+irecv = _adapted(ds_comm.irecv)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Always."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
+
+
+# ---- logging
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """The comms logger is a sink of ds-monitor; switching it on here is not supported.
+
+    Raises:
+        UnsupportedError: it was asked for ("compat-comms-logger").
+    """
+    del deepspeed_config, prof_ops, verbose, debug
+    if enabled or prof_all:
+        raise UnsupportedError(
+            "deepspeed.comm.configure(enabled=True)",
+            code="compat-comms-logger",
+            fix="Attach ds_comm.logger.CommsLogger with ds_monitor.attach, and call its summary.",
+        )
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Nothing was logged, because `configure` switches nothing on; says so."""
+    del show_straggler
+    _log.warning("no comms logger was attached: use ds_comm.logger.CommsLogger")
+    return {} if return_dict else None
+
+
+def reset_log() -> None:
+    """There is nothing to forget."""

@@ -1,0 +1,378 @@
+"""`DeepSpeedEngine`: the engine of ds-engine under upstream's names.
+
+It decides nothing. The one thing that upstream's callers may decide, where a step ends
+(`set_gradient_accumulation_boundary`), answers the two questions that the engine asks about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed._ours.params import mark, unmark
+from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated
+from ds_comm import barrier
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_engine import Engine, Plan, StepResult
+from ds_engine.engine import Components
+from ds_pipe import Action
+
+__all__ = ["ACCESSORS", "DeepSpeedEngine"]
+
+_log = logging.getLogger("DeepSpeed")
+_STATES = {
+    "optim_states": "optimizer",
+    "hp_params": "masters",
+    "lp_params": "parameters",
+    "lp_grads": "gradients",
+    "contiguous_grad_buffer": "gradients",
+}
+
+
+def _of_zero(name: str) -> Callable[[DeepSpeedEngine], Any]:
+    return lambda engine: getattr(engine.plan.config.zero_optimization, name)
+
+
+def _of_config(*path: str) -> Callable[[DeepSpeedEngine], Any]:
+    def read(engine: DeepSpeedEngine) -> Any:
+        found: Any = engine.plan.config
+        for name in path:
+            found = getattr(found, name)
+        return found
+
+    return read
+
+
+ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
+    "train_batch_size": lambda e: e.plan.batch.train,
+    "train_micro_batch_size_per_gpu": lambda e: e.plan.batch.micro,
+    "gradient_accumulation_steps": lambda e: e.plan.batch.accumulation,
+    "zero_optimization": lambda e: e.plan.config.zero_optimization.stage > 0,
+    "zero_optimization_stage": _of_zero("stage"),
+    "zero_optimization_partition_gradients": lambda e: e.plan.residency.shard_grads,
+    "zero_optimization_partition_weights": lambda e: e.plan.residency.shard_params,
+    "zero_gather_16bit_weights_on_model_save": _of_zero("gather_16bit_weights_on_model_save"),
+    "zero_reduce_bucket_size": _of_zero("reduce_bucket_size"),
+    "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
+    "zero_contiguous_gradients": _of_zero("contiguous_gradients"),
+    "zero_reduce_scatter": _of_zero("reduce_scatter"),
+    "zero_allgather_bucket_size": _of_zero("allgather_bucket_size"),
+    "zero_sub_group_size": _of_zero("sub_group_size"),
+    "zero_param_persistence_threshold": _of_zero("param_persistence_threshold"),
+    "zero_model_persistence_threshold": _of_zero("model_persistence_threshold"),
+    "zero_prefetch_bucket_size": _of_zero("prefetch_bucket_size"),
+    "zero_max_live_parameters": _of_zero("max_live_parameters"),
+    "zero_max_reuse_distance": _of_zero("max_reuse_distance"),
+    "zero_ignore_unused_parameters": _of_zero("ignore_unused_parameters"),
+    "zero_offload_optimizer": _of_zero("offload_optimizer"),
+    "zero_offload_param": _of_zero("offload_param"),
+    "zero_elastic_checkpoint": _of_zero("elastic_checkpoint"),
+    "zero_round_robin_gradients": _of_zero("round_robin_gradients"),
+    "fp16_enabled": _of_config("fp16", "enabled"),
+    "fp16_auto_cast": _of_config("fp16", "auto_cast"),
+    "bfloat16_enabled": _of_config("bf16", "enabled"),
+    "torch_autocast_enabled": _of_config("torch_autocast", "enabled"),
+    "amp_enabled": lambda e: False,
+    "loss_scale": _of_config("fp16", "loss_scale"),
+    "dynamic_loss_scale": lambda e: e.plan.config.fp16.enabled and e.plan.config.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda e: 2**e.plan.config.fp16.initial_scale_power,
+    "gradient_clipping": _of_config("gradient_clipping"),
+    "gradient_predivide_factor": _of_config("gradient_predivide_factor"),
+    "prescale_gradients": _of_config("prescale_gradients"),
+    "postscale_gradients": lambda e: not e.plan.config.prescale_gradients,
+    "sparse_gradients_enabled": _of_config("sparse_gradients"),
+    "steps_per_print": _of_config("steps_per_print"),
+    "wall_clock_breakdown": _of_config("wall_clock_breakdown"),
+    "memory_breakdown": _of_config("memory_breakdown"),
+    "dataloader_drop_last": _of_config("dataloader_drop_last"),
+    "dump_state_enabled": _of_config("dump_state"),
+    "optimizer_name": lambda e: None if e.plan.config.optimizer is None else e.plan.config.optimizer.type.lower(),
+    "optimizer_params": lambda e: e.config.get("optimizer", {}).get("params"),
+    "scheduler_name": lambda e: None if e.plan.config.scheduler is None else e.plan.config.scheduler.type,
+    "scheduler_params": lambda e: e.config.get("scheduler", {}).get("params"),
+    "load_universal_checkpoint": lambda e: False,
+    "managed_gradient_accumulation": lambda e: e.plan.managed,
+    "use_node_local_storage": lambda e: False,
+    "elasticity_enabled": lambda e: bool(e.config.get("elasticity", {}).get("enabled", False)),
+    "pld_enabled": lambda e: bool((e.config.get("progressive_layer_drop") or {}).get("enabled", False)),
+    "curriculum_enabled_legacy": lambda e: False,
+    "data_efficiency_enabled": lambda e: False,
+    "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
+    "autotuning_enabled": lambda e: False,
+    "autotp_size": lambda e: 0,
+    "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
+    "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
+    "get_tensor_parallel_rank": lambda e: 0,
+    "get_model_parallel_rank": lambda e: 0,
+    "get_sequence_parallel_group": lambda e: None,
+    "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
+    "is_deepcompile_enabled": lambda e: False,
+    "is_deepcompile_active": lambda e: False,
+}
+"""Methods without arguments that only tell something: name -> what it tells."""
+
+
+class DeepSpeedEngine(Engine):
+    """`ds_engine.Engine` under upstream's names; made by `deepspeed.initialize`. Unknown attributes are the model's.
+
+    Attributes:
+        config: The configuration as it was given, the same object.
+        mpu: Groups of another library; kept, not read.
+    """
+
+    def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
+        super().__init__(plan, components)
+        self._config = {} if config is None else config
+        self._boundary: bool | None = None
+        self._compiled = False
+        self.mpu: Any = None
+        mark(self.sharding)
+
+    def __getattr__(self, name: str) -> Any:
+        tells = ACCESSORS.get(name)
+        if tells is not None:
+            return lambda: tells(self)
+        return super().__getattr__(name)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._config
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that is sharded."""
+        return None if self.optimizer is None else self.optimizer.inner
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """Format that gradients travel in; None is that of the parameters."""
+        return self.plan.precision.reduce
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last update's averaged gradient before clipping; also between updates."""
+        return None if self.optimizer is None or self.optimizer.last is None else self.optimizer.last.norm
+
+    # ---- where a step ends
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """The next backward, and the step after it, are (not) the last of a step; until this is called again."""
+        self._boundary = bool(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current microbatch ends a step."""
+        return super().is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
+
+    def next_backward(self) -> Action:
+        """As the program has it, or as the caller decided: shards reduce every time, whole gradients at the end."""
+        if self._boundary is None:
+            return super().next_backward()
+        return replace(self._backwards[-1], reduce=self._boundary or self.plan.residency.shard_grads)
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Nothing to do: the last backward of a step reduces, and `step` closes what is open."""
+        del bucket_size
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` as `.backward()` may be called on it: divided by the microbatches, times the loss scale."""
+        return self._trains("scale").scale(loss / self.plan.batch.accumulation)
+
+    # ---- checkpoints
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a run into `save_dir/tag`, with `latest` and `zero_to_fp32.py` beside it. Collective.
+
+        Args:
+            client_state: Data and tensors of the caller's own; rank 0's is stored.
+        """
+        name, world = str(tag or f"global_step{self.global_steps}"), self.mesh["world"]
+        state = same_everywhere(encode(client_state or {}), world)
+        super().save_checkpoint(save_dir, name, state, exclude_frozen_parameters)
+        if save_latest:
+            self.checkpointer.wait()
+        if world.rank == 0:
+            sharded = self.plan.config.zero_optimization.stage > 0
+            leave_signs(os.fspath(save_dir), name, latest=save_latest, sharded=sharded)
+        barrier(world)
+        return True
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of ours or of upstream's, saved on any number of ranks. Collective.
+
+        Returns:
+            Path and client state; (None, None) where there is none.
+        Raises:
+            UnsupportedError: `custom_load_fn` ("compat-argument").
+        """
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=...)",
+                code="compat-argument",
+                fix="Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
+            )
+        root, world = os.fspath(load_dir), self.mesh["world"]
+        name = same_everywhere(name_of_tag(root, tag), world)
+        if name is None and not Path(root).is_dir():
+            _log.warning("there is no checkpoint directory %s", root)
+            return None, None
+        copy = translated(root, name, world)
+        try:
+            path, client = super().load_checkpoint(
+                root,
+                copy or name,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                load_data_state=not load_module_only,
+                load_module_strict=load_module_strict,
+            )
+        finally:
+            barrier(world)
+            if copy is not None and world.rank == 0:
+                shutil.rmtree(Path(root) / copy, ignore_errors=True)
+        if path is None:
+            return None, None
+        return (f"{root}/{name}" if name else path), decode(client or {})
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The whole model's state dict: on rank 0, or on every rank where parameters are whole. Collective at stage 3."""
+        del destination, keep_vars
+        if self.plan.residency.shard_params:
+            found = self.whole_state_dict(exclude_frozen=exclude_frozen_parameters)
+            return {prefix + name: value for name, value in found.items()}
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        state = self.module.state_dict()
+        return {prefix + k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load a whole state dict, or the `module` of a checkpoint dict; the same on every rank. Collective."""
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+            self.sharding.refresh()
+        else:
+            self.load_whole_state_dict(state, strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The whole model in the format it computes in, on rank 0; {} elsewhere. Collective."""
+        return self.whole_state_dict(exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(  # type: ignore[override]
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model into one file. At stage 3 only if the configuration asks for gathering, as upstream."""
+        if self.plan.residency.shard_params and not self.zero_gather_16bit_weights_on_model_save():
+            _log.warning(
+                "the model was not saved: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
+            )
+            return False
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    # ---- state that moves, the end
+
+    def offload_states(  # type: ignore[override]
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to the host until `reload_states`.
+
+        Args:
+            include: Of `OffloadStateTypeEnum`; None is all.
+            device: The host; files are not supported.
+        Raises:
+            ValueError: another device ("compat-offload").
+        """
+        del non_blocking
+        target = str(getattr(device, "value", device))
+        if target != "cpu":
+            raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
+        names = None if include is None else {_STATES[str(getattr(kind, "value", kind))] for kind in include}
+        super().offload_states(names, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        del non_blocking
+        super().reload_states()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing is kept: a unit is released when its graph is done with it."""
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile the model's forward.
+
+        Raises:
+            UnsupportedError: compile passes or compiled autograd ("compat-argument").
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "compile(schedule=..., compiled_autograd_enabled=True)", code="compat-argument", fix="Leave them out."
+            )
+        super().compile(backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    def destroy(self) -> None:
+        """Give the model back whole and free the rest. Collective."""
+        module: nn.Module = self.module
+        self.close()
+        unmark(module)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Train batch size, microbatch size, microbatches a step."""
+        batch = self.plan.batch
+        return batch.train, batch.micro, batch.accumulation
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+        """End a microbatch; at the boundary, update. Collective there."""
+        return super().step(lr_kwargs)

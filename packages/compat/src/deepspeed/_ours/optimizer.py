@@ -1,0 +1,147 @@
+"""The sharded optimizer with the names that clients look for on upstream's."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_zero import ShardedOptimizer, ShardOptions
+
+__all__ = ["DeepSpeedZeroOptimizer", "ParameterOffload"]
+
+
+class DeepSpeedZeroOptimizer(ShardedOptimizer):
+    """`ds_zero.ShardedOptimizer` under upstream's names: one class for every stage and format.
+
+    Attributes:
+        parameter_offload: At stage 3, what clients take the forward hooks away with; there is none at other stages.
+    """
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
+        super().__init__(model, inner, options)
+        if options.residency.shard_params:
+            self.parameter_offload = ParameterOffload(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was wrapped."""
+        return self.inner
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self.last is not None and self.last.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without fp16."""
+        return 1.0 if self._scale is None else self._scale.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes by itself."""
+        return self.sharding.precision.scale is not None and self.sharding.precision.scale.static is None
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return None if self.last is None else self.last.norm
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's shard of every unit, in master format: the tensors that training writes to."""
+        return [unit.shard for unit in self.sharding.units if unit.spec.trained]
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."""
+        return self.fp32_partitioned_groups_flat
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's trained parameters, unit by unit."""
+        return [list(unit.params) for unit in self.sharding.units if unit.spec.trained]
+
+    bit16_groups = fp16_groups
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """`scale(loss).backward()`."""
+        self.scale(loss).backward(retain_graph=retain_graph)
+
+
+class ParameterOffload:
+    """How clients run a stage 3 model without hooks: they remove `forward_hooks` and later register the module again.
+
+    It is done while every parameter is gathered (`GatheredParameters` around it), so nothing is lost by it.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._runtime = optimizer.sharding.runtime
+        self.module = ModuleView(optimizer.sharding.model)
+        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(self.module)
+
+    def _register_deepspeed_module(self, module: object) -> None:
+        """Put back the hooks that `remove` took away."""
+        del module
+        for hook in getattr(self, "_given", ()):
+            hook.back()
+        self.forward_hooks: list[Any] = [_Hooks(self._runtime.paused)]
+        self._given = tuple(self.forward_hooks)  # clients reassign the list after removing
+
+
+class ModuleView:
+    """The model as upstream's coordinator shows it: its parameters, and no external ones beside them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        """As a module has it."""
+        return self._model.named_parameters(prefix, recurse)
+
+    def ds_external_parameters(self) -> Any:
+        """None: a parameter used outside its module is gathered when it is touched."""
+        return iter(())
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """As a module has it."""
+        return (param for _, param in chain(self.named_parameters(recurse=recurse), self.ds_external_parameters()))
+
+
+class _Hooks:
+    """All hooks of a model as one handle."""
+
+    def __init__(self, paused: Any) -> None:
+        self._paused = paused
+        self._stack: ExitStack | None = None
+
+    def remove(self) -> None:
+        """Take them away, until `back`."""
+        if self._stack is None:
+            self._stack = ExitStack()
+            context: AbstractContextManager[Any] = self._paused()
+            self._stack.enter_context(context)
+
+    def back(self) -> None:
+        """Put them back."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None

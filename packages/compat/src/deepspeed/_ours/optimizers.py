@@ -1,0 +1,233 @@
+"""Upstream's optimizer classes: ds-ops' optimizers with upstream's arguments. One class serves CPU and accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ds_config.errors import UnsupportedError
+from ds_ops.optim import Adagrad, Adam, Lamb, Lion
+from ds_ops.optim.base import Params
+
+__all__ = [
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "ROUTE_EVAL",
+    "ROUTE_PREDICT",
+    "ROUTE_TRAIN",
+    "AsyncIOBuilder",
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+]
+
+ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+__compatible_ops__: dict[str, bool] = {}
+_NO_AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
+
+
+def _states(wide: bool, params: Params) -> torch.dtype:
+    """Format of optimizer state: fp32, or that of the parameters."""
+    if wide:
+        return torch.float32
+    first: Any = next(iter(list(params) if isinstance(params, Iterable) else []))
+    tensor = next(iter(first["params"])) if isinstance(first, dict) else first
+    return tensor.dtype if isinstance(tensor, torch.Tensor) else torch.float32
+
+
+def _fixed(params: Params) -> Any:
+    return params if isinstance(params, list) else list(params)
+
+
+def _pair(betas: Sequence[float]) -> tuple[float, float]:
+    # Configurations give lists.
+    first, second = betas
+    return first, second
+
+
+class _Adam(Adam):
+    """Adam, or AdamW by argument."""
+
+    def __init__(self, params: Params, *, adamw_mode: bool, **options: Any) -> None:
+        self.decoupled = adamw_mode  # type: ignore[misc]
+        super().__init__(params, **options)
+
+
+class DeepSpeedCPUAdam(_Adam):
+    """`ds_ops.optim.Adam` or `AdamW` with upstream's arguments. The dicts of `model_params` stay the same objects.
+
+    Raises:
+        UnsupportedError: amsgrad.
+    """
+
+    optimizer_id: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("DeepSpeedCPUAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
+        params = _fixed(model_params)
+        super().__init__(
+            params,
+            adamw_mode=adamw_mode,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=_pair(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            state_dtype=_states(fp32_optimizer_states, params),
+        )
+
+
+class FusedAdam(_Adam):
+    """`ds_ops.optim.Adam` or `AdamW` with upstream's arguments. `set_grad_none` is the only way here.
+
+    Raises:
+        UnsupportedError: amsgrad, or set_grad_none=False.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("FusedAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
+        if not set_grad_none:
+            raise UnsupportedError(
+                "FusedAdam(set_grad_none=False)",
+                code="compat-argument",
+                fix="Call zero_grad(set_to_none=False) instead.",
+            )
+        super().__init__(
+            _fixed(params),
+            adamw_mode=adam_w_mode,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=_pair(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+        )
+
+
+class DeepSpeedCPUAdagrad(Adagrad):
+    """`ds_ops.optim.Adagrad` with upstream's arguments."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        del amsgrad  # Adagrad has no such variant; upstream takes the argument and does not read it
+        params = _fixed(model_params)
+        dtype = _states(fp32_optimizer_states, params)
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, state_dtype=dtype)
+
+
+class DeepSpeedCPULion(Lion):
+    """`ds_ops.optim.Lion` with upstream's arguments."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        params = _fixed(model_params)
+        dtype = _states(fp32_optimizer_states, params)
+        super().__init__(params, lr=lr, betas=_pair(betas), weight_decay=weight_decay, state_dtype=dtype)
+
+
+class FusedLion(Lion):
+    """`ds_ops.optim.Lion` with upstream's arguments."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        del set_grad_none  # gradients are consumed by the sharded step
+        super().__init__(_fixed(params), lr=lr, betas=_pair(betas), weight_decay=weight_decay)
+
+
+class FusedLamb(Lamb):
+    """`ds_ops.optim.Lamb` with upstream's arguments.
+
+    Raises:
+        UnsupportedError: amsgrad, eps_inside_sqrt or a max_grad_norm of its own.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if eps_inside_sqrt or amsgrad or max_grad_norm:
+            raise UnsupportedError(
+                "FusedLamb with eps_inside_sqrt, amsgrad or max_grad_norm",
+                code="compat-argument",
+                fix="Leave them out; gradient_clipping of the configuration clips.",
+            )
+        super().__init__(
+            _fixed(params),
+            lr=lr,
+            betas=_pair(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )
+
+
+class AsyncIOBuilder:
+    """Name of the operation, and whether it can be used: what clients ask before they offer offloading to files."""
+
+    NAME: ClassVar[str] = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether this machine can; upstream's builder compiles, here nothing is."""
+        del verbose
+        return False

@@ -1,0 +1,122 @@
+"""The attributes that clients read on the parameters of a stage 3 model: ds_id, ds_shape, ds_numel, ds_status, ds_tensor.
+
+A parameter of ours has its true shape at all times and changes its class when it is released, so `ds_status` is a small
+object that looks at the parameter when it is compared. It equals the member of `ZeroParamStatus` that it stands for.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from ds_zero import Released, Sharding, safe_get_local_fp32_param
+
+__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "unmark"]
+
+_NAMES = (
+    "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
+)  # fmt: skip
+_ids = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether this rank holds a parameter whole."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is kept."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class Status:
+    """The status of one parameter, read when it is asked for. Equal to a `ZeroParamStatus`; pickles as one."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        """What it is at this moment."""
+        return ZeroParamStatus.NOT_AVAILABLE if type(self._param()) is Released else ZeroParamStatus.AVAILABLE
+
+    @property
+    def name(self) -> str:
+        """As an enum member has it."""
+        return self.now.name
+
+    @property
+    def value(self) -> int:
+        """As an enum member has it."""
+        return self.now.value
+
+    def __eq__(self, other: object) -> bool:
+        return self.now is (other.now if isinstance(other, Status) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.now)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+    def __reduce__(self) -> tuple[Callable[[int], ZeroParamStatus], tuple[int]]:
+        return ZeroParamStatus, (self.value,)
+
+
+def mark(sharding: Sharding) -> None:
+    """Give every parameter of a stage 3 model its attributes. Other stages have none, as upstream."""
+    if not sharding.options.residency.shard_params:
+        return
+    for unit in sharding.units:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+            values: dict[str, Any] = {
+                "ds_id": next(_ids),
+                "ds_shape": param.shape,
+                "ds_numel": slot.numel,
+                "ds_status": Status(param),
+                "ds_tensor": _local(param, slot.numel),
+                "ds_persist": not unit.releases,
+                "ds_active_sub_modules": set(),
+                "partition_numel": partial(_share, slot.numel, sharding.group.size),
+            }
+            for name, value in values.items():
+                setattr(param, name, value)
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the attributes of `mark` away."""
+    for param in model.parameters():
+        for name in _NAMES:
+            param.__dict__.pop(name, None)
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether a parameter is one of a stage 3 model."""
+    return hasattr(parameter, "ds_id")
+
+
+def _local(param: Parameter, numel: int) -> Tensor | None:
+    local = safe_get_local_fp32_param(param)
+    if local is not None:
+        local.ds_numel, local.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return local
+
+
+def _share(numel: int, ranks: int) -> int:
+    """Elements that a rank would hold of an even cut, as upstream counts them."""
+    return -(-numel // ranks)

@@ -1,0 +1,131 @@
+"""`deepspeed.initialize` and the other functions at the top of the package."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
+from deepspeed._ours.config import accepted, raw_config
+from deepspeed._ours.engine import DeepSpeedEngine
+from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
+from deepspeed._ours.tools import logger
+from deepspeed._ours.version import version
+from ds_comm import world_group
+from ds_config.errors import PlanError, UnsupportedError
+from ds_config.reading import Source
+from ds_engine import add_config_arguments, load_config, make_plan
+from ds_engine.build import Parts, assemble, shapes_of
+from ds_engine.loader import ResumableLoader
+from ds_zero.sharding import sharding_of
+
+__all__ = [
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "add_config_arguments",
+    "init_inference",
+    "initialize",
+    "tp_model_init",
+]
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+
+
+def initialize(
+    args: argparse.Namespace | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | DeepSpeedOptimizerCallable | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedZeroOptimizer | None, ResumableLoader | None, Any]:
+    """Make an engine from a model and a configuration. Collective. See `ds_engine.initialize`.
+
+    A model that another engine still holds is given back by that engine first.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: before anything is changed.
+    """
+    if model is None:
+        raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
+    _check_groups(mpu, mesh_param)
+    raw = raw_config(config, config_params, args)
+    resolved = load_config(accepted(raw))
+    _choose_device(args)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _give_back(model)
+    plan = make_plan(resolved, shapes_of(model), world_group().size)
+    parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
+    engine = DeepSpeedEngine(plan, assemble(plan, model, parts), raw)
+    if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
+        logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _check_groups(mpu: Any, mesh_param: tuple[int, int] | None) -> None:
+    size = getattr(mpu, "get_model_parallel_world_size", getattr(mpu, "get_tensor_model_parallel_world_size", int))()
+    if size > 1 or (mesh_param is not None and mesh_param[1] != 1):
+        raise UnsupportedError(
+            f"initialize() with {size} model-parallel ranks, mesh_param {mesh_param}: other parallelism is not built yet",
+            code="compat-mpu",
+            fix="Use ZeRO stage 3 over all ranks.",
+        )
+
+
+def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:
+    given = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+    rank = given.get("device_rank")
+    if rank is not None and int(rank) >= 0:
+        os.environ.setdefault("LOCAL_RANK", str(int(rank)))
+
+
+def _give_back(model: nn.Module) -> None:
+    """End the sharding of a model whose engine was dropped, so that it can be sharded again. Collective."""
+    for param in model.parameters():
+        sharding = sharding_of(param)
+        if sharding is not None:
+            sharding.close()
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
+    """The model in `dtype`; one tensor-parallel rank is all there is.
+
+    Raises:
+        UnsupportedError: `tp_size` is not 1 ("compat-missing").
+    """
+    del config, options
+    if tp_size != 1:
+        raise UnsupportedError(
+            f"tp_model_init(tp_size={tp_size}): tensor parallelism is not built yet",
+            code="compat-missing",
+            fix="Use ZeRO stage 3.",
+        )
+    return model.to(dtype)
+
+
+def init_inference(model: nn.Module, config: Any = None, **options: Any) -> None:
+    """Not here.
+
+    Raises:
+        UnsupportedError: always ("compat-missing").
+    """
+    del model, config, options
+    raise UnsupportedError(
+        "deepspeed.init_inference is not here: ds-inference is not built yet",
+        code="compat-missing",
+        fix="Use the model itself under torch.inference_mode().",
+    )

@@ -1,0 +1,214 @@
+"""`deepspeed.utils.timer`: named timers and a throughput meter, on the device's clock where it has one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ds_accel import get_accelerator
+from ds_comm import world_group
+from ds_comm.logger import trimmed_mean
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
+
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+
+_log = logging.getLogger("DeepSpeed")
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Mean without the lowest and highest `trim_percent` (0 to 1) of the values; 0 for none."""
+    if not data:
+        return 0.0
+    cut = int(len(data) * trim_percent)
+    kept = sorted(data)[cut : len(data) - cut] or sorted(data)
+    return sum(kept) / len(kept)
+
+
+class _Timer:
+    """One named timer. Times are milliseconds; starting and stopping waits for the device."""
+
+    def __init__(self, name: str) -> None:
+        self.name_, self.started_ = name, False
+        self._begun = self._total = 0.0
+        self._records: list[float] = []
+
+    def start(self) -> None:
+        """Begin."""
+        get_accelerator().synchronize()
+        self._begun, self.started_ = time.perf_counter(), True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """End, and add to what was; `reset` replaces it, `record` keeps the value for `mean`."""
+        get_accelerator().synchronize()
+        passed = 1000 * (time.perf_counter() - self._begun)
+        self._total, self.started_ = (passed if reset else self._total + passed), False
+        if record:
+            self._records.append(passed)
+
+    def reset(self) -> None:
+        """Forget what was."""
+        self._total, self.started_ = 0.0, False
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds so far; a running timer goes on."""
+        running = self.started_
+        if running:
+            self.stop()
+        found = self._total
+        if reset:
+            self.reset()
+        if running:
+            self.start()
+        return found
+
+    def mean(self) -> float:
+        """Of the recorded times, without the extremes."""
+        return trimmed_mean(self._records) if self._records else 0.0
+
+
+class SynchronizedWallClockTimer:
+    """Named timers: `timers("fwd").start()`."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, _Timer] = {}
+
+    def __call__(self, name: str) -> _Timer:
+        return self.timers.setdefault(name, _Timer(name))
+
+    def get_timers(self) -> dict[str, _Timer]:
+        """All of them."""
+        return self.timers
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is one."""
+        return name in self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """What the device holds, as text."""
+        stats = get_accelerator().memory()
+        return f"{stats.allocated / 2**30:.2f} GiB allocated, peak {stats.peak / 2**30:.2f} GiB"
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """One line with the named timers in milliseconds, on `ranks` (default: rank 0)."""
+        parts = [f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
+        if world_group().rank in (ranks or [0]):
+            _log.info("time (ms) | %s%s", " | ".join(parts), f" | {self.memory_usage()}" if memory_breakdown else "")
+
+    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean of recorded times by name."""
+        del reset
+        return {name: self(name).mean() / normalizer for name in names if name in self.timers}
+
+
+class NoopTimer:
+    """A `SynchronizedWallClockTimer` that does nothing."""
+
+    class Timer:
+        """A timer that does nothing."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def stop(self, **options: Any) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def elapsed(self, **options: Any) -> float:
+            """0."""
+            return 0.0
+
+        def mean(self) -> float:
+            """0."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Timer:
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def has_timer(self, name: str) -> bool:
+        """Always: it does nothing."""
+        return True
+
+    def log(self, names: Sequence[str], **options: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Sequence[str], **options: Any) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second of a loop: `start()` and `stop(global_step)` around each microbatch.
+
+    Args:
+        config: Its `enabled` switches the timer.
+        batch_size: Samples of a step over all ranks.
+        start_step: Steps that are not counted.
+        steps_per_output: Log every so many steps; None never.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.config, self.batch_size, self.start_step = config, max(1, batch_size), start_step
+        self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
+        self.logging = logging_fn or _log.info
+        self.global_step_count = self.micro_step_count = self.epoch_count = 0
+        self.total_elapsed_time = self._begun = 0.0
+
+    def update_epoch_count(self) -> None:
+        """An epoch ended."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A microbatch begins."""
+        if self.config.enabled:
+            self._begun = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """It ended; with `global_step` a step did, too."""
+        if not self.config.enabled:
+            return
+        get_accelerator().synchronize()
+        self.micro_step_count += 1
+        if self.global_step_count >= self.start_step:
+            self.total_elapsed_time += time.perf_counter() - self._begun
+        self.global_step_count += global_step
+        due = self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
+        if global_step and report_speed and due:
+            self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
+
+    def avg_samples_per_sec(self) -> float:
+        """Over the counted steps; minus infinity before there is one."""
+        counted = self.global_step_count - self.start_step
+        return counted * self.batch_size / self.total_elapsed_time if counted > 0 else float("-inf")

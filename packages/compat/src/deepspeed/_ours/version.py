@@ -1,0 +1,18 @@
+"""Which surface this facade follows, and its own version as a local label."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_accel import get_accelerator
+
+__all__ = ["HAS_TRITON", "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
+
+version = __version__ = "0.19.8+ds.0.1.0"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+git_hash = __git_hash__ = "ds"
+git_branch = __git_branch__ = "ds"
+accelerator_name = get_accelerator().name
+installed_ops: dict[str, bool] = {}  # upstream lists what was compiled ahead; here nothing is compiled at run time
+torch_info = {"version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": torch.version.cuda or "0.0"}
+HAS_TRITON = bool(get_accelerator().triton())

@@ -1,0 +1,85 @@
+"""Upstream's laxness is accepted with a warning that names the key; everything else stays strict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+
+import deepspeed
+import pytest
+from deepspeed._ours.config import accepted, raw_config
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+from ds_config.errors import ConfigError
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("DeepSpeed"), "propagate", True)
+    return caplog
+
+
+def test_unknown_top_level_keys_are_left_out_with_one_warning_each(said):
+    raw = {"train_batch_size": 4, "zero_optimization.reduce_bucket_size": 10, "train_bach_size": 2}
+    assert accepted(raw) == {"train_batch_size": 4}
+    assert len(said.messages) == 2
+    assert "'train_bach_size'" in said.messages[1]
+    assert "'train_batch_size'" in said.messages[1]
+
+
+def test_auto_inside_zero_is_the_default(said):
+    raw = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}}
+    assert accepted(raw) == {"zero_optimization": {"stage": 3, "offload_param": {}}}
+    assert "zero_optimization.offload_param.device" in said.text
+
+
+def test_inside_a_section_a_typo_is_an_error():
+    with pytest.raises(ConfigError, match="reduce_bucket_size"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"reduce_bucket_sise": 3}})
+
+
+def test_where_a_configuration_comes_from(tmp_path):
+    raw = {"train_batch_size": 1}
+    assert raw_config(raw) is raw
+    assert raw_config(None, raw) is raw
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(raw))
+    assert raw_config(str(file)) == raw
+    assert raw_config(None, None, argparse.Namespace(deepspeed_config=str(file))) == raw
+    assert raw_config(None, None, {"deepspeed_config": str(file)}) == raw
+    with pytest.raises(ConfigError):
+        raw_config(raw, raw)
+    with pytest.raises(ConfigError):
+        raw_config(None)
+
+
+def test_deepspeed_config_tells_the_batch():
+    config = deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (
+        6,
+        3,
+        2,
+    )
+    assert config.gradient_clipping == 1.0
+    assert config.zero_optimization_stage == 0
+    assert not config.fp16.enabled
+    with pytest.raises(ConfigError):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1}, mpu=object())
+
+
+def test_duplicate_keys():
+    hook = dict_raise_error_on_duplicate_keys
+    assert json.loads('{"a": 1, "b": {"c": 2}}', object_pairs_hook=hook) == {"a": 1, "b": {"c": 2}}
+    with pytest.raises(ValueError, match="a"):
+        json.loads('{"a": 1, "a": 2}', object_pairs_hook=hook)
+
+
+def test_arguments_of_scripts():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert given.deepspeed
+    assert given.deepspeed_config == "x.json"
+    tuned = deepspeed.add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR"])
+    assert tuned.lr_schedule == "WarmupLR"
+    assert tuned.warmup_num_steps is None

@@ -1,0 +1,133 @@
+"""Every row of the table is true, every module is there, and what is missing says so in every way Python can ask."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed._lazy import UnsupportedImportError, UnsupportedNameError
+from deepspeed._surface import SURFACE, Missing
+
+from ds_config.errors import UnsupportedError
+
+HERE = [
+    (module, name) for module, rows in SURFACE.items() for name, row in rows.items() if not isinstance(row, Missing)
+]
+GONE = [(module, name) for module, rows in SURFACE.items() for name, row in rows.items() if isinstance(row, Missing)]
+ALL_MISSING = [m for m, rows in SURFACE.items() if rows and all(isinstance(row, Missing) for row in rows.values())]
+
+
+@pytest.mark.parametrize("module", sorted({module for module, _ in HERE}))
+def test_what_the_table_says_is_there(module):
+    found = importlib.import_module(module)
+    for home, name in HERE:
+        if home == module:
+            assert getattr(found, name) is not None or name == "mpu", name
+    public = [name for home, name in HERE if home == module]
+    assert found.__all__ == sorted(public)
+    assert set(public) <= set(dir(found))
+
+
+def test_the_files_are_the_table():
+    names = {"deepspeed"} | {
+        info.name
+        for info in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.", onerror=lambda name: None)
+        if "._" not in info.name
+    }
+    root = Path(deepspeed.__path__[0])
+    on_disk = {
+        ".".join(("deepspeed", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+        for path in root.rglob("*.py")
+    }
+    assert {name for name in on_disk if "._" not in name} == set(SURFACE)
+    assert names <= set(SURFACE)
+
+
+@pytest.mark.parametrize("module", ALL_MISSING)
+def test_a_module_of_which_nothing_is_here_cannot_be_imported(module):
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(module)
+    assert isinstance(caught.value, UnsupportedError)
+    assert caught.value.code == "compat-missing"
+    assert caught.value.fix.startswith("Use ")
+
+
+def test_a_missing_name_answers_hasattr_getattr_and_import():
+    assert not hasattr(deepspeed, "PipelineModule")
+    assert getattr(deepspeed, "PipelineModule", None) is None
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.PipelineModule is not here"):
+        _ = deepspeed.PipelineModule
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinear is not here"):
+        from deepspeed.zero import TiledLinear  # noqa: F401
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe"):
+        from deepspeed.moe.layer import MoE  # noqa: F401
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.moe"):
+        _ = deepspeed.moe
+
+
+@pytest.mark.parametrize(("module", "name"), GONE)
+def test_each_missing_name_says_what_to_use(module, name):
+    row = SURFACE[module][name]
+    assert isinstance(row, Missing)
+    assert row.why
+    assert row.instead
+    if module not in ALL_MISSING and not any(module.startswith(f"{other}.") for other in ALL_MISSING):
+        assert not hasattr(importlib.import_module(module), name)
+
+
+def test_an_unknown_name_is_a_plain_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'flux_capacitor'") as caught:
+        _ = deepspeed.flux_capacitor
+    assert not isinstance(caught.value, UnsupportedError)
+    with pytest.raises(ImportError):
+        from deepspeed import flux_capacitor  # noqa: F401
+
+
+def test_names_can_be_replaced_and_put_back(monkeypatch):
+    original = deepspeed.initialize
+    monkeypatch.setattr(deepspeed, "initialize", lambda **options: "mine")
+    assert deepspeed.initialize() == "mine"
+    monkeypatch.undo()
+    assert deepspeed.initialize is original
+    from unittest import mock
+
+    with mock.patch("deepspeed.init_distributed", autospec=True) as patched:
+        deepspeed.init_distributed()
+        patched.assert_called_once()
+    with mock.patch("deepspeed.DeepSpeedEngine", autospec=True), mock.patch("deepspeed.zero.Init", autospec=True):
+        pass
+
+
+def test_reached_by_attribute_after_a_bare_import():
+    text = """
+import sys
+before = set(sys.modules)
+import deepspeed
+assert "torch" not in sys.modules
+for path in ["zero.Init", "zero.GatheredParameters", "comm.get_rank", "utils.logger", "utils.logging.logger",
+             "utils.groups._get_sequence_parallel_group", "utils.safe_get_full_grad", "checkpointing.configure",
+             "runtime.lr_schedules.VALID_LR_SCHEDULES", "runtime.zero.partition_parameters.ZeroParamStatus",
+             "ops.__compatible_ops__", "accelerator.get_accelerator", "version", "__version__", "ops.adam.DeepSpeedCPUAdam"]:
+    found = deepspeed
+    for name in path.split("."):
+        found = getattr(found, name)
+"""
+    source = str(Path(deepspeed.__path__[0]).parent)
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{text}"], check=True)
+
+
+def test_versions():
+    folder = Path(__file__).resolve().parents[1]
+    meta = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert deepspeed.__version__ == deepspeed.version == meta["version"]
+    assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
+    assert deepspeed.version >= "0.16.4"  # as clients compare it
+    from deepspeed.git_version_info import version
+
+    assert version == meta["version"]
