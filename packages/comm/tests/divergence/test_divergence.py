@@ -19,6 +19,7 @@ from ds_comm import shm
 from ds_comm.watchdog import EXIT_CODE
 
 DEADLINE_S = 2.0
+REPEATS = int(os.environ.get("DS_COMM_DIVERGENCE_REPEATS", "5"))
 
 
 @dataclass(frozen=True)
@@ -218,3 +219,32 @@ def test_what_is_no_hang_is_left_alone(outcomes: dict[Case, Outcome], case: str)
         if found.name == case:
             assert outcome.codes == [0, 0], outcome.outputs
             assert outcome.outputs == ["finished\n", "finished\n"]
+
+
+ISSUE = ["skips a submodule", "one forward fewer", "shorter loader", "raises", "saves alone", "another shape"]
+
+
+@pytest.mark.slow
+def test_no_repeat_hangs(tmp_path: Path) -> None:
+    """The recorded 100 repeats are DS_COMM_DIVERGENCE_REPEATS=100; `-s` shows how soon they ended."""
+    cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm.available() else ["gloo", "shm"])]
+    ranks, times = Ranks(tmp_path), []
+    for repeat in range(REPEATS):
+        for start in range(0, len(cases), 6):
+            batch = cases[start : start + 6]
+            for case, outcome in zip(batch, ranks.run(batch), strict=True):
+                times.append(outcome.took_s)
+                assert outcome.took_s < 60, (repeat, case)
+                ended_first = 1 if case.name in ("shorter loader", "raises") else None
+                for rank, (code, output) in enumerate(zip(outcome.codes, outcome.outputs, strict=True)):
+                    if rank != ended_first:
+                        assert code != 0, (repeat, case, rank)
+                        assert any(re.search(rf"rank {rank} .*rank {1 - rank} ", line) for line in lines(output)), (
+                            output
+                        )
+                        assert re.search(r"all_reduce|barrier", output), output
+    ranks.close()
+    times.sort()
+    print(
+        f"{len(times)} worlds of two diverged and ended; median {times[len(times) // 2]:.1f} s, last {times[-1]:.1f} s"
+    )
