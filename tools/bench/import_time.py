@@ -24,6 +24,7 @@ _BEYOND = "import torch, time; s = time.perf_counter(); import {}; print((time.p
 CASES = {
     "import torch": [sys.executable, "-c", _IMPORT.format("torch")],
     "import ds_engine, after torch": [sys.executable, "-c", _BEYOND.format("ds_engine")],
+    "first use of ds_engine, after torch": [sys.executable, "-c", _BEYOND.format("ds_engine; ds_engine.initialize")],
     "import ds_zero, after torch": [sys.executable, "-c", _BEYOND.format("ds_zero")],
     "import ds_config": [sys.executable, "-c", _IMPORT.format("ds_config")],
     "import ds_monitor": [sys.executable, "-c", _IMPORT.format("ds_monitor")],
@@ -53,7 +54,7 @@ def main(repeats: int = 9) -> int:
         name: {"median_ms": round(statistics.median(v), 1), "min_ms": round(min(v), 1)} for name, v in times.items()
     }
     for name, row in rows.items():
-        print(f"{name:<32} {row['median_ms']:8.1f} ms   (min {row['min_ms']:.1f})")
+        print(f"{name:<36} {row['median_ms']:8.1f} ms   (min {row['min_ms']:.1f})")
     machine = {"python": platform.python_version(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     DATA.parent.mkdir(parents=True, exist_ok=True)
     DATA.write_text(json.dumps({"repeats": repeats, **machine, "rows": rows}, indent=1) + "\n")
