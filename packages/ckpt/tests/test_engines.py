@@ -46,13 +46,14 @@ def _value(path, numel=3 * SLAB_BYTES // 4):
     return back["b"][0].item()
 
 
-@pytest.fixture(params=["synchronous", "asynchronous", "double", "small"])
+@pytest.fixture(params=["synchronous", "asynchronous", "double", "small", "decoupled"])
 def engine(request):
     made = {
         "synchronous": ds_ckpt.Synchronous,
         "asynchronous": ds_ckpt.Asynchronous,
         "double": lambda: ds_ckpt.Asynchronous(double=True),
         "small": lambda: ds_ckpt.Asynchronous(buffer_bytes=SLAB_BYTES),
+        "decoupled": lambda: ds_ckpt.Asynchronous(decoupled=True),
     }[request.param]()
     yield made
     made.close()

@@ -61,7 +61,7 @@ class CheckpointConfig(StrictModel):
         tag_validation: Checked and without effect: as if Fail.
         load_universal: Nothing to choose for our checkpoints: every one loads at any world size. Convert DeepSpeed's
             universal checkpoints with `ds ckpt convert --from deepspeed --to ds`.
-        writer: Null, or an object; `decoupled` asks for an asynchronous engine.
+        writer: Null, or an object; `decoupled` asks for an asynchronous engine whose files another process writes.
     """
 
     tag_validation: Annotated[
@@ -83,7 +83,10 @@ class CheckpointConfig(StrictModel):
 def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
     """The engine that `config` asks for. Collective over `group`."""
     saving, writer = config.saving, config.writer
-    if saving.asynchronous or (writer is not None and writer.decoupled):
+    decoupled = writer is not None and writer.decoupled
+    if saving.asynchronous or decoupled:
         double = writer is not None and writer.io_buffer_double
-        return Asynchronous(group, buffer_bytes=saving.buffer_bytes, double=double, keep=saving.keep)
+        return Asynchronous(
+            group, buffer_bytes=saving.buffer_bytes, double=double, keep=saving.keep, decoupled=decoupled
+        )
     return Synchronous(group, keep=saving.keep)

@@ -16,11 +16,13 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ds_monitor
 from ds_ckpt.agree import Ranks
 from ds_ckpt.catalog import prune
+from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
 from ds_ckpt.saving import Gathered, Job, PlanCache, Saved, prepare, publish
 from ds_ckpt.storage import At
@@ -118,15 +120,25 @@ class Asynchronous:
         double: With `buffer_bytes=None`, room for a second save while the first is being written.
         keep: How many checkpoints to keep in the directory, newest first; None for all. Older ones are removed after a
             save has succeeded, never before.
+        decoupled: Let a process of its own do the writing; only for directories.
     """
 
     def __init__(
-        self, group: Any = None, *, buffer_bytes: int | None = None, double: bool = False, keep: int | None = None
+        self,
+        group: Any = None,
+        *,
+        buffer_bytes: int | None = None,
+        double: bool = False,
+        keep: int | None = None,
+        decoupled: bool = False,
     ) -> None:
         self._ranks = Ranks.of(group)
         self._background = self._ranks.twin()
         self._rooms = 0 if buffer_bytes is not None else 1 + double
-        self._pool = Pool(buffer_bytes or 0)
+        self._place: _InProcess | _InWriter = (
+            _InWriter(buffer_bytes or 0) if decoupled else _InProcess(buffer_bytes or 0)
+        )
+        self._pool = self._place.pool
         self._keep, self._cache = keep, PlanCache()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-behind")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-copy")
@@ -150,6 +162,7 @@ class Asynchronous:
         with ds_monitor.span("ckpt.snapshot", checkpoint=str(path)):
             gathered = Gathered(shards)
             job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
+            job = self._place.job(job)
             stream = job.stream(self._pool)
             if self._rooms:
                 self._pool.at_least(self._rooms * self._pool.room(stream.nbytes))
@@ -183,6 +196,7 @@ class Asynchronous:
             self._copier.shutdown()
             self._writer.shutdown()
             self._background.close()
+            self._place.close()
             self._pool = Pool(0)
 
     def _fill(self, stream: Stream, copy: Copy) -> None:
@@ -207,6 +221,35 @@ class Asynchronous:
         for error in map(_error, finished):
             if error is not None:
                 raise error
+
+
+class _InProcess:
+    """Where the writing happens: on a thread of this process."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.pool = Pool(buffer_bytes)
+
+    def job(self, job: Job) -> Job:
+        return job
+
+    def close(self) -> None:
+        """The pool goes with its last user."""
+
+
+class _InWriter:
+    """Where the writing happens: in another process, out of memory that both have."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.pool = SharedPool(buffer_bytes)
+        self._process = WriterProcess(self.pool)
+        self._process.start()  # it is there when the first save comes
+
+    def job(self, job: Job) -> Job:
+        return replace(job, draft=self._process.draft(job.draft))
+
+    def close(self) -> None:
+        self._process.close()
+        self.pool.close()
 
 
 def _error(pending: Pending) -> BaseException | None:

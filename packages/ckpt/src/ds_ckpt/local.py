@@ -23,7 +23,7 @@ from ds_config.errors import CheckpointError
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile
 
-__all__ = ["Disk", "LocalStorage", "LocalWriteFile"]
+__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile"]
 
 _DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
 _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
@@ -191,7 +191,9 @@ def _open_to_read(path: str, where: str) -> ReadFile:
     return _PlainReadFile(path, where)
 
 
-class _LocalDraft:
+class LocalDraft:
+    """A directory beside its place, renamed when it is complete."""
+
     def __init__(self, storage: LocalStorage, tag: str, token: str) -> None:
         self._storage, self._disk, self._tag = storage, storage.disk, tag
         self._path = os.path.join(storage.root, f"{_TMP}{tag}-{token}")
@@ -215,13 +217,17 @@ class _LocalDraft:
         self._lock = self._disk.lock(self._path)
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
+        return LocalWriteFile(self._disk, self.data_path(name), nbytes)
+
+    def data_path(self, name: str) -> str:
+        """Where a data file goes. Raises CheckpointError "ckpt-not-shared": this rank does not see the draft."""
         if not os.path.isdir(self._path):
             raise CheckpointError(
                 f"this rank does not see {self._path}, which rank 0 made",
                 code="ckpt-not-shared",
                 fix="Save into a directory that all ranks share.",
             )
-        return LocalWriteFile(self._disk, os.path.join(self._path, name), nbytes)
+        return os.path.join(self._path, name)
 
     def commit(self, manifest: bytes) -> None:
         disk, root = self._disk, self._storage.root
@@ -291,7 +297,7 @@ class LocalStorage:
             raise not_found(self.where(tag), name) from error
 
     def draft(self, tag: str, token: str) -> Draft:
-        return _LocalDraft(self, tag, token)
+        return LocalDraft(self, tag, token)
 
     def remove(self, tag: str) -> None:
         # Out of sight first: a crash while files go leaves no checkpoint that looks whole.

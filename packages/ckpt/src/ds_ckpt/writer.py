@@ -135,13 +135,17 @@ class Pool:
             self._changed.notify()
 
     def _new(self) -> mmap.mmap:
+        slab = self._map(self._made)
         self._made += 1
-        slab = mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE):
             if advice is not None:
                 with contextlib.suppress(OSError):  # kernels that do not know it: the pages come when they are touched
                     slab.madvise(advice)
         return slab
+
+    def _map(self, number: int) -> mmap.mmap:
+        # A pool of other memory differs in this alone. `number` counts the slabs made before.
+        return mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Stream:
