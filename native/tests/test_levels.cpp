@@ -1,4 +1,4 @@
-// Every instruction-set level gives the same bits: updates, sums, conversions, quantizers.
+// Every instruction-set level gives the same bits: updates, sums, conversions, quantizers, norms.
 #include <cstring>
 #include <vector>
 
@@ -147,6 +147,28 @@ void quantizers_agree(const ds::Kernels *const *levels, int num_levels) {
       }
 }
 
+// Rows of RMS norm with a residual, and their gradients.
+void norms_agree(const ds::Kernels *const *levels, int num_levels) {
+  Random r{5};
+  constexpr std::int64_t rows = 3, most = 1100;
+  std::vector<float> x(rows * most), residual(x.size()), weight(most), scratch(2 * most);
+  for (auto *v : {&x, &residual, &weight})
+    for (float &e : *v) e = r.unit();
+  for (std::int64_t cols : {1, 3, 16, 17, 63, 64, 65, 511, 512, 513, 1100}) {
+    std::vector<float> first;
+    for (int l = 0; l < num_levels; l++) {
+      std::vector<float> out(static_cast<std::size_t>(3 * rows * cols + rows + cols));  // sum, y, dx, rstd, dweight
+      float *sum = out.data(), *y = sum + rows * cols, *dx = y + rows * cols, *rstd = dx + rows * cols;
+      ds::Norm n = {1e-6, rows, cols, Dtype::f32, x.data(), residual.data(), weight.data(), sum, y, rstd};
+      levels[l]->norm_rows(n, 0, rows, scratch.data());
+      ds::NormGrad g = {rows, cols, Dtype::f32, sum, y, x.data(), weight.data(), rstd, dx, rstd + rows};
+      levels[l]->norm_grad_rows(g, 0, rows, 0, scratch.data());
+      if (l == 0) first = out;
+      CHECK(!std::memcmp(first.data(), out.data(), out.size() * sizeof(float)));
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -157,5 +179,6 @@ int main() {
   conversions_agree(levels, n);
   sums_agree(levels, n);
   quantizers_agree(levels, n);
+  norms_agree(levels, n);
   std::printf("%d levels agree\n", n);
 }

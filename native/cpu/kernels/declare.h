@@ -8,6 +8,8 @@ double sum_squares(const void *x, Dtype dtype, std::int64_t n);
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
 void fill(void *dst, Dtype dtype, std::int64_t n, float value);
 void triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
+void norm_rows(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);
+void norm_grad_rows(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
 void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype, std::int64_t n,
                     std::int64_t index);
 void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,

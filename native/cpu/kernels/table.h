@@ -1,5 +1,6 @@
 // The functions that exist once per instruction-set level. One table per level; dispatch.cpp picks one.
 #pragma once
+#include <ds/norm.h>
 #include <ds/quant.h>
 #include <ds/shm.h>
 #include <ds/stream.h>
@@ -30,6 +31,9 @@ struct Kernels {
   // out = factor * the sum over sources of group `group`, which has `n` elements.
   void (*dequantize_group)(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
                            Dtype dtype, std::int64_t n);
+  void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
+  // Rows of block `block`; scratch [2, cols].
+  void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
 };
 
 // The table of the level in use.

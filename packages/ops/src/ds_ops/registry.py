@@ -24,12 +24,14 @@ __all__ = [
     "Choice",
     "Obstacle",
     "Op",
+    "absent_backend",
     "choose",
     "cpu_backend",
     "cuda_backend",
     "ops",
     "reference_backend",
     "register",
+    "torch_backend",
 ]
 
 Reason = Callable[[str, torch.dtype], str]
@@ -133,6 +135,20 @@ def cuda_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tupl
 def reference_backend(run: Callable[..., Any]) -> Backend:
     """The definition in plain torch; runs everywhere."""
     return Backend("reference", run, lambda _device, _dtype: "")
+
+
+def torch_backend(run: Callable[..., Any]) -> Backend:
+    """Torch's own fused kernel, where it is as good as one of ours would be."""
+    return Backend("torch", run, lambda _device, _dtype: "")
+
+
+def absent_backend(name: str, why: str) -> Backend:
+    """A backend that was not written; `why` says what the reference costs in its place."""
+    return Backend(name, _absent, lambda _device, _dtype: Obstacle(why))
+
+
+def _absent(*_arguments: object) -> None:
+    raise KernelError("a backend that does not exist was run.", code="kernel-missing", fix="Go through choose().")
 
 
 def _native_obstacle(

@@ -1,0 +1,95 @@
+"""Rotary position embedding (Su et al. 2021): pairs of features are turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import KernelError
+from ds_ops import _call
+from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
+
+__all__ = ["rotary_tables", "rotate"]
+
+
+def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position * base^(-2i / dim), each fp32 [*positions.shape, dim / 2], computed in fp64.
+
+    positions: integers of any shape. dim: even, the number of features that turn.
+    """
+    if dim < 2 or dim % 2:
+        raise KernelError(f"dim {dim} is not a positive even number.", code="kernel-argument", fix="Turn whole pairs.")
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    angles = positions.double()[..., None] / base**exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn the first 2 * cos.shape[-1] features of x; the rest stays.
+
+    Args:
+        x: [..., tokens, heads, features] floats.
+        cos, sin: fp32 [..., tokens, pairs], of `rotary_tables`; broadcast over heads and missing leading dims.
+        interleaved: pairs are features (2i, 2i + 1); else (i, i + pairs), as Hugging Face models have them.
+    Returns: like x, computed in fp32.
+
+    Raises:
+        KernelError: "kernel-argument" if tables and x do not fit.
+    Cost: about five passes over x; the backward is the opposite turn and keeps nothing but the tables.
+    """
+    pairs = cos.shape[-1]
+    if cos.shape != sin.shape or x.dim() < 3 or 2 * pairs > x.shape[-1] or cos.shape[-2] != x.shape[-3]:
+        raise KernelError(
+            f"tables {list(cos.shape)} and {list(sin.shape)} do not fit x [..., tokens, heads, features]:"
+            f" {_call.describe(x)}.",
+            code="kernel-argument",
+            fix="Make tables of [tokens, pairs] with rotary_tables(positions, dim), dim at most the features of a head.",
+        )
+    out: Tensor = choose(_ROTATE, x.device.type, x.dtype).backend.run(x, cos, sin, interleaved)
+    return out
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    pairs = cos.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    c, s = cos.unsqueeze(-2).to(wide), sin.unsqueeze(-2).to(wide)
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(pairs, dim=-1)
+    halves = (a * c - b * s, b * c + a * s)
+    mixed = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat((mixed.to(x.dtype), rest), dim=-1)
+
+
+def _reference_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _turn(x, cos, sin, interleaved)
+    out: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+
+
+_ROTATE = register(
+    Op(
+        "rotate",
+        "rotary position embedding",
+        (
+            absent_backend("cpu", "not written: composed torch takes about five passes; torch.compile fuses it"),
+            reference_backend(_reference_rotate),
+        ),
+    )
+)

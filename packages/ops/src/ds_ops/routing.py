@@ -1,0 +1,198 @@
+"""Mixture of experts on one rank: which experts a token goes to, rows sorted by expert, a product per expert, and back.
+
+Words: T tokens, E experts, k experts a token. A *slot* is one (token, choice) pair, numbered token * k + choice. *Rows*
+are slots sorted by expert; within an expert they keep the order of tokens. Nothing is padded and nothing dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import KernelError
+from ds_ops import _call
+from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
+
+__all__ = ["Gating", "Permutation", "grouped_matmul", "permute", "sort_slots", "top_k_gating", "unpermute"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gating:
+    """weights [T, k] fp32 with gradient; experts [T, k] int64, best first; counts [E] int64: slots of each expert."""
+
+    weights: Tensor
+    experts: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permutation:
+    """slots [T * k]: the slot of each row; rows [T, k]: the row of each slot; ends [E]: where each expert's rows end."""
+
+    slots: Tensor
+    rows: Tensor
+    ends: Tensor
+
+
+def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating:
+    """Softmax over all experts in fp32, the k largest of each token; of equal ones the lowest expert.
+
+    Args:
+        logits: [T, E] floats. renormalize: divide the weights of a token by their sum.
+
+    Raises:
+        KernelError: "kernel-argument" if k is not in 1..E.
+    """
+    if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
+        raise _bad(f"{k} of the experts of logits [tokens, experts] {_call.describe(logits)} cannot be chosen.")
+    out: Gating = choose(_GATING, logits.device.type, logits.dtype).backend.run(logits, k, renormalize)
+    return out
+
+
+def sort_slots(experts: Tensor, num_experts: int) -> Permutation:
+    """Sort slots by expert, keeping the order of tokens. experts: [T, k] int64, each below num_experts."""
+    flat = experts.reshape(-1)
+    slots = torch.sort(flat, stable=True).indices
+    rows = torch.empty_like(slots)
+    rows[slots] = torch.arange(slots.numel(), device=slots.device)
+    ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
+    return Permutation(slots, rows.view(experts.shape), ends)
+
+
+def permute(x: Tensor, p: Permutation) -> Tensor:
+    """Rows [T * k, n] of tokens x [T, n]. The gradient gathers by `p.rows`: no atomic additions, the same bits always."""
+    out: Tensor = choose(_PERMUTE, x.device.type, x.dtype).backend.run(x, p)
+    return out
+
+
+def unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
+    """[T, n]: the sum over choices of weights [T, k] times rows y [T * k, n], in fp32, rounded to y's dtype."""
+    out: Tensor = choose(_UNPERMUTE, y.device.type, y.dtype).backend.run(y, p, weights)
+    return out
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x[rows of e] @ weights[e] for every expert.
+
+    Args:
+        x: [N, a]; weights: [E, a, b], same dtype; ends: [E] int64, ascending, the last one N.
+    Returns: [N, b].
+
+    Raises:
+        KernelError: "kernel-argument" if shapes do not fit.
+    Cost: one product per expert that has rows, each written into its part of one result. Reads `ends` on the host.
+    """
+    fits = x.dim() == 2 and weights.dim() == 3 and weights.shape[1] == x.shape[1] and ends.shape == weights.shape[:1]
+    if not fits or weights.dtype != x.dtype:
+        raise _bad(f"x {_call.describe(x)}, weights {_call.describe(weights)} and ends {list(ends.shape)} do not fit.")
+    bounds = ends.tolist()
+    if bounds and (bounds[-1] != x.shape[0] or any(b < a for a, b in zip([0, *bounds], bounds, strict=False))):
+        raise _bad(f"ends {bounds} do not cut {x.shape[0]} rows.")
+    out: Tensor = choose(_GROUPED, x.device.type, x.dtype).backend.run(x, weights, bounds)
+    return out
+
+
+def _bad(message: str) -> KernelError:
+    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
+
+
+def _reference_gating(logits: Tensor, k: int, renormalize: bool) -> Gating:
+    scores = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    # A stable sort, because torch.topk does not say which of equal elements it takes.
+    experts = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(-1, experts)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Gating(weights, experts, torch.bincount(experts.reshape(-1), minlength=logits.shape[1]))
+
+
+def _reference_permute(x: Tensor, p: Permutation) -> Tensor:
+    out: Tensor = _Permute.apply(x, p.slots, p.rows)
+    return out
+
+
+def _reference_unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    picked = _Unsort.apply(y, p.slots, p.rows).to(wide)
+    return (picked * weights.to(wide)[..., None]).sum(1).to(y.dtype)
+
+
+def _reference_grouped(x: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
+    out: Tensor = _GroupedMatmul.apply(x, weights, bounds)
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x[slots // max(1, rows.shape[1])]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (rows,) = ctx.saved_tensors
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        return grads[0][rows].sum(1, dtype=wide).to(grads[0].dtype), None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Rows back to [T, k, n]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return y[rows]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0].flatten(0, 1)[ctx.saved_tensors[0]], None, None
+
+
+def _parts(bounds: list[int]) -> list[tuple[int, slice]]:
+    starts = [0, *bounds[:-1]]
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, bounds, strict=True)) if a < b]
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.bounds = bounds
+        out = x.new_empty(x.shape[0], weights.shape[2])
+        for e, rows in _parts(bounds):
+            torch.mm(x[rows], weights[e], out=out[rows])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weights = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+        for e, rows in _parts(ctx.bounds):
+            if dx is not None:
+                torch.mm(dy[rows], weights[e].t(), out=dx[rows])
+            if dw is not None:
+                torch.mm(x[rows].t(), dy[rows], out=dw[e])
+        return dx, dw, None
+
+
+def _composed(name: str, summary: str, why: str, run: Any) -> Op:
+    return register(Op(name, summary, (absent_backend("cpu", f"not written: {why}"), reference_backend(run))))
+
+
+_GATING = _composed("top_k_gating", "softmax and the k best experts", "a token has few experts", _reference_gating)
+_PERMUTE = _composed("permute", "tokens to rows sorted by expert", "torch's gather is one pass", _reference_permute)
+_UNPERMUTE = _composed(
+    "unpermute",
+    "weighted sum of rows back to tokens",
+    "gather, product and sum take two passes more",
+    _reference_unpermute,
+)
+_GROUPED = _composed("grouped_matmul", "one product per expert", "BLAS does each product", _reference_grouped)
