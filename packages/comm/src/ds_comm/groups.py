@@ -128,10 +128,11 @@ def as_group(group: GroupLike | Any) -> Group:
     return Group(channel.name, channel.ranks, group.rank(), group if size > 1 else None)
 
 
-def new_group(ranks: Sequence[int], name: str) -> Group | None:
+def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group | None:
     """A group of `ranks`; None on ranks outside it. Collective over the world: all ranks call it, in the same order.
 
-    No process group is made for a single rank, and none again for all ranks of the world.
+    No process group is made for a single rank, and none again for all ranks of the world. `backend` is torch's name of
+    another backend than the world's.
     """
     world = world_group()
     members = tuple(sorted(ranks))
@@ -141,12 +142,12 @@ def new_group(ranks: Sequence[int], name: str) -> Group | None:
             code="comm-rank",
             fix="Use ranks below the world size.",
         )
-    if members == world.ranks:
+    if members == world.ranks and (backend is None or world.pg is None or backend == dist.get_backend(world.pg)):
         return Group(name, members, world.rank, world.pg)
     inside = world.global_rank in members
     if len(members) == 1:
         return Group(name, members, 0) if inside else None
-    pg = dist.new_group(list(members), group_desc=name)
+    pg = dist.new_group(list(members), backend=backend, group_desc=name)
     if not inside:
         return None
     return Group(name, members, members.index(world.global_rank), pg)

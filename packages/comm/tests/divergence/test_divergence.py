@@ -225,6 +225,7 @@ ISSUE = ["skips a submodule", "one forward fewer", "shorter loader", "raises", "
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_no_repeat_hangs(tmp_path: Path) -> None:
     """The recorded 100 repeats are DS_COMM_DIVERGENCE_REPEATS=100; `-s` shows how soon they ended."""
     cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm.available() else ["gloo", "shm"])]

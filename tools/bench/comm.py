@@ -1,0 +1,102 @@
+"""Ranks of one host: `shm` against gloo and against one memcpy, shared arenas, DDP's overhead, and the recorder's.
+
+usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder
+
+Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "comm.json"
+WORKER = Path(__file__).parent / "workers" / "comm.py"
+MODES = ["collectives", "arena", "ddp", "recorder"]
+RANKS = 2
+
+
+def run(mode: str) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    base |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), mode],
+            env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(RANKS)
+    ]  # fmt: skip
+    outs = [rank.communicate(timeout=470) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("\n".join(error for _, error in outs))
+    return json.loads(outs[0][0].splitlines()[-1])
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def show(seconds: float, nbytes: int) -> str:
+    return f"{seconds * 1e6:9.1f} us" if nbytes < 1 << 20 else f"{nbytes / seconds / 1e9:7.2f} GB/s"
+
+
+def print_rows(rows: list[dict[str, Any]], base: str) -> None:
+    """Each variant, and how many times faster than `base` it is."""
+    for row in rows:
+        cells = []
+        for name, found in row.items():
+            if isinstance(found, dict):
+                ratio = row[base]["median_s"] / found["median_s"]
+                factor = "" if name == base else f" ({ratio:.1f}x)"
+                cells.append(f"{name} {show(found['median_s'], row['nbytes'])}{factor}")
+        print(f"  {row['op']:17} {size(row['nbytes']):>8}: {'; '.join(cells)}")
+
+
+def report(mode: str, found: dict[str, Any]) -> None:
+    print(mode)
+    if mode in ("collectives", "arena"):
+        print_rows(found["rows"], "gloo")
+    if mode == "arena":
+        print(f"  barrier {found['barrier']['median_s'] * 1e6:.2f} us (best {found['barrier']['best_s'] * 1e6:.2f})")
+    if mode == "ddp":
+        for batch, row in found["rows"].items():
+            alone = row["alone"]["median_s"]
+            over = {name: row[name]["median_s"] - alone for name in ("gloo", "shm")}
+            print(f"  {batch}: forward + backward {alone * 1e3:.1f} ms; DDP adds {over['gloo'] * 1e3:.1f} ms on gloo, "
+                  f"{over['shm'] * 1e3:.1f} ms on shm ({over['shm'] / over['gloo']:.2f} of it)")  # fmt: skip
+    if mode == "recorder":
+        for what in ("step", "100 operations"):
+            off, on = found[what]["off"]["median_s"], found[what]["on"]["median_s"]
+            print(f"  {what}: {off * 1e3:.3f} ms without, {on * 1e3:.3f} ms with ({(on / off - 1) * 100:+.2f} %)")
+        print(f"  memory of one rank's record: {found['recorder_bytes'] / 1024:.0f} KiB")
+
+
+def main(modes: list[str]) -> None:
+    record = json.loads(DATA.read_text()) if DATA.exists() else {}
+    for mode in modes:
+        found = run(mode)
+        report(mode, found)
+        record[mode] = found
+    record["machine"] = {
+        "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "kernel": platform.release(),
+        "torch": torch.__version__, "load": os.getloadavg(),
+    }  # fmt: skip
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {DATA.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or MODES)
