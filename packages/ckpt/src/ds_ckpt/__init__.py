@@ -12,6 +12,7 @@ from ds_ckpt.loading import load
 from ds_ckpt.local import LocalStorage
 from ds_ckpt.memory import MemoryStorage
 from ds_ckpt.objects import ObjectStorage
+from ds_ckpt.peers import PeerSnapshots
 from ds_ckpt.plan import LoadOptions
 from ds_ckpt.saving import Saved, save
 from ds_ckpt.storage import At
@@ -27,6 +28,7 @@ __all__ = [
     "Manifest",
     "MemoryStorage",
     "ObjectStorage",
+    "PeerSnapshots",
     "Pending",
     "Saved",
     "Synchronous",

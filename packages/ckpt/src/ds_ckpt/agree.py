@@ -31,6 +31,11 @@ class Ranks:
         self._group = as_group(group)
         self.rank, self.size = self._group.rank, self._group.size
 
+    @property
+    def group(self) -> Group:
+        """What tensors travel over."""
+        return self._group
+
     @staticmethod
     def alone() -> Ranks:
         """A world of one, whatever process groups there are."""
