@@ -23,7 +23,7 @@ from ds_zero.api import shard
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.optimizer import ShardedOptimizer, StepReport
 from ds_zero.plan import UnitBytes, ZeroPlan, plan, plan_bytes
-from ds_zero.precision import LossScale, Precision
+from ds_zero.precision import LossScale, Precision, PrecisionRule
 from ds_zero.released import Released
 from ds_zero.residency import STAGES, Residency
 from ds_zero.sharding import Sharding, ShardOptions
@@ -34,6 +34,7 @@ __all__ = [
     "GatheredParameters",
     "LossScale",
     "Precision",
+    "PrecisionRule",
     "Released",
     "Residency",
     "ShardOptions",

@@ -27,7 +27,7 @@ class _Options(TypedDict, total=False):
     overlap: bool
     policy: UnitPolicy
     strict: bool
-    layout: Kind
+    layout: Kind | None
     memory: Literal["auto", "private", "shared"]
 
 

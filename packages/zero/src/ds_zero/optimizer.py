@@ -25,6 +25,7 @@ import ds_comm as comm
 from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_zero.elementwise import needed_layouts
 from ds_zero.precision import ScaleState, next_scale
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.unit import Part, Unit
@@ -62,7 +63,7 @@ class ShardedOptimizer(Optimizer):
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self._scaled = 0
-        self.sharding = Sharding(model, groups, options)
+        self.sharding = Sharding(model, groups, options, needed_layouts(inner, options.layout))
         self.sharding.runtime.begun = self._check_scaled
         self.sharding.grad_factor = self._average
         self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
@@ -72,8 +73,9 @@ class ShardedOptimizer(Optimizer):
         for number, group in enumerate(inner.param_groups):
             group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
         inner.state.clear()
-        if any(g["params"] for g in inner.param_groups):
-            super().__init__(inner.param_groups, inner.defaults)
+        # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
+        owned = any(g["params"] for g in inner.param_groups)
+        super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
 
     def _units_of(self, group: int) -> list[Unit]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ds_zero.layout import Kind, plan_layout
+from ds_zero.layout import plan_layout
 from ds_zero.precision import Dtypes, Precision
 from ds_zero.residency import Residency
 from ds_zero.sharding import ShardOptions, describe
@@ -128,11 +128,12 @@ def plan(
     """
     options = options or ShardOptions()
     if isinstance(model, nn.Module):
-        layout: Kind = options.layout
-        params, found = describe(model, {id(p): 0 for p in model.parameters()}, layout)
+        precision = Precision.of(options.precision)
+        params, found = describe(model, {id(p): 0 for p in model.parameters()}, options.layout or "flat", precision)
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
     precision = Precision.of(options.precision)
     units = plan_units(params, found, options.residency, options.policy)
-    sizes = [plan_bytes(u, precision.resolve(getattr(torch, u.params[0].dtype)), world, state_tensors) for u in units]
+    formats = [precision.resolve(getattr(torch, u.params[0].dtype), u.params[0].name) for u in units]
+    sizes = [plan_bytes(u, dtypes, world, state_tensors) for u, dtypes in zip(units, formats, strict=True)]
     return ZeroPlan(world, options.residency, units, tuple(sizes))

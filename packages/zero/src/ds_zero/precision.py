@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from ds_config.errors import PlanError
 
-__all__ = ["Dtypes", "LossScale", "Precision", "ScaleState", "next_scale"]
+__all__ = ["Dtypes", "LossScale", "Precision", "PrecisionRule", "ScaleState", "next_scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,23 @@ class Dtypes:
 
 
 @dataclass(frozen=True, slots=True)
+class PrecisionRule:
+    """Formats of the parameters whose qualified name matches a glob (`"*.norm?.*"`, `"head.weight"`).
+
+    Attributes:
+        names: The glob; `*` matches dots, too.
+        param, reduce, accumulate, master: As in Precision; None: as the rule of all others says. The optimizer's state has
+            the format of the master.
+    """
+
+    names: str
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    master: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Precision:
     """The formats of a model's parameters; None means: as the model has them (`param`), or as the rule above says.
 
@@ -103,6 +121,7 @@ class Precision:
         master: Format of the shard the optimizer updates; default: as `accumulate`.
         scale: Loss scaling; None for none.
         skip_nonfinite: Skip a step whose gradients are not finite. Always so with loss scaling.
+        rules: For some parameters; the first that matches counts.
     """
 
     param: torch.dtype | None = None
@@ -111,6 +130,7 @@ class Precision:
     master: torch.dtype | None = None
     scale: LossScale | None = None
     skip_nonfinite: bool = False
+    rules: tuple[PrecisionRule, ...] = ()
 
     @classmethod
     def of(cls, name: str | Precision | None) -> Precision:
@@ -127,13 +147,21 @@ class Precision:
             )
         return _RECIPES[name]
 
-    def resolve(self, dtype: torch.dtype) -> Dtypes:
+    def rule_of(self, name: str) -> int | None:
+        """Number of the rule that applies to a parameter; None if none does."""
+        return next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.names)), None)
+
+    def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
         """The formats of a parameter whose own format is `dtype`. Parameters that are not floating point stay as they are."""
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype, dtype)
-        param = self.param or dtype
-        accumulate = self.accumulate or (param if param.itemsize >= 4 else torch.float32)
-        return Dtypes(param, self.reduce or param, accumulate, self.master or accumulate)
+        number = self.rule_of(name)
+        rule = PrecisionRule("") if number is None else self.rules[number]
+        param = rule.param or self.param or dtype
+        accumulate = rule.accumulate or self.accumulate or (param if param.itemsize >= 4 else torch.float32)
+        # A format asked for this parameter is also the one its gradients travel in.
+        reduce = rule.reduce or (rule.param if rule.param is not None else self.reduce) or param
+        return Dtypes(param, reduce, accumulate, rule.master or self.master or accumulate)
 
 
 _RECIPES: Mapping[str, Precision] = {

@@ -50,7 +50,8 @@ class ShardOptions:
         overlap: Communicate while computing.
         policy: Sizes of units and of what stays gathered.
         strict: Raise on all ranks if the ranks of a step used different parameters.
-        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`.
+        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
+            independently of each other, whole for one that needs whole parameters (found out by asking it).
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
     """
@@ -62,7 +63,7 @@ class ShardOptions:
     overlap: bool = True
     policy: UnitPolicy = field(default_factory=UnitPolicy)
     strict: bool = False
-    layout: Kind = "flat"
+    layout: Kind | None = None
     memory: Literal["auto", "private", "shared"] = "auto"
 
     @property
@@ -84,11 +85,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(model: nn.Module, groups: Mapping[int, int], layout: Kind) -> tuple[list[ParamInfo], list[ModuleInfo]]:
+def describe(
+    model: nn.Module,
+    groups: Mapping[int, int],
+    layout: Kind | Mapping[int, Kind],
+    precision: Precision | None = None,
+) -> tuple[list[ParamInfo], list[ModuleInfo]]:
     """The planner's records of a model.
 
     Args:
         groups: id of a parameter -> number of its optimizer group.
+        layout: Of all trained parameters, or by number of the group.
+        precision: Parameters to which different rules of it apply do not share a unit.
     """
     modules = [
         ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
@@ -97,8 +105,12 @@ def describe(model: nn.Module, groups: Mapping[int, int], layout: Kind) -> tuple
     for name, param in model.named_parameters():
         owner = name.rpartition(".")[0]
         group = groups.get(id(param)) if param.requires_grad else None
-        kind = layout if group is not None else "flat"
-        params.append(ParamInfo(name, tuple(param.shape), dtype_name(param.dtype), owner, group, layout=kind))
+        kind: Kind = "flat"
+        if group is not None:
+            kind = layout if isinstance(layout, str) else layout[group]
+        rule = precision.rule_of(name) if precision is not None else None
+        info = ParamInfo(name, tuple(param.shape), dtype_name(param.dtype), owner, group, layout=kind, rule=rule)
+        params.append(info)
     return params, modules
 
 
@@ -109,14 +121,21 @@ class Sharding:
         model: Equal on every rank in shape; values are made equal to rank 0's.
         groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
         options: How.
+        layouts: Layout by number of the optimizer group; by default that of the options for all.
     """
 
-    def __init__(self, model: nn.Module, groups: Mapping[int, int], options: ShardOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        options: ShardOptions,
+        layouts: Mapping[int, Kind] | None = None,
+    ) -> None:
         self.model, self.options = model, options
         self.group = comm.as_group(options.group)
         self.precision = Precision.of(options.precision)
         residency = options.residency
-        params, modules = describe(model, groups, options.layout)
+        params, modules = describe(model, groups, layouts or options.layout or "flat", self.precision)
         self.specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
         _check_same(self.specs, self.group)
@@ -132,7 +151,9 @@ class Sharding:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
-        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, 2 * arena), self.unforeseen)
+        # Gradient buffers that are kept anyway may all be under way.
+        inflight = 3 * arena if residency.shard_grads else arena * len(self.units)
+        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight), self.unforeseen)
         for unit in self.units:
             unit.reshard()
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
@@ -143,7 +164,7 @@ class Sharding:
 
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
-        return Unit(spec, members, self.precision.resolve(members[0].dtype), seat, number)
+        return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
 
     def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
         if not residency.shard_optim or not wants_shared(self.options.memory, self.group, params.values()):
@@ -161,7 +182,7 @@ class Sharding:
         fulls, slot_bytes = [], 0
         for spec in self.specs:
             layout = plan_layout(spec.shapes, self.group.size, kind=spec.params[0].layout)
-            dtypes = self.precision.resolve(params[spec.params[0].name].dtype)
+            dtypes = self.precision.resolve(params[spec.params[0].name].dtype, spec.params[0].name)
             fulls.append((layout.numel, dtypes.param))
             if spec.trained:
                 width = max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize)

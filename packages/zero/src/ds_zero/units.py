@@ -32,6 +32,7 @@ class ParamInfo:
         group: Number of the optimizer group that updates it; None when no optimizer does.
         ranks: Name of the group of ranks it is averaged over.
         layout: How its unit is laid out.
+        rule: Number of the precision rule that applies to it; None for the general one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParamInfo:
     group: int | None
     ranks: str = "data"
     layout: Kind = "flat"
+    rule: int | None = None
 
     @property
     def numel(self) -> int:
@@ -123,7 +125,7 @@ def plan_units(
 
 
 def _key(param: ParamInfo) -> tuple[object, ...]:
-    return param.dtype, param.group, param.ranks, param.layout
+    return param.dtype, param.group, param.ranks, param.layout, param.rule
 
 
 def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:

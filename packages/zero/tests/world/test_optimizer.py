@@ -236,3 +236,59 @@ def test_mistakes_are_told(bench):
     with pytest.raises(CheckpointError, match="2 optimizer groups"):
         optimizer.load_state_dict({**state, "groups": state["groups"] * 2})
     optimizer.close()
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@world(2)
+def test_optimizers_of_whole_parameters(name, stage, memory):
+    """Groups of a per-tensor and an elementwise optimizer's layout: matrices are whole on one rank."""
+
+    def train(net, optimizer, ranks):
+        for step in range(3):
+            for rank in ranks:
+                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(7 * step + rank), dtype=torch.float64)
+                (net(x).square().mean() / (2 if len(ranks) > 1 else 1)).backward()
+            optimizer.step()
+            if len(ranks) > 1:
+                optimizer.zero_grad()
+
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3))).double()
+        return net, getattr(torch.optim, name)(net.parameters(), lr=1e-2)
+
+    (net, inner), (twin, plain) = make(), make()
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=SMALL, memory=memory)
+    train(net, optimizer, [dist.get_rank()])
+    train(twin, plain, range(2))
+    optimizer.close()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if name == "Muon" else 1e-12, atol=1e-9)
+
+
+@STAGES
+@world(2)
+def test_precision_rules_by_name(stage):
+    """A bf16 model whose norms are fp32: formats by glob, and the norm's update is that of fp32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    precision = ds_zero.Precision(
+        param=torch.bfloat16, rules=(ds_zero.PrecisionRule("1.*", param=torch.float32, master=torch.float64),)
+    )
+    optimizer = ds_zero.shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, precision=precision, policy=SMALL
+    )
+    assert [p.dtype for p in net.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
+    before = net[1].weight.detach().double()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    net(x).float().square().mean().backward()
+    grad = ds_zero.safe_get_full_grad(net[1].weight)
+    assert grad.dtype == torch.float64
+    optimizer.step()
+    master = ds_zero.safe_get_full_fp32_param(net[1].weight)
+    assert master.dtype == torch.float64
+    torch.testing.assert_close(master, before - 0.1 * grad, rtol=1e-6, atol=1e-7)
+    assert ds_zero.safe_get_full_fp32_param(net[0].weight).dtype == torch.float32
+    optimizer.close()

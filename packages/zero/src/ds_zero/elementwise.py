@@ -1,0 +1,98 @@
+"""Whether an optimizer may be given shards: found out by asking it, not by its name.
+
+Words: an optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do.
+It is *per tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every
+parameter must be whole on one rank. One that is neither (L-BFGS) cannot be sharded.
+
+The optimizer steps three small tensors of its own class and settings, whole and in pieces, and the results are compared.
+Nothing random is drawn and the optimizer itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from ds_config.errors import UnsupportedError
+from ds_zero.layout import Kind
+
+__all__ = ["needed_layout", "needed_layouts"]
+
+_SHAPE, _CUT, _STEPS = (8, 6), 20, 3
+
+
+def needed_layouts(optimizer: Optimizer, asked: Kind | None) -> dict[int, Kind]:
+    """The layout of each optimizer group: what was asked for where it will do, else the one the optimizer needs.
+
+    Raises:
+        UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
+    """
+    layouts: dict[int, Kind] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        need = needed_layout(optimizer, group)
+        if need == "whole" and asked not in (None, "whole"):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
+                code="zero-optimizer",
+                fix='Leave layout at None, or pass layout="whole".',
+            )
+        layouts[number] = need if asked is None else asked
+    return layouts
+
+
+def needed_layout(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
+    """`"flat"` for an elementwise optimizer, `"whole"` for a per-tensor one, with the settings of one of its groups."""
+    first = [_wave(_SHAPE, 0.3)]
+    try:
+        alone, together = _run(optimizer, group, first), _run(optimizer, group, [*first, _wave((6, 10), 1.7)])
+    except Exception as error:  # whatever a foreign optimizer raises is the reason to give
+        raise _neither(optimizer, f"it cannot step a tensor of shape {_SHAPE}: {error}") from error
+    if not _close(alone, together[:1]):
+        raise _neither(optimizer, "the update of one tensor depends on the others")
+    flat = first[0].reshape(-1)
+    try:
+        pieces = _run(optimizer, group, [flat[:_CUT].clone(), flat[_CUT:].clone()])
+    except Exception:  # it takes no vectors, so it takes no shards
+        return "whole"
+    return "flat" if _close([alone[0].reshape(-1)], [torch.cat(pieces)]) else "whole"
+
+
+def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+    params = [Parameter(value.clone()) for value in values]
+    twin = object.__new__(type(optimizer))
+    own = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in optimizer.__dict__.items()}
+    twin.__dict__.update(own)
+    twin.state = defaultdict(dict)
+    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    if isinstance(settings.get("lr"), float) and settings["lr"] == 0.0:
+        settings["lr"] = 1e-2  # a warm-up begins at zero; nothing would move
+    twin.param_groups = [{**settings, "params": params}]
+    for step in range(_STEPS):
+        for param in params:  # a function of each element, so the same whole and in pieces
+            param.grad = torch.sin(param.detach() * (5.0 + step) + 0.5)
+        type(optimizer).step(twin)
+    return [param.detach() for param in params]
+
+
+def _wave(shape: tuple[int, ...], phase: float) -> Tensor:
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7 + phase).reshape(shape)
+
+
+def _close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))
+
+
+def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(optimizer).__name__} cannot be sharded: {why}",
+        code="zero-optimizer",
+        fix="Use an optimizer that treats elements, or at least parameters, independently of each other.",
+    )
