@@ -67,14 +67,17 @@ def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:
     assert [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(False, 0.7, 4)]
 
 
-def test_narrow_state(make_model: Make, config: Settings, rows: Any) -> None:
-    adam = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+@pytest.mark.parametrize("wide", [True, False])
+def test_state_is_wide_unless_it_is_asked_to_be_narrow(
+    make_model: Make, config: Settings, rows: Any, wide: bool
+) -> None:
+    adam = {"type": "AdamW", "params": {"fp32_optimizer_states": wide}}
     engine = ds_engine.initialize(model=make_model(), config=config(optimizer=adam, bf16={"enabled": True}))[0]
     batch = (rows.x[:4].bfloat16(), rows.y[:4].bfloat16())
     engine.train_batch(iter([batch] * 2))
     assert engine.optimizer is not None
     states = {s.data.dtype for s in engine.optimizer.shards() if s.shard.name.startswith("optim/")}
-    assert states == {torch.bfloat16}
+    assert states == {torch.float32 if wide else torch.bfloat16}
     engine.close()
 
 

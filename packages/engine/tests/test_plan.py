@@ -1,16 +1,21 @@
 """Plans: pure, printable, the same everywhere; all broken rules are one error."""
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
-from ds_config.errors import DsError, PlanError, UnsupportedError
+import ds_engine
+from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
+from ds_engine.models import _shapes, decoder_shapes, shapes_from
 from ds_zero.units import ModuleInfo, ParamInfo
 
 
@@ -158,3 +163,61 @@ def test_shapes_come_from_meta_too() -> None:
     with torch.device("meta"):
         model = nn.Linear(1000, 1000)
     assert shapes_of(model).numel == 1_001_000
+
+
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_decoder_from_its_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    found = _shapes(list(decoder_shapes(LLAMA_70B)))
+    assert found.numel == 70_553_706_496  # what the published model has
+    assert len(found.params) == 723
+    assert not next(m for m in found.modules if m.name == "model.layers").callable
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    )
+    plan = make_plan(config, found, 1024)
+    assert 12 * found.numel / 1024 < plan.memory.total_bytes < 18 * found.numel / 1024
+    assert plan.memory.passing_bytes > 0
+    small = {**LLAMA_70B, "model_type": "qwen2", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    names = [name for name, _, _ in decoder_shapes(small)]
+    assert "model.layers.0.self_attn.k_proj.bias" in names
+    assert "lm_head.weight" not in names
+    with pytest.raises(UnsupportedError) as caught:
+        list(decoder_shapes({"model_type": "mamba"}))
+    assert caught.value.code == "plan-model"
+
+
+def test_a_model_from_its_files(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = shapes_from(str(tmp_path))
+    expected = shapes_of(model)
+    assert sorted((p.name, p.shape, p.dtype) for p in found.params) == sorted(
+        (p.name, p.shape, p.dtype) for p in expected.params
+    )
+    with pytest.raises(ConfigError):
+        shapes_from(str(tmp_path / "no.json"))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_expected_bytes_are_those_of_a_run(kind: str, stage: int) -> None:
+    """World of one: what the plan expects is what is there after a step."""
+    content = {"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    content["optimizer"] = {"type": kind, "params": {"lr": 0.1}}
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+    engine = ds_engine.initialize(model=model, config=content)[0]
+    engine.backward(engine(torch.ones(4, 16, dtype=torch.bfloat16)).float().mean())
+    engine.step()
+    memory = engine.plan.memory
+    units = engine.sharding.units
+    states = [s.data.nbytes for s in engine.optimizer.shards() if s.shard.name.startswith("optim/")]
+    assert sum(unit.full.nbytes for unit in units) == memory.params_bytes
+    assert sum(unit.shard.nbytes for unit in units if not unit.aliased) == memory.master_bytes
+    assert sum(states) <= memory.optimizer_bytes <= sum(states) + 2 * 4 * 16 * len(units)  # padding
+    engine.close()

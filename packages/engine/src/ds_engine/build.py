@@ -215,11 +215,7 @@ def _optimizer(plan: Plan, model: nn.Module, parts: Parts) -> torch.optim.Optimi
             code="engine-optimizer",
             fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
         )
-    return (
-        None
-        if plan.config.optimizer is None
-        else make_optimizer(plan.config.optimizer, params, model, plan.precision.param)
-    )
+    return None if plan.config.optimizer is None else make_optimizer(plan.config.optimizer, params, model, plan.states)
 
 
 def _scheduler(

@@ -16,7 +16,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="JSON or HJSON configuration")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument(
-        "--model", metavar="PLACE:NAME", help="function that makes the model: package.module:name or file.py:name"
+        "--model",
+        metavar="MODEL",
+        help="package.module:function or file.py:function that makes it, a folder of safetensors, or a config.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

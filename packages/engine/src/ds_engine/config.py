@@ -27,7 +27,6 @@ from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropC
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
     ActivationCheckpointingConfig,
-    AioConfig,
     AutotuningConfig,
     CompileConfig,
     CompressionConfig,
@@ -42,6 +41,7 @@ from ds_engine.unbuilt import (
     WeightQuantizationConfig,
 )
 from ds_monitor.config import MonitorConfig
+from ds_ops.config import AioConfig
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
 __all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of"]

@@ -1,56 +1,159 @@
-"""The shapes of a model that need not be built: from a Python function that makes it on the meta device."""
+"""The shapes of a model that need not be built: from a function that makes it on meta, from files, or from its sizes.
+
+package.module:function  file.py:function    called without arguments on the meta device
+DIR                                          a checkpoint of safetensors: shapes from the headers of its files
+config.json  DIR                             sizes of a Hugging Face model: built on meta where transformers is
+                                             installed; computed for the decoders of `FAMILIES` where it is not
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ds_config.errors import ConfigError
+from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.build import shapes_of
 from ds_engine.plan import Shapes
+from ds_zero.units import ModuleInfo, ParamInfo
 
-__all__ = ["shapes_from"]
+__all__ = ["FAMILIES", "decoder_shapes", "shapes_from"]
+
+FAMILIES: Mapping[str, bool] = {"llama": False, "mistral": False, "qwen2": True}
+"""`model_type` of decoders whose shapes follow from a few sizes, and whether q, k and v have a bias."""
+
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+                "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+                "F8_E5M2": "float8_e5m2"}  # fmt: skip
 
 
 def shapes_from(spec: str) -> Shapes:
-    """The shapes of the model that `module:function` or `file.py:function` returns, built on meta: no memory, no values.
-
-    The function is called without arguments; a class works, too.
+    """The shapes of the model that `spec` names (see the module's docstring). No memory, no values.
 
     Raises:
-        ConfigError: there is no such module or name, or it makes no module ("plan-model").
+        ConfigError: there is no such file, module or name, or it makes no module ("plan-model").
+        UnsupportedError: a Hugging Face model of another family, and transformers is not installed ("plan-model").
     """
+    path = Path(spec)
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        return _of_files(files) if files else _of_config(path / "config.json")
+    if path.suffix == ".json":
+        return _of_config(path)
     make = _find(spec)
     with torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{spec} gave a {type(model).__name__}, not a torch.nn.Module", code="plan-model", fix="Return the model."
-        )
+        raise _wrong(f"{spec} gave a {type(model).__name__}, not a torch.nn.Module", "Return the model.")
     return shapes_of(model)
+
+
+def _wrong(message: str, fix: str) -> ConfigError:
+    return ConfigError(message, code="plan-model", fix=fix)
 
 
 def _find(spec: str) -> Callable[[], object]:
     place, colon, name = spec.rpartition(":")
     if not colon:
-        raise ConfigError(
-            f"{spec!r} does not say which model", code="plan-model", fix="Write module:function or file.py:function."
+        raise _wrong(
+            f"{spec!r} does not say which model", "Write module:function, file.py:function, or a model's folder."
         )
     path = Path(place)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", code="plan-model", fix="Check the path.")
+            raise _wrong(f"there is no file {path}", "Check the path.")
         sys.path.insert(0, str(path.parent.resolve()))
         place = path.stem
     try:
         found = getattr(importlib.import_module(place), name, None)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{spec}: {error}", code="plan-model", fix="Install it, or give a file.") from error
+        raise _wrong(f"{spec}: {error}", "Install it, or give a file.") from error
     if not callable(found):
-        raise ConfigError(f"{place} has nothing callable named {name!r}", code="plan-model", fix="Check the name.")
+        raise _wrong(f"{place} has nothing callable named {name!r}", "Check the name.")
     return found
+
+
+# ---- Hugging Face
+
+
+def _of_files(files: list[Path]) -> Shapes:
+    from safetensors import safe_open  # its header alone is read
+
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  the file is no mapping
+                piece = opened.get_slice(name)
+                found.append((name, tuple(piece.get_shape()), _TORCH_NAMES.get(piece.get_dtype(), "float32")))
+    return _shapes(found)
+
+
+def _of_config(path: Path) -> Shapes:
+    if not path.is_file():
+        raise _wrong(f"there is no {path}", "Give a folder with config.json or safetensors files.")
+    config = json.loads(path.read_text())
+    if importlib.util.find_spec("transformers") is not None:
+        transformers: Any = importlib.import_module("transformers")
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path.parent))
+        return shapes_of(model)
+    return _shapes(list(decoder_shapes(config)))
+
+
+def decoder_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and format of each parameter of a Hugging Face decoder, in their order.
+
+    Args:
+        config: Its config.json.
+    Raises:
+        UnsupportedError: another family ("plan-model").
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedError(
+            f"the shapes of a {family!r} model are not known here (known: {', '.join(sorted(FAMILIES))})",
+            code="plan-model",
+            fix="Install transformers, or give module:function.",
+        )
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    hidden, middle, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    rows = {"q": heads * head, "k": (config.get("num_key_value_heads") or heads) * head}
+    rows["v"] = rows["k"]
+    biased = config.get("attention_bias", FAMILIES[str(family)])
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden), dtype
+    for layer in range(config["num_hidden_layers"]):
+        under = f"model.layers.{layer}"
+        for name, size in rows.items():
+            yield f"{under}.self_attn.{name}_proj.weight", (size, hidden), dtype
+            if biased:
+                yield f"{under}.self_attn.{name}_proj.bias", (size,), dtype
+        yield f"{under}.self_attn.o_proj.weight", (hidden, rows["q"]), dtype
+        for name, shape in {"gate": (middle, hidden), "up": (middle, hidden), "down": (hidden, middle)}.items():
+            yield f"{under}.mlp.{name}_proj.weight", shape, dtype
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{under}.{name}.weight", (hidden,), dtype
+    yield "model.norm.weight", (hidden,), dtype
+    if not config.get("tie_word_embeddings", False):
+        yield "lm_head.weight", (config["vocab_size"], hidden), dtype
+
+
+def _shapes(found: list[tuple[str, tuple[int, ...], str]]) -> Shapes:
+    modules: dict[str, ModuleInfo] = {"": ModuleInfo("")}
+    params = []
+    for name, shape, dtype in found:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:depth])
+            following = parts[depth]
+            # A list of numbered layers has no forward of its own.
+            modules.setdefault(module, ModuleInfo(module, callable=not following.isdigit()))
+        params.append(ParamInfo(name, shape, dtype, ".".join(parts[:-1]), 0))
+    return Shapes(tuple(params), tuple(modules.values()))

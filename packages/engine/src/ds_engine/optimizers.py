@@ -25,7 +25,15 @@ from ds_engine.sections import (
     TorchSchedulerSection,
 )
 
-__all__ = ["NOT_BUILT", "check_optimizer", "check_scheduler", "make_optimizer", "make_torch_scheduler", "takes_whole"]
+__all__ = [
+    "NOT_BUILT",
+    "check_optimizer",
+    "check_scheduler",
+    "make_optimizer",
+    "make_torch_scheduler",
+    "state_tensors",
+    "takes_whole",
+]
 
 NOT_BUILT: Mapping[str, str] = {
     "onebitadam": "AdamW with zero_optimization.stage 1 or 2",
@@ -107,6 +115,16 @@ def make_optimizer(
     if isinstance(section, MuonSection):
         params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
     return kind(params, **arguments)
+
+
+_STATE_TENSORS: Mapping[type, int] = {AdagradSection: 1, LionSection: 1, MuonSection: 1}
+
+
+def state_tensors(section: OptimizerSection | None) -> int:
+    """Tensors of a parameter's size that an optimizer keeps. Of an optimizer that is not known: 2, as Adam's."""
+    if isinstance(section, TorchOptimizerSection) and section.type == "SGD":
+        return 1 if section.params.get("momentum") else 0
+    return _STATE_TENSORS.get(type(section), 2)
 
 
 def takes_whole(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,15 +15,14 @@ from ds_comm.config import CommsLoggerConfig
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
+from ds_engine.optimizers import state_tensors
 from ds_engine.precision import Casting, casting_of, precision_of, precision_text
 from ds_engine.rules import asked_batch, check_rules
 from ds_pipe import Program, accumulation, mark_reduce, verify
-from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_units
+from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_bytes, plan_units
 from ds_zero.units import ModuleInfo, ParamInfo
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan", "rebatched"]
-
-_STATE_BYTES = 8  # two fp32 moments: what the usual optimizers keep per element
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,22 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Expected bytes of model state on one rank between steps. Activations and what a step needs on top are not in it."""
+    """Expected bytes of model state on one rank, padding included. Activations are not in it.
+
+    Attributes:
+        params_bytes, grads_bytes, master_bytes, optimizer_bytes: Kept between steps.
+        passing_bytes: Most that comes and goes within a step: gathered units, gradients on their way.
+    """
 
     params_bytes: int
     grads_bytes: int
     master_bytes: int
     optimizer_bytes: int
+    passing_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All that is kept."""
         return self.params_bytes + self.grads_bytes + self.master_bytes + self.optimizer_bytes
 
 
@@ -176,6 +181,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
     units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
+    states = _states(config, shapes, precision)
+    kept = (state_tensors(config.optimizer), None if states is None else states.itemsize)
     return Plan(
         config=config,
         mesh=mesh,
@@ -184,10 +191,10 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         residency=residency,
         precision=precision,
         units=units,
-        states=_states(config, shapes, precision),
+        states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(units, precision, mesh.data if residency.shard_optim else 1),
+        memory=_memory(units, precision, mesh.data, kept),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
@@ -251,17 +258,23 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
     )
 
 
-def _memory(units: Sequence[UnitSpec], precision: Precision, ranks: int) -> Memory:
-    params = grads = master = optimizer = 0
+def _memory(units: Sequence[UnitSpec], precision: Precision, ranks: int, states: tuple[int, int | None]) -> Memory:
+    """What ds-zero's own arithmetic says of every unit. `states`: tensors per element, and their bytes if not as masters."""
+    tensors, width = states
+    parts = []
     for unit in units:
         dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
-        share = -(-unit.numel // ranks)
-        params += dtypes.param.itemsize * (share if unit.residency.shard_params else unit.numel)
-        if unit.trained:
-            grads += dtypes.accumulate.itemsize * (share if unit.residency.shard_grads else unit.numel)
-            master += 0 if dtypes.same and not unit.residency.shard_params else dtypes.master.itemsize * share
-            optimizer += _STATE_BYTES * share
-    return Memory(params, grads, master, optimizer)
+        found = plan_bytes(unit, dtypes, ranks, tensors)
+        optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width
+        parts.append((found, optim))
+    gathered = sorted((found.gathered for found, _ in parts), reverse=True)[:2]
+    return Memory(
+        params_bytes=sum(found.full for found, _ in parts),
+        grads_bytes=sum(found.grads for found, _ in parts),
+        master_bytes=sum(found.shard for found, _ in parts),
+        optimizer_bytes=sum(optim for _, optim in parts),
+        passing_bytes=sum(gathered) + 3 * max((found.arena for found, _ in parts), default=0),
+    )
 
 
 def _rows(plan: Plan) -> dict[str, str]:
@@ -283,7 +296,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
         "memory": f"{_size(memory.total_bytes)} a rank: parameters {_size(memory.params_bytes)}, gradients "
-        f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}",
+        f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}; and up to {_size(memory.passing_bytes)} within a step",
     }
 
 

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+from ds_config import Alias, Dead, StrictModel, Unbuilt
 
 __all__ = [
     "ActivationCheckpointingConfig",
-    "AioConfig",
     "AutotuningConfig",
     "CompileConfig",
     "CompressionConfig",
@@ -455,18 +454,6 @@ class AutotuningConfig(StrictModel):
 
 
 # ---- what other tiers and stores would read
-
-
-class AioConfig(StrictModel):
-    """`aio`: asynchronous file I/O of offloaded state."""
-
-    block_size: Positive = 2**20
-    queue_depth: Positive = 8
-    intra_op_parallelism: Positive = 1
-    thread_count: Annotated[int, Deprecated("intra_op_parallelism")] = 1
-    single_submit: bool = False
-    overlap_events: bool = True
-    use_gds: bool = False
 
 
 class NebulaConfig(StrictModel):
