@@ -6,6 +6,7 @@ commit. What no manifest names is removed after the next commit.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from ds_ckpt.format import MANIFEST
@@ -37,6 +38,8 @@ class _ObjectWriteFile:
         discard = getattr(self._file, "discard", None)
         if discard is not None:
             discard()
+        with contextlib.suppress(AttributeError):  # files that cannot be told; the others would upload when collected
+            self._file.closed = True
 
 
 class _ObjectReadFile:
