@@ -10,7 +10,7 @@ from ds_testing.effects import import_effects
 from repo.layers import read
 from repo.projects import Project, load
 
-PACKAGES = list(load().values())
+PACKAGES = [project for project in load().values() if not project.opt_in]
 WITHOUT_TORCH = {f"ds-{name}" for name in read().without_torch}
 
 

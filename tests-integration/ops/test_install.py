@@ -121,7 +121,7 @@ def test_without_a_compiler_the_install_is_pure_python_and_says_so(pure: tuple[P
     checks = {check["name"]: check for check in report["checks"]}
     assert checks["_cpu"]["fix"] == "ds ops build cpu"
     assert checks["_cpu"]["verdict"] == "slower"
-    assert {row["backend"] for row in report["ops"]} == {"reference"}
+    assert {row["backend"] for row in report["ops"]} <= {"reference", "torch"}
 
 
 def test_the_sdist_has_all_sources_and_nothing_that_was_built(sdist: Path) -> None:

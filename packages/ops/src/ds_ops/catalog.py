@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 
-import ds_ops
 from ds_ops.registry import Op, ops
 
 __all__ = ["Catalog", "every_op"]
@@ -23,7 +23,7 @@ class Catalog:
 def every_op() -> Catalog:
     """Import all modules of ds_ops but commands and private ones. Never raises: what is broken is part of the answer."""
     broken = []
-    for found in pkgutil.iter_modules(ds_ops.__path__):
+    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if found.name.startswith(("_", "cli")):
             continue
         try:
