@@ -3,12 +3,16 @@
 Three processes (ours, torch alone, the peer) stay alive and answer in turn, so that every round has seen the same
 machine. A ratio is the median over rounds of (their time / our time); a rate is the best round. The limit is a STREAM
 triad of the same round and process: 12 bytes an element, stores past the cache or not, whichever was faster.
+
+How fast memory from malloc is depends on which physical pages a process happened to get (a tenth and more between two
+starts of the same program), so all processes are started again several times, in another order each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -23,6 +27,8 @@ import peers
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("workers") / "ops_worker.py"
 N = 34_000_000
+LIMITS = ("triad", "triad_nt")
+OUT = ROOT / "docs" / "benchmarks" / "data" / "ops.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +83,33 @@ class Worker:
 
 
 def measure(
-    threads: int, rounds: int, peer: Path | None, comparisons: tuple[Comparison, ...]
+    threads: int, rounds: int, restarts: int, peer: Path | None, comparisons: tuple[Comparison, ...]
 ) -> dict[str, list[float]]:
     """Seconds a call of every case, one entry per round."""
     times: dict[str, list[float]] = {}
     for group in comparisons:
-        limits = ["triad", "triad_nt"]
-        theirs = [c for c in group.others if "deepspeed" in c]
-        workers = [Worker(Path(sys.executable), threads, [group.ours, *limits])]
-        if others := [c for c in group.others if c not in theirs]:
-            workers.append(Worker(Path(sys.executable), threads, others))
-        if theirs and peer:
-            workers.append(Worker(peer, threads, theirs))
-        for _ in range(rounds):
+        for start in range(restarts):
+            jobs = jobs_of(group, peer)
+            turn = start % len(jobs)
+            workers = [Worker(python, threads, cases) for python, cases in jobs[turn:] + jobs[:turn]]
+            for _ in range(-(-rounds // restarts)):
+                for worker in workers:
+                    for case in worker.cases:
+                        key = case if case not in LIMITS else f"{group.ours}/{case}"
+                        times.setdefault(key, []).append(worker.seconds(case))
             for worker in workers:
-                for case in worker.cases:
-                    key = case if case not in limits else f"{group.ours}/{case}"
-                    times.setdefault(key, []).append(worker.seconds(case))
-        for worker in workers:
-            worker.close()
+                worker.close()
     return times
+
+
+def jobs_of(group: Comparison, peer: Path | None) -> list[tuple[Path, list[str]]]:
+    """The processes of a comparison: an interpreter and the cases it prepares."""
+    theirs = [c for c in group.others if "deepspeed" in c]
+    others = [c for c in group.others if c not in theirs]
+    jobs = [(Path(sys.executable), [group.ours, *LIMITS]), (Path(sys.executable), others)]
+    if peer:
+        jobs.append((peer, theirs))
+    return [(python, cases) for python, cases in jobs if cases]
 
 
 def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Comparison, ...]) -> list[dict[str, object]]:
@@ -107,6 +120,10 @@ def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Compari
         limit = [min(a, b) for a, b in zip(times[f"{c.ours}/triad"], times[f"{c.ours}/triad_nt"], strict=True)]
         row: dict[str, object] = {
             "work": c.name,
+            "case": c.ours,
+            "date": datetime.datetime.now().isoformat(timespec="minutes"),
+            "load": os.getloadavg()[0],
+            "rounds": len(ours),
             "threads": threads,
             "melements_s": N / min(ours) / 1e6,
             "gb_s": c.bytes * N / min(ours) / 1e9,
@@ -143,30 +160,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--restarts", type=int, default=3, help="of all processes, in another order each time")
     parser.add_argument("--no-peer", action="store_true", help="without DeepSpeed's environment")
-    parser.add_argument("--only", default="", help="comparisons whose case name starts with this")
+    parser.add_argument(
+        "--only", default="", help="comparisons whose case name starts with this; rows of others are kept"
+    )
     args = parser.parse_args()
     peer = None if args.no_peer else peers.ensure("deepspeed")
     chosen = tuple(c for c in COMPARISONS if c.ours.startswith(args.only))
     done: list[dict[str, object]] = []
     for threads in args.threads:
         for c in chosen:
-            part = rows(threads, measure(threads, args.rounds, peer, (c,)), (c,))
+            part = rows(threads, measure(threads, args.rounds, args.restarts, peer, (c,)), (c,))
             print(table(part), flush=True)
             done += part
-    if args.only:
-        return
     record = {
-        "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, kernel {platform.release()}",
         "elements": N,
-        "rounds": args.rounds,
-        "rows": done,
+        "torch": importlib.metadata.version("torch"),
+        "rows": merged(json.loads(OUT.read_text())["rows"] if OUT.exists() else [], done),
     }
-    out = ROOT / "docs" / "benchmarks" / "data" / "ops.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {out.relative_to(ROOT)}")
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {OUT.relative_to(ROOT)}")
+
+
+def merged(old: list[dict[str, object]], new: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The old rows with those measured now in their place, sorted by threads, then as COMPARISONS has them."""
+    by_key = {(row["threads"], row["case"]): row for row in [*old, *new] if "case" in row}
+    order = [c.ours for c in COMPARISONS]
+    return [by_key[key] for key in sorted(by_key, key=lambda k: (k[0], order.index(str(k[1]))))]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_ops import _call
+import ds_ops._call as _call
 
 __all__ = ["HUGE_PAGE_BYTES", "make_huge", "zeros_huge"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ds_ops._call as _call
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_ops import _call
 from ds_ops.arena import make_huge, zeros_huge
 from ds_ops.reference.update import update as reference_update
 from ds_ops.rules import UpdateSpec, UpdateTensors
