@@ -107,13 +107,19 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def native(session: nox.Session) -> None:
-    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers."""
-    developing(session)
-    for preset in session.posargs or ("dev", "asan"):
+    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is."""
+    python = developing(session)
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    for preset in session.posargs or ("dev", "asan", *(["cuda"] if nvcc else [])):
+        found = [f"-DPython_EXECUTABLE={python}"]
+        if preset in ("release", "cuda"):
+            folder = session.run(python, "-m", "pybind11", "--cmakedir", silent=True, external=True)
+            found.append(f"-Dpybind11_DIR={str(folder).strip()}")
         with session.chdir("native"):
-            session.run("cmake", "--preset", preset, external=True)
+            session.run("cmake", "--preset", preset, *found, external=True)
             session.run("cmake", "--build", "--preset", preset, external=True)
-            session.run("ctest", "--preset", preset, external=True)
+            if preset != "cuda":  # its kernels run under test_cuda of the others; a device is wanted by `nox -s gpu`
+                session.run("ctest", "--preset", preset, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -164,6 +170,26 @@ def wheels(session: nox.Session) -> None:
     put_into(session, "--no-deps", "--no-index", again, "--find-links", str(dist), *ours)
     session.run("python", "-P", "tools/smoke.py", *[project.module for project in PACKAGES.values()])
     session.run("ds", "--help", silent=True)
+
+
+@nox.session
+def torches(session: nox.Session) -> None:
+    """One wheel of ds-ops under several versions of torch: `nox -s torches -- 2.11.0 2.13.0`."""
+    if not session.posargs:
+        session.error("usage: nox -s torches -- VERSION VERSION ...   (builds of torch that your index serves)")
+    builder = developing(session, "wheels")
+    wheels = wheelhouse.ensure_wheels(["ds-ops"], builder)
+    others = projects.third_party(projects.closure(["ds-ops"], PACKAGES), PACKAGES)
+    rest = [requirement for requirement in others if projects.requirement_name(requirement) != "torch"]
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    names = ("test_update.py", "test_stream.py", "test_optim_adam.py", "test_native_module.py", "test_registry.py")
+    for version in session.posargs:
+        put_into(session, f"torch=={version}", *projects.group("isolated"), *rest)
+        put_into(session, "--no-deps", "--no-index", again, *map(str, wheels))
+        session.run("python", "-c", "import torch; print(torch.__version__)")
+        session.run(
+            "python", "-P", "-m", "pytest", *(str(PACKAGES["ds-ops"].folder / "tests" / name) for name in names)
+        )
 
 
 @nox.session(venv_backend="none")

@@ -19,6 +19,7 @@ SESSIONS = {
     "docs",
     "bench",
     "wheels",
+    "torches",
     "gpu",
 }
 
