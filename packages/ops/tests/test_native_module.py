@@ -43,19 +43,33 @@ def public(owner: object) -> set[str]:
     return {n for n in vars(owner) if not n.startswith("_")}
 
 
-def test_stubs_match_the_module(module: ModuleType) -> None:
-    functions = {n.name: n for n in stub("_cpu") if isinstance(n, ast.FunctionDef)}
-    classes = {n.name: n for n in stub("_cpu") if isinstance(n, ast.ClassDef)}
-    values = {n.target.id for n in stub("_cpu") if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+@pytest.mark.parametrize("name", ["_cpu", "_cuda"])
+def test_stubs_match_the_module(name: str) -> None:
+    module = _native.load(name).module
+    if module is None:
+        pytest.skip(_native.load(name).reason)
+    nodes = stub(name)
+    functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef)}
+    classes = {n.name: n for n in nodes if isinstance(n, ast.ClassDef)}
+    values = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     assert public(module) == set(functions) | set(classes) | values
-    for name, node in functions.items():
-        assert arguments(node) in (None, built_arguments(getattr(module, name))), name
-    for name, node in classes.items():
-        methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-        built = getattr(module, name)
-        assert public(built) == set(methods) - {"__init__"}, name
-        for method, definition in methods.items():
-            assert arguments(definition) in (None, built_arguments(getattr(built, method))), f"{name}.{method}"
+    for each, node in functions.items():
+        assert arguments(node) in (None, built_arguments(getattr(module, each))), each
+    for each, definition in classes.items():
+        methods = {m.name: m for m in definition.body if isinstance(m, ast.FunctionDef)}
+        built = getattr(module, each)
+        assert public(built) == set(methods) - {"__init__"}, each
+        for method, node in methods.items():
+            assert arguments(node) in (None, built_arguments(getattr(built, method))), f"{each}.{method}"
+
+
+def test_the_two_modules_differ_in_their_last_arguments_only() -> None:
+    """Callers of both hand over the same tuple and then a number of threads, or a device and a stream."""
+    functions = [{n.name: n for n in stub(name) if isinstance(n, ast.FunctionDef)} for name in ("_cpu", "_cuda")]
+    for name in ("convert", "fill", "quantize", "dequantize", "reduce", "reduce_quantized", "norm", "norm_grad"):
+        cpu, cuda = (arguments(f[name]) or [] for f in functions)
+        assert [a for a in cpu[:-1] if a != "scratch"] == cuda[:-2], name
+        assert (cpu[-1], cuda[-2:]) == ("threads", ["device", "stream"])
 
 
 def test_the_module_links_no_torch(module: ModuleType) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -57,3 +59,19 @@ def test_native_runs_where_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None
     assert registry.choose(update, "cpu", torch.float32).backend.name == ("cpu" if built else "reference")
     assert registry.choose(update, "cpu", torch.float64).backend.name == "reference"
     assert registry.choose(update, "meta", torch.float32).backend.name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"), [((0, "driver too old"), "finds no device: driver too old"), ((1, ""), "")]
+)
+def test_the_cuda_module_must_see_a_device(
+    devices: tuple[int, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runtime is its own, so it may want a newer driver than torch's does."""
+    module = types.SimpleNamespace(devices=lambda: devices)
+    monkeypatch.setattr(_native, "load", lambda _name: _native.Loaded(module, ""))  # type: ignore[arg-type]
+    monkeypatch.setattr(registry, "_no_device", registry._no_device.__wrapped__)
+    backend = registry.cuda_backend(lambda: None)
+    assert expected in backend.obstacle("cuda", torch.float32)
+    assert bool(backend.obstacle("cuda", torch.float32)) == bool(expected)
+    assert "runs on cuda" in backend.obstacle("cpu", torch.float32)

@@ -16,15 +16,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ds_ops._native as _native
 from ds_config.errors import KernelError
-from ds_ops import _native
 
-__all__ = ["DTYPES", "Columns", "address", "columns", "finish", "mark_written", "native", "require", "require_disjoint"]
+__all__ = [
+    "DTYPES",
+    "Columns",
+    "address",
+    "columns",
+    "device_table",
+    "finish",
+    "mark_written",
+    "native",
+    "require",
+    "require_disjoint",
+    "target",
+]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the native kernels store, and their numbers in native/include/ds/types.h."""
 
-_STATUS = {1: "an argument is out of range", 2: "an element type is not supported"}
+_STATUS = {
+    1: "an argument is out of range",
+    2: "an element type is not supported",
+    3: "the device refused the launch",
+}
 
 
 def native(name: str = "_cpu") -> ModuleType:
@@ -37,6 +53,17 @@ def native(name: str = "_cpu") -> ModuleType:
             fix="Run `ds doctor`; `ds ops build` builds what is missing.",
         )
     return loaded.module
+
+
+def target(device: torch.device) -> tuple[ModuleType, tuple[int, ...]]:
+    """The native module for tensors on `device`, and the last arguments of its functions.
+
+    `_cpu` takes a number of threads there, `_cuda` the device and the current stream; all others are the same.
+    """
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return native("_cuda"), (index, torch.cuda.current_stream(device).cuda_stream)
+    return native(), (torch.get_num_threads(),)
 
 
 def finish(op: str, status: int) -> None:
@@ -141,6 +168,17 @@ class Columns:
     def forgetting(self) -> Columns:
         """The same table without its tensors: to compare with later, not to call with."""
         return replace(self, keep=())
+
+
+def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
+    """The rows of `table` on its device as the CUDA kernel reads them, and how many chunks each tensor has.
+
+    Returns: int64 [7, count]: the six rows with 0 for what is absent, then the number of chunks before each tensor.
+    """
+    chunks = -(-table.rows[0] // chunk)
+    before = np.cumsum(chunks) - chunks
+    rows = np.concatenate((np.maximum(table.rows, 0), before[None]))
+    return torch.from_numpy(rows).to(table.keep[0][0].device), chunks.tolist()
 
 
 _STREAMS = ("param", "grad", "state0", "state1", "copy")

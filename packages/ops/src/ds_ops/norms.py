@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_config.errors import KernelError
 from ds_ops import _call
 from ds_ops.reference import norms as reference
-from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register, torch_backend
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -119,15 +119,21 @@ def _at(t: Tensor | None) -> int:
     return 0 if t is None else _call.address(t)
 
 
+def _scratch(device: torch.device, rows: int, cols: int) -> tuple[Tensor, ...]:
+    """What the CPU kernels want to work in; the CUDA kernels want nothing."""
+    return (torch.empty(rows, cols),) if device.type == "cpu" else ()
+
+
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, _Saved]:
     cols = x.shape[-1]
     rows = x.numel() // cols if cols else 0
-    threads = torch.get_num_threads()
+    module, tail = _call.target(x.device)
     total = torch.empty_like(x) if residual is not None else None
-    y, rstd, scratch = torch.empty_like(x), torch.empty(rows), torch.empty(threads, cols)
+    y, rstd = torch.empty_like(x), torch.empty(rows, device=x.device)
+    scratch = _scratch(x.device, tail[0], cols)
     wide = None if weight is None else weight.detach().float().contiguous()
     addresses = tuple(map(_at, (x, residual, wide, total, y, rstd)))
-    status = _call.native().norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, _at(scratch), threads)
+    status = module.norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, *map(_at, scratch), *tail)
     _call.finish("rms_norm", status)
     return y, _Saved(x if total is None else total, wide, rstd)
 
@@ -137,22 +143,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of what was normalized (dsum: what reached it by another way), and of the weight in dtype `wanted`."""
     h, cols = saved.h, saved.h.shape[-1]
-    native, threads = _call.native(), torch.get_num_threads()
-    dx, scratch = torch.empty_like(h), torch.empty(threads, 2, cols)
-    partials = None if wanted is None else torch.zeros(native.norm_grad_blocks, cols)
+    module, tail = _call.target(h.device)
+    dx, scratch = torch.empty_like(h), _scratch(h.device, 2 * tail[0], cols)
+    partials = None if wanted is None else torch.zeros(module.norm_grad_blocks, cols, device=h.device)
     addresses = tuple(map(_at, (h, dy, dsum, saved.weight, saved.rstd, dx, partials)))
     rows = h.numel() // cols if cols else 0
-    status = native.norm_grad(rows, cols, _call.DTYPES[h.dtype], addresses, _at(scratch), threads)
+    status = module.norm_grad(rows, cols, _call.DTYPES[h.dtype], addresses, *map(_at, scratch), *tail)
     _call.finish("rms_norm backward", status)
     return dx, None if partials is None else partials.sum(0).to(wanted)
 
 
-def _cpu_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _native_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out: Tensor = _RmsNorm.apply(x, weight, eps)
     return out
 
 
-def _cpu_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _native_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps)
     return out
 
@@ -192,13 +198,21 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 _RMS_NORM = register(
-    Op("rms_norm", "RMS norm and its gradient", (cpu_backend(_cpu_rms_norm), reference_backend(reference.rms_norm)))
+    Op(
+        "rms_norm",
+        "RMS norm and its gradient",
+        (cuda_backend(_native_rms_norm), cpu_backend(_native_rms_norm), reference_backend(reference.rms_norm)),
+    )
 )
 _ADD_RMS_NORM = register(
     Op(
         "add_rms_norm",
         "RMS norm of a sum with a residual, and its gradient",
-        (cpu_backend(_cpu_add_rms_norm), reference_backend(_reference_add_rms_norm)),
+        (
+            cuda_backend(_native_add_rms_norm),
+            cpu_backend(_native_add_rms_norm),
+            reference_backend(_reference_add_rms_norm),
+        ),
     )
 )
 _LAYER_NORM = register(

@@ -6,6 +6,7 @@ Tensors stay where they are; nothing here communicates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,7 +30,7 @@ from ds_ops.formats import (
     Swizzle,
 )
 from ds_ops.reference import quant as reference
-from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
 
 __all__ = [
     "FP4_E2M1",
@@ -219,76 +220,78 @@ def _native_rows(q: QuantTensor) -> tuple[int, ...]:
     return (_call.address(q.wire), q.rows, q.cols, q.layout.params_at, q.layout.row_bytes)
 
 
-def _cpu_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
-    places = torch.tensor(order or [], dtype=torch.int64)
-    status = _call.native().quantize(
+def _native_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
+    places = torch.tensor(order or [], dtype=torch.int64, device=x.device)
+    module, tail = _call.target(q.wire.device)
+    status = module.quantize(
         _native_spec(q.spec, draw),
         _native_rows(q),
         _call.address(places) if order else 0,
         _call.address(x),
         _call.DTYPES[x.dtype],
-        torch.get_num_threads(),
+        *tail,
     )
     _call.finish("quantize", status)
 
 
-def _cpu_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
-    status = _call.native().dequantize(
+def _native_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
+    module, tail = _call.target(q.wire.device)
+    status = module.dequantize(
         _native_spec(q.spec),
         _native_rows(q),
         _call.address(rows) if rows is not None else 0,
         out.shape[0],
         _call.address(out),
         _call.DTYPES[out.dtype],
-        torch.get_num_threads(),
+        *tail,
     )
     _call.finish("dequantize", status)
     _call.mark_written([out])
 
 
-def _cpu_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
-    status = _call.native().reduce(
+def _native_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
+    module, tail = _call.target(q.wire.device)
+    status = module.reduce(
         _native_spec(q.spec),
         _native_rows(q),
         sources,
         factor,
         _call.address(out),
         _call.DTYPES[out.dtype],
-        torch.get_num_threads(),
+        *tail,
     )
     _call.finish("reduce", status)
     _call.mark_written([out])
 
 
-def _cpu_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
-    threads = torch.get_num_threads()
-    scratch = torch.empty(threads, out.spec.group)
-    status = _call.native().reduce_quantized(
+def _native_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
+    module, tail = _call.target(q.wire.device)
+    scratch: tuple[Tensor, ...] = ()
+    if q.wire.device.type == "cpu":  # a CUDA warp adds up twice instead
+        scratch = (torch.empty(tail[0], out.spec.group),)
+    status = module.reduce_quantized(
         _native_spec(q.spec),
         _native_rows(q),
         sources,
         factor,
         _native_spec(out.spec, draw),
         _native_rows(out),
-        _call.address(scratch),
-        threads,
+        *map(_call.address, scratch),
+        *tail,
     )
     _call.finish("reduce_quantized", status)
 
 
-_QUANTIZE = register(
-    Op("quantize", "groups to codes", (cpu_backend(_cpu_quantize), reference_backend(reference.quantize)))
-)
-_DEQUANTIZE = register(
-    Op("dequantize", "codes to numbers", (cpu_backend(_cpu_dequantize), reference_backend(reference.dequantize)))
-)
-_REDUCE = register(
-    Op("reduce", "sum of quantized sources", (cpu_backend(_cpu_reduce), reference_backend(reference.reduce)))
-)
-_REDUCE_QUANTIZED = register(
-    Op(
-        "reduce_quantized",
-        "sum of quantized sources, quantized again",
-        (cpu_backend(_cpu_reduce_quantized), reference_backend(reference.reduce_quantized)),
-    )
+def _op(name: str, summary: str, native: Callable[..., None], plain: Callable[..., None]) -> Op:
+    return register(Op(name, summary, (cuda_backend(native), cpu_backend(native), reference_backend(plain))))
+
+
+_QUANTIZE = _op("quantize", "groups to codes", _native_quantize, reference.quantize)
+_DEQUANTIZE = _op("dequantize", "codes to numbers", _native_dequantize, reference.dequantize)
+_REDUCE = _op("reduce", "sum of quantized sources", _native_reduce, reference.reduce)
+_REDUCE_QUANTIZED = _op(
+    "reduce_quantized",
+    "sum of quantized sources, quantized again",
+    _native_reduce_quantized,
+    reference.reduce_quantized,
 )

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+import ds_ops._native as _native
 from ds_config.errors import KernelError, UnsupportedError
-from ds_ops import _native
 from ds_ops._call import DTYPES
 
 __all__ = [
@@ -159,4 +159,13 @@ def _native_obstacle(
     if dtype not in dtypes:
         return Obstacle(f"does not take {dtype}", fix=f"convert to {dtypes[0]}")
     loaded = _native.load(module)
-    return Obstacle(loaded.reason, fix=f"ds ops build {kind}") if loaded.reason else ""
+    if loaded.reason:
+        return Obstacle(loaded.reason, fix=f"ds ops build {kind}")
+    return _no_device(loaded.module) if kind == "cuda" else ""
+
+
+@functools.cache
+def _no_device(module: Any) -> str:
+    """Why the CUDA runtime inside our module sees no device, where torch's own may: it can want a newer driver."""
+    count, why = module.devices()
+    return "" if count else Obstacle(f"its CUDA runtime finds no device: {why}", fix="ds ops build cuda")

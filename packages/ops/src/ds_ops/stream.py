@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
-from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
 
 __all__ = ["convert", "fill", "grad_norm", "sum_squares"]
 
@@ -66,30 +66,39 @@ def _cpu_sum_squares(x: Tensor) -> float:
     return total
 
 
-def _cpu_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+def _cuda_sum_squares(x: Tensor) -> float:
+    _call.require("x", x)
+    module, tail = _call.target(x.device)
+    partials = torch.zeros(module.sum_blocks, dtype=torch.float64, device=x.device)
+    status = module.sum_squares(_call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), *tail)
+    _call.finish("sum_squares", status)
+    return float(partials.sum())
+
+
+def _native_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
     _call.require("out", out)
     _call.require("x", x, device=out.device)
     if _call.address(out) != _call.address(x) or out.dtype != x.dtype:
         _call.require_disjoint(out=out, x=x)
-    status = _call.native().convert(
+    module, tail = _call.target(out.device)
+    status = module.convert(
         _call.address(out),
         _call.DTYPES[out.dtype],
         _call.address(x),
         _call.DTYPES[x.dtype],
         x.numel(),
         scale,
-        torch.get_num_threads(),
+        *tail,
     )
     _call.finish("convert", status)
     _call.mark_written([out])
     return out
 
 
-def _cpu_fill(out: Tensor, value: float) -> Tensor:
+def _native_fill(out: Tensor, value: float) -> Tensor:
     _call.require("out", out)
-    status = _call.native().fill(
-        _call.address(out), _call.DTYPES[out.dtype], out.numel(), value, torch.get_num_threads()
-    )
+    module, tail = _call.target(out.device)
+    status = module.fill(_call.address(out), _call.DTYPES[out.dtype], out.numel(), value, *tail)
     _call.finish("fill", status)
     _call.mark_written([out])
     return out
@@ -112,10 +121,20 @@ _SUM_SQUARES = register(
     Op(
         "sum_squares",
         "deterministic sum of squares",
-        (cpu_backend(_cpu_sum_squares), reference_backend(_reference_sum_squares)),
+        (cuda_backend(_cuda_sum_squares), cpu_backend(_cpu_sum_squares), reference_backend(_reference_sum_squares)),
     )
 )
 _CONVERT = register(
-    Op("convert", "scaled dtype conversion", (cpu_backend(_cpu_convert), reference_backend(_reference_convert)))
+    Op(
+        "convert",
+        "scaled dtype conversion",
+        (cuda_backend(_native_convert), cpu_backend(_native_convert), reference_backend(_reference_convert)),
+    )
 )
-_FILL = register(Op("fill", "set to one value", (cpu_backend(_cpu_fill), reference_backend(_reference_fill))))
+_FILL = register(
+    Op(
+        "fill",
+        "set to one value",
+        (cuda_backend(_native_fill), cpu_backend(_native_fill), reference_backend(_reference_fill)),
+    )
+)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.reference import update as reference
-from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
 from ds_ops.rules import UpdateSpec, UpdateTensors
 
 __all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
@@ -125,20 +125,69 @@ def _cpu_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) ->
     _native_call(spec, tensors, ratio=_call.address(_call.require("ratios", ratios, dtypes=(torch.float32,))))
 
 
+# ---- CUDA: one launch for the whole list, through a table of addresses in device memory ------------------------------
+
+
+def _cuda_launch(spec: UpdateSpec, table: _call.Columns, ratio: Tensor | None, sums: bool) -> list[Tensor]:
+    """The step; with `sums` the partial sums of each tensor, fp64 [chunks, 2]."""
+    if table.count == 0:
+        return []
+    module, tail = _call.target(table.keep[0][0].device)
+    rows, chunks = _call.device_table(table, module.update_chunk)
+    partials = torch.zeros(sum(chunks) if sums else 0, 2, dtype=torch.float64, device=rows.device)
+    status = module.update(
+        int(spec.rule),
+        spec.coefficients,
+        spec.grad_scale,
+        spec.zero_grad,
+        _call.address(rows),
+        table.count,
+        sum(chunks),
+        table.dtypes,
+        _call.address(ratio) if ratio is not None else 0,
+        _call.address(partials),
+        *tail,
+    )
+    _call.finish("update", status)
+    _call.mark_written(*table.keep[:1], *table.keep[2:], *(table.keep[1:2] if spec.zero_grad else ()))
+    return list(partials.split(chunks)) if sums else []
+
+
+def _table(tensors: UpdateTensors) -> _call.Columns:
+    return _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies)
+
+
+def _cuda_update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
+    _cuda_launch(spec, _table(tensors), None, sums=False)
+
+
+def _cuda_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
+    return torch.stack([part.sum(0) for part in _cuda_launch(spec, _table(tensors), None, sums=True)]).cpu()
+
+
+def _cuda_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
+    _call.require("ratios", ratios, dtypes=(torch.float32,))
+    _cuda_launch(spec, _table(tensors), ratios.to(tensors.params[0].device), sums=False)
+
+
 _UPDATE = register(
     Op(
         "update",
         "elementwise optimizer steps (adam, lion, adagrad, sgd), one pass",
-        (cpu_backend(_native_call), reference_backend(reference.update)),
+        (cuda_backend(_cuda_update), cpu_backend(_native_call), reference_backend(reference.update)),
     )
 )
 _LAMB_MOMENTS = register(
     Op(
         "lamb_moments",
         "LAMB: moments and norms",
-        (cpu_backend(_cpu_lamb_moments), reference_backend(reference.lamb_moments)),
+        (cuda_backend(_cuda_lamb_moments), cpu_backend(_cpu_lamb_moments), reference_backend(reference.lamb_moments)),
     )
 )
 _LAMB_APPLY = register(
-    Op("lamb_apply", "LAMB: parameters", (cpu_backend(_cpu_lamb_apply), reference_backend(reference.lamb_apply)))
+    Op(
+        "lamb_apply",
+        "LAMB: parameters",
+        (cuda_backend(_cuda_lamb_apply), cpu_backend(_cpu_lamb_apply), reference_backend(reference.lamb_apply)),
+    )
 )

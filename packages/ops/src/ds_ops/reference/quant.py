@@ -80,7 +80,7 @@ def _parameters(grouped: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tenso
     scale = scale.clamp(min=_SMALLEST_SCALE)
     inverse = 1 / scale
     if not spec.symmetric:
-        zero = torch.round(-grouped.amin(-1, keepdim=True).clamp(max=0) * inverse)
+        zero = torch.round(-grouped.amin(-1, keepdim=True).clamp(max=0) * inverse) + 0.0  # no negative zero
     broken = ~torch.isfinite(magnitude)
     scale = torch.where(broken, torch.full_like(scale, torch.nan), scale)
     return (

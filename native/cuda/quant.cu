@@ -1,0 +1,243 @@
+// One warp makes or reads one group; a lane takes four neighbours at a time, which are whole bytes at every code width.
+#include "cuda.h"
+
+namespace ds::cuda {
+namespace {
+
+constexpr float smallest_scale = 1.17549435e-38f;  // so that its inverse is finite
+
+// ---- codes of one element; the same arithmetic as cpu/kernels/quant.cpp ---------------------------------------------
+
+struct Mapping {  // codes = f(x * inverse) of one group
+  float inverse;
+  int zero;
+  bool finite;
+};
+
+DS_FN std::uint32_t mix(std::uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+DS_FN float draw(const QuantSpec &s, std::int64_t index) {
+  const std::uint32_t lo = static_cast<std::uint32_t>(index);
+  const std::uint32_t hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32);
+  const std::uint32_t h = mix(mix(lo ^ s.key[0]) + hi * 0x9e3779b9u + s.key[1]);
+  return static_cast<float>(h >> 8) * 5.9604644775390625e-8f;
+}
+DS_FN int round_to_int(const QuantSpec &s, float y, std::int64_t index) {
+  return static_cast<int>(s.stochastic ? floorf(y + draw(s, index)) : rintf(y));
+}
+
+DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::int64_t index) {
+  const QuantFormat &f = s.format;
+  if (!m.finite) return 0;
+  const float y = x * m.inverse;
+  if (f.mantissa < 0) {
+    const int top = s.symmetric ? f.max_code : (1 << f.bits) - 1, low = s.symmetric ? -top : 0;
+    int q = round_to_int(s, y, index) + m.zero;
+    q = q > top ? top : q < low ? low : q;
+    return static_cast<std::uint32_t>(q) & ((1u << f.bits) - 1u);
+  }
+  const int magnitude = static_cast<int>(to_bits(y) & 0x7fffffffu), lowest = 128 - f.bias;
+  const int exponent = (magnitude >> 23) > lowest ? magnitude >> 23 : lowest;
+  const float units = from_bits(static_cast<std::uint32_t>(magnitude)) *
+                      from_bits(static_cast<std::uint32_t>(254 + f.mantissa - exponent) << 23);
+  const int code = round_to_int(s, units, index) + ((exponent - lowest) << f.mantissa);
+  return static_cast<std::uint32_t>(code > f.max_code ? f.max_code : code) | (to_bits(y) >> 31) << (f.bits - 1);
+}
+
+DS_FN float decode(const QuantSpec &s, std::uint32_t code, float zero) {
+  const QuantFormat &f = s.format;
+  const int c = static_cast<int>(code);
+  if (f.mantissa < 0) {
+    if (!s.symmetric) return static_cast<float>(c) - zero;
+    return static_cast<float>(c >= 1 << (f.bits - 1) ? c - (1 << f.bits) : c);
+  }
+  const int magnitude = c & ((1 << (f.bits - 1)) - 1);
+  const float normal = from_bits(static_cast<std::uint32_t>((magnitude << (23 - f.mantissa)) + ((127 - f.bias) << 23)));
+  const float tiny = static_cast<float>(magnitude) * from_bits(static_cast<std::uint32_t>(128 - f.bias - f.mantissa) << 23);
+  const float value = magnitude < 1 << f.mantissa ? tiny : normal;
+  return from_bits(to_bits(value) | static_cast<std::uint32_t>(c >> (f.bits - 1)) << 31);
+}
+
+// ---- four codes in memory -------------------------------------------------------------------------------------------
+
+DS_FN int bytes_of(int codes, int width) { return (codes * width + 7) / 8; }
+
+DS_FN void store_codes(unsigned char *p, std::uint32_t packed, int bytes) {
+  if (bytes == 4 && reinterpret_cast<std::uintptr_t>(p) % 4 == 0) {
+    *reinterpret_cast<std::uint32_t *>(p) = packed;
+    return;
+  }
+  for (int b = 0; b < 4; b++)
+    if (b < bytes) p[b] = static_cast<unsigned char>(packed >> (8 * b));
+}
+DS_FN std::uint32_t load_codes(const unsigned char *p, int bytes) {
+  if (bytes == 4 && reinterpret_cast<std::uintptr_t>(p) % 4 == 0) return *reinterpret_cast<const std::uint32_t *>(p);
+  std::uint32_t packed = 0;
+  for (int b = 0; b < 4; b++)
+    if (b < bytes) packed |= static_cast<std::uint32_t>(p[b]) << (8 * b);
+  return packed;
+}
+
+// ---- where numbers come from: dense rows, or the sum of quantized ones ----------------------------------------------
+
+struct Dense {
+  const void *x;
+  Dtype dtype;
+  std::int64_t cols;
+};
+DS_FN Quad quad_at(const Dense &d, std::int64_t row, std::int64_t i, int m) {
+  return load_quad(d.x, d.dtype, row * d.cols + i, m);
+}
+
+struct Sum {  // factor * the sum over `sources` of row k * rows + r
+  QuantSpec spec;
+  QuantRows q;
+  std::int64_t sources, rows;
+  float factor;
+};
+DS_FN Quad quad_at(const Sum &s, std::int64_t row, std::int64_t i, int m) {
+  const int width = s.spec.format.bits, params = s.spec.symmetric ? 1 : 2;
+  const std::int64_t byte = i * width / 8;
+  Quad sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
+  for (std::int64_t k = 0; k < s.sources; k++) {
+    const unsigned char *base = s.q.base + (k * s.rows + row) * s.q.row_bytes;
+    const float *p = reinterpret_cast<const float *>(base + s.q.params_at);
+    const std::uint32_t packed = load_codes(base + byte, bytes_of(m, width));
+    for (int j = 0; j < m; j++) {  // neighbours may lie in two groups
+      const std::int64_t group = (i + j) / s.spec.group;
+      const std::uint32_t code = packed >> (width * j) & ((1u << width) - 1u);
+      const float value = decode(s.spec, code, params == 2 ? p[2 * group + 1] : 0.0f) * p[params * group];
+      sum.v[j] = k == 0 ? value : sum.v[j] + value;
+    }
+  }
+  if (s.factor != 1.0f)
+    for (int j = 0; j < 4; j++) sum.v[j] *= s.factor;
+  return sum;
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+DS_FN int lane() { return static_cast<int>(threadIdx.x) % warp_threads; }
+DS_FN std::int64_t warp() {
+  return blockIdx.x * static_cast<std::int64_t>(block_warps) + static_cast<int>(threadIdx.x) / warp_threads;
+}
+
+template <class Source>
+DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row, std::int64_t first, std::int64_t end,
+                        float *params) {
+  int magnitude = 0;  // bits of the largest |x|: infinities and NaN compare above every number
+  float minus_lo = 0.0f, hi = 0.0f;
+  for (std::int64_t i = first + 4 * lane(); i < end; i += 4 * warp_threads) {
+    const Quad x = quad_at(from, row, i, quad_size(i, end));
+    for (int k = 0; k < 4; k++) {
+      const int bits = static_cast<int>(to_bits(x.v[k]) & 0x7fffffffu);
+      magnitude = bits > magnitude ? bits : magnitude;
+      minus_lo = -x.v[k] > minus_lo ? -x.v[k] : minus_lo;
+      hi = x.v[k] > hi ? x.v[k] : hi;
+    }
+  }
+  magnitude = warp_max(magnitude);
+  minus_lo = warp_max(minus_lo);
+  hi = warp_max(hi);
+  float scale = from_bits(0x7fc00000u), zero = 0.0f, inverse = 0.0f;
+  const bool ok = magnitude < 0x7f800000;
+  if (ok) {
+    const float levels = static_cast<float>((1 << s.format.bits) - 1);
+    scale = s.symmetric ? from_bits(static_cast<std::uint32_t>(magnitude)) / s.format.maximum : hi / levels + minus_lo / levels;
+    scale = scale < smallest_scale ? smallest_scale : scale;
+    inverse = 1.0f / scale;
+    if (!s.symmetric) zero = rintf(minus_lo * inverse);
+  }
+  if (lane() == 0) {
+    params[0] = scale;
+    if (!s.symmetric) params[1] = zero;
+  }
+  return {inverse, static_cast<int>(zero), ok};
+}
+
+template <class Source>
+DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std::int64_t *order) {
+  const std::int64_t groups = (q.cols + s.group - 1) / s.group, unit = warp();
+  if (unit >= q.rows * groups) return;  // whole warps leave; nothing below waits for the block
+  const std::int64_t row = unit / groups, group = unit % groups, first = group * s.group;
+  const std::int64_t end = q.cols - first < s.group ? q.cols : first + s.group;
+  unsigned char *base = q.base + (order ? order[row] : row) * q.row_bytes;
+  float *params = reinterpret_cast<float *>(base + q.params_at) + group * (s.symmetric ? 1 : 2);
+  const Mapping m = map_group(s, from, row, first, end, params);
+  const int width = s.format.bits;
+  unsigned char *codes = base + first * width / 8;
+  for (std::int64_t i = 4 * lane(); i < end - first; i += 4 * warp_threads) {
+    const int n = quad_size(first + i, end);
+    const Quad x = quad_at(from, row, first + i, n);
+    std::uint32_t packed = 0;
+    for (int k = 0; k < n; k++)
+      packed |= encode(s, m, x.v[k], s.offset + row * q.cols + first + i + k) << (width * k);
+    store_codes(codes + i * width / 8, packed, bytes_of(n, width));
+  }
+  if (group == groups - 1 && lane() == 0)  // padding is sent too, so it is not left to chance
+    for (std::int64_t b = (q.cols * width + 7) / 8; b < q.params_at; b++) base[b] = 0;
+}
+
+constexpr std::int64_t dense_chunk = 4 * block_threads;  // elements of a row that one block writes
+
+DS_KERNEL void dense_kernel(Sum from, const std::int64_t *index, std::int64_t chunks, void *out, Dtype dtype) {
+  const std::int64_t row = blockIdx.x / chunks;
+  const std::int64_t i = blockIdx.x % chunks * dense_chunk + 4 * static_cast<std::int64_t>(threadIdx.x);
+  if (i >= from.q.cols) return;
+  const int m = quad_size(i, from.q.cols);
+  store_quad(out, dtype, row * from.q.cols + i, m, quad_at(from, index ? index[row] : row, i, m));
+}
+
+bool usable(const QuantSpec &s, const QuantRows &q) {
+  const QuantFormat &f = s.format;
+  if (f.bits != 4 && f.bits != 6 && f.bits != 8) return false;
+  // Lanes take four neighbours from a group's start on, so a byte of 4-bit codes never has two writers.
+  if (s.group < 1 || s.group * f.bits % 8 != 0 || (!s.symmetric && f.mantissa >= 0)) return false;
+  if (q.rows < 0 || q.cols < 0 || q.params_at % 4 != 0 || q.row_bytes % 4 != 0) return false;
+  if (q.params_at < (q.cols * f.bits + 7) / 8) return false;
+  if (q.row_bytes < q.params_at + quant_groups(s, q.cols) * quant_params(s) * 4) return false;
+  return q.base || q.rows * q.cols == 0;
+}
+
+std::int64_t blocks_of(const QuantSpec &s, const QuantRows &q) {
+  return (q.rows * quant_groups(s, q.cols) + block_warps - 1) / block_warps;
+}
+
+Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
+  const std::int64_t chunks = (from.q.cols + dense_chunk - 1) / dense_chunk;
+  if (!out && rows * from.q.cols > 0) return Status::bad_argument;
+  return launch(dense_kernel, rows * chunks, stream, from, index, chunks, out, dtype);
+}
+
+}  // namespace
+
+Status quantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *order, const void *x, Dtype dtype,
+                Stream stream) {
+  if (!usable(s, q) || (!x && q.rows * q.cols > 0)) return Status::bad_argument;
+  return launch(quantize_kernel<Dense>, blocks_of(s, q), stream, s, q, Dense{x, dtype, q.cols}, order);
+}
+
+Status dequantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *index, std::int64_t count, void *out,
+                  Dtype dtype, Stream stream) {
+  if (!usable(s, q) || count < 0 || (!index && count > q.rows)) return Status::bad_argument;
+  return dense(Sum{s, q, 1, q.rows, 1.0f}, index, count, out, dtype, stream);
+}
+
+Status reduce(const QuantSpec &s, const QuantRows &q, std::int64_t sources, float factor, void *out, Dtype dtype,
+              Stream stream) {
+  if (!usable(s, q) || sources < 1 || q.rows % sources != 0) return Status::bad_argument;
+  return dense(Sum{s, q, sources, q.rows / sources, factor}, nullptr, q.rows / sources, out, dtype, stream);
+}
+
+Status reduce_quantized(const QuantSpec &s, const QuantRows &q, std::int64_t sources, float factor, const QuantSpec &so,
+                        const QuantRows &out, Stream stream) {
+  if (!usable(s, q) || !usable(so, out) || sources < 1 || q.rows % sources != 0) return Status::bad_argument;
+  if (so.group % s.group != 0 || out.cols != q.cols || out.rows != q.rows / sources) return Status::bad_argument;
+  const std::int64_t *none = nullptr;
+  return launch(quantize_kernel<Sum>, blocks_of(so, out), stream, so, out, Sum{s, q, sources, out.rows, factor}, none);
+}
+
+}  // namespace ds::cuda

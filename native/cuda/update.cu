@@ -1,0 +1,205 @@
+// Optimizer steps over a list of tensors in one launch: a block takes one chunk of one tensor, found in the table.
+#include "cuda.h"
+
+namespace ds::cuda {
+namespace {
+
+struct Element {  // one number of each stream
+  float p, g, s0, s1;
+};
+
+struct Adam {
+  static constexpr int states = 2;
+  float decay, l2, omb1, b2, omb2, step_size, bc2, eps;
+  explicit Adam(const float *c)
+      : decay(c[0]), l2(c[1]), omb1(c[2]), b2(c[3]), omb2(c[4]), step_size(c[5]), bc2(c[6]), eps(c[7]) {}
+};
+DS_FN void moments(const Adam &a, Element &x) {
+  x.s0 = fmaf(a.omb1, x.g - x.s0, x.s0);
+  x.s1 = fmaf(a.omb2 * x.g, x.g, a.b2 * x.s1);
+}
+DS_FN float denominator(const Adam &a, float v) { return sqrtf(v) / a.bc2 + a.eps; }
+DS_FN void step(const Adam &a, Element &x, std::int64_t) {
+  x.p = x.p * a.decay;
+  x.g = fmaf(a.l2, x.p, x.g);
+  moments(a, x);
+  x.p = x.p - a.step_size * x.s0 / denominator(a, x.s1);
+}
+
+struct AdamUndo {
+  static constexpr int states = 2;
+  Adam a;
+  float inv_b1, inv_b2, inv_decay;
+  explicit AdamUndo(const float *c) : a(c), inv_b1(c[8]), inv_b2(c[9]), inv_decay(c[10]) {}
+};
+DS_FN float finite(float x) { return (to_bits(x) & 0x7f800000u) == 0x7f800000u ? 0.0f : x; }
+DS_FN void step(const AdamUndo &u, Element &x, std::int64_t) {
+  x.p = finite((x.p + u.a.step_size * x.s0 / denominator(u.a, x.s1)) * u.inv_decay);
+  x.s0 = finite((x.s0 - u.a.omb1 * x.g) * u.inv_b1);
+  const float v = finite((x.s1 - u.a.omb2 * x.g * x.g) * u.inv_b2);
+  x.s1 = v < 0.0f ? 0.0f : v;
+}
+
+struct Lion {
+  static constexpr int states = 1;
+  float decay, b1, omb1, b2, omb2, lr;
+  explicit Lion(const float *c) : decay(c[0]), b1(c[1]), omb1(c[2]), b2(c[3]), omb2(c[4]), lr(c[5]) {}
+};
+DS_FN void step(const Lion &r, Element &x, std::int64_t) {
+  const float u = fmaf(r.omb1, x.g, r.b1 * x.s0);
+  const float move = u > 0.0f ? r.lr : u < 0.0f ? -r.lr : u == 0.0f ? 0.0f : u;  // lr * sign(u); NaN stays
+  x.p = x.p * r.decay - move;
+  x.s0 = fmaf(r.omb2, x.g, r.b2 * x.s0);
+}
+
+struct Adagrad {
+  static constexpr int states = 1;
+  float l2, clr, eps;
+  explicit Adagrad(const float *c) : l2(c[0]), clr(c[1]), eps(c[2]) {}
+};
+DS_FN void step(const Adagrad &r, Element &x, std::int64_t) {
+  x.g = fmaf(r.l2, x.p, x.g);
+  x.s0 = fmaf(x.g, x.g, x.s0);
+  x.p = x.p - r.clr * x.g / (sqrtf(x.s0) + r.eps);
+}
+
+struct Sgd {
+  static constexpr int states = 1;
+  float decay, l2, momentum, omd, nesterov, lr;
+  explicit Sgd(const float *c) : decay(c[0]), l2(c[1]), momentum(c[2]), omd(c[3]), nesterov(c[4]), lr(c[5]) {}
+};
+DS_FN void step(const Sgd &r, Element &x, std::int64_t) {
+  x.p = x.p * r.decay;
+  x.g = fmaf(r.l2, x.p, x.g);
+  x.s0 = fmaf(r.omd, x.g, x.s0 * r.momentum);
+  x.p = fmaf(-r.lr, r.nesterov != 0.0f ? fmaf(r.momentum, x.s0, x.g) : x.s0, x.p);
+}
+
+struct SgdPlain {
+  static constexpr int states = 0;
+  float decay, l2, lr;
+  explicit SgdPlain(const float *c) : decay(c[0]), l2(c[1]), lr(c[2]) {}
+};
+DS_FN void step(const SgdPlain &r, Element &x, std::int64_t) {
+  x.p = x.p * r.decay;
+  x.p = fmaf(-r.lr, fmaf(r.l2, x.p, x.g), x.p);
+}
+
+DS_FN float lamb_direction(const Adam &a, const Element &x) {
+  return fmaf(a.decay, x.p, a.step_size * x.s0 / denominator(a, x.s1));
+}
+struct LambApply {
+  static constexpr int states = 2;
+  Adam a;
+  float lr;
+  const float *ratio;
+  LambApply(const float *c, const float *r) : a(c), lr(c[8]), ratio(r) {}
+};
+DS_FN void step(const LambApply &r, Element &x, std::int64_t t) {
+  x.p = fmaf(-(r.lr * r.ratio[t]), lamb_direction(r.a, x), x.p);
+}
+
+struct Table {
+  const std::int64_t *rows;  // [7, count]
+  std::int64_t count;
+  Dtype param, grad, state, copy;
+  float grad_scale;
+  bool zero_grad;
+};
+
+// The last tensor whose first chunk is not after `chunk`; tensors without elements have no chunk.
+DS_FN std::int64_t tensor_of(const Table &a, std::int64_t chunk) {
+  const std::int64_t *first = a.rows + 6 * a.count;
+  std::int64_t lo = 0, hi = a.count;
+  while (hi - lo > 1) {
+    const std::int64_t middle = (lo + hi) / 2;
+    if (first[middle] <= chunk)
+      lo = middle;
+    else
+      hi = middle;
+  }
+  return lo;
+}
+
+struct Chunk {
+  std::int64_t tensor, begin, end;
+  void *p, *g, *s0, *s1, *copy;
+};
+DS_FN void *column(const Table &a, int row, std::int64_t t) { return reinterpret_cast<void *>(a.rows[row * a.count + t]); }
+DS_FN Chunk chunk_of(const Table &a, std::int64_t chunk) {
+  const std::int64_t t = tensor_of(a, chunk), n = a.rows[t];
+  const std::int64_t begin = (chunk - a.rows[6 * a.count + t]) * update_chunk;
+  return {t, begin, n - begin < update_chunk ? n : begin + update_chunk, column(a, 1, t), column(a, 2, t),
+          column(a, 3, t), column(a, 4, t), column(a, 5, t)};
+}
+
+template <class R>
+DS_KERNEL void update_kernel(R rule, Table a) {
+  const Chunk c = chunk_of(a, blockIdx.x);
+  for (std::int64_t i = c.begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < c.end; i += 4 * block_threads) {
+    const int m = quad_size(i, c.end);
+    Quad p = load_quad(c.p, a.param, i, m), g = load_quad(c.g, a.grad, i, m), s0 = {}, s1 = {};
+    if (R::states > 0) s0 = load_quad(c.s0, a.state, i, m);
+    if (R::states > 1) s1 = load_quad(c.s1, a.state, i, m);
+    for (int k = 0; k < 4; k++) {
+      Element x = {p.v[k], g.v[k] * a.grad_scale, s0.v[k], s1.v[k]};
+      step(rule, x, c.tensor);
+      p.v[k] = x.p, s0.v[k] = x.s0, s1.v[k] = x.s1;
+    }
+    store_quad(c.p, a.param, i, m, p);
+    if (R::states > 0) store_quad(c.s0, a.state, i, m, s0);
+    if (R::states > 1) store_quad(c.s1, a.state, i, m, s1);
+    if (c.copy) store_quad(c.copy, a.copy, i, m, p);
+    if (a.zero_grad) store_quad(c.g, a.grad, i, m, Quad{{0.0f, 0.0f, 0.0f, 0.0f}});
+  }
+}
+
+DS_KERNEL void lamb_moments_kernel(Adam rule, Table a, double *partials) {
+  DS_SHARED double shared[block_warps + 1];
+  const Chunk c = chunk_of(a, blockIdx.x);
+  double sum_p = 0.0, sum_u = 0.0;
+  for (std::int64_t i = c.begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < c.end; i += 4 * block_threads) {
+    const int m = quad_size(i, c.end);
+    const Quad p = load_quad(c.p, a.param, i, m), g = load_quad(c.g, a.grad, i, m);
+    Quad s0 = load_quad(c.s0, a.state, i, m), s1 = load_quad(c.s1, a.state, i, m);
+    for (int k = 0; k < m; k++) {
+      Element x = {p.v[k], g.v[k] * a.grad_scale, s0.v[k], s1.v[k]};
+      moments(rule, x);
+      const double u = lamb_direction(rule, x), w = x.p;
+      sum_p += w * w, sum_u += u * u;
+      s0.v[k] = x.s0, s1.v[k] = x.s1;
+    }
+    store_quad(c.s0, a.state, i, m, s0);
+    store_quad(c.s1, a.state, i, m, s1);
+    if (a.zero_grad) store_quad(c.g, a.grad, i, m, Quad{{0.0f, 0.0f, 0.0f, 0.0f}});
+  }
+  sum_p = block_sum(sum_p, shared);
+  sum_u = block_sum(sum_u, shared);
+  if (threadIdx.x == 0) partials[2 * blockIdx.x] = sum_p, partials[2 * blockIdx.x + 1] = sum_u;
+}
+
+}  // namespace
+
+Status update(const Update &u, const std::int64_t *rows, std::int64_t chunks, Stream stream) {
+  const UpdateList &l = u.list;
+  if (chunks == 0) return Status::ok;
+  if (!rows || l.count < 1) return Status::bad_argument;
+  const Table a = {rows, l.count, l.param_dtype, l.grad_dtype, l.state_dtype, l.copy_dtype, u.grad_scale, u.zero_grad};
+  switch (u.rule) {
+    case Rule::adam: return launch(update_kernel<Adam>, chunks, stream, Adam(u.c), a);
+    case Rule::lion: return launch(update_kernel<Lion>, chunks, stream, Lion(u.c), a);
+    case Rule::adagrad: return launch(update_kernel<Adagrad>, chunks, stream, Adagrad(u.c), a);
+    case Rule::sgd: return launch(update_kernel<Sgd>, chunks, stream, Sgd(u.c), a);
+    case Rule::sgd_plain: return launch(update_kernel<SgdPlain>, chunks, stream, SgdPlain(u.c), a);
+    case Rule::adam_undo: return launch(update_kernel<AdamUndo>, chunks, stream, AdamUndo(u.c), a);
+    case Rule::lamb_moments:
+      if (!u.partials) return Status::bad_argument;
+      return launch(lamb_moments_kernel, chunks, stream, Adam(u.c), a, u.partials);
+    case Rule::lamb_apply:
+      if (!u.ratio) return Status::bad_argument;
+      return launch(update_kernel<LambApply>, chunks, stream, LambApply(u.c, u.ratio), a);
+  }
+  return Status::bad_argument;
+}
+
+}  // namespace ds::cuda
