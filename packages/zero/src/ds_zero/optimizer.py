@@ -11,6 +11,7 @@ one multiplication of the shard.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -340,7 +341,8 @@ class ShardedOptimizer(Optimizer):
                 code="zero-add-group",
                 fix="Add the group to the optimizer before `shard`.",
             )
-        super().add_param_group(param_group)
+        # torch's decorator around it imports the compiler, which costs more than everything else at start.
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
 
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
