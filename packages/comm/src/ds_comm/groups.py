@@ -161,7 +161,10 @@ def twin_group(group: GroupLike, name: str) -> Group:
     group = as_group(group)
     if group.pg is None:
         return group
-    pg = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True, group_desc=name)
+    # torch names a group that only its members make after its ranks and the number of groups this process has, which may
+    # differ between them; one of all ranks is named by a counter that does not.
+    part = len(group.ranks) < dist.get_world_size()
+    pg = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=part, group_desc=name)
     return Group(name, group.ranks, group.rank, pg)
 
 

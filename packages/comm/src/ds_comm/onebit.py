@@ -1,0 +1,521 @@
+"""Optimizers that send one bit per element: 1-bit Adam, 0/1 Adam and 1-bit LAMB.
+
+They own the reduction of gradients: every rank calls `backward` and `step` on its own gradients (no DDP, no all-reduce
+before), and parameters are the same bits on all ranks after a step that synchronises, which all steps do but the local
+ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took different paths still meet.
+
+    optimizer = OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2000, group=mesh["data"])
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Phases. Adaptive optimizers cannot use one-bit gradients: the variance would see the error squared. So variance is learnt
+with exact means first, then frozen, and what travels from then on is linear in the gradient and corrected by error feedback
+(`ds_comm.signs`). All masters and states are fp32 of the parameters' shape; errors are not saved: after a load they start
+at zero, as the papers' own code does.
+
+Where formulas leave a choice: bias correction is applied as in Adam, with the variance's factor frozen together with it;
+weight decay is decoupled; magnitudes are per block of 2048 elements, where the papers have one per tensor. And what travels
+is divided by the frozen denominator sqrt(v) + eps first: in these units all elements are of one size, as the one magnitude
+of a block wants it. Sent as it is, momentum diverges where variances differ a lot within a block: an element with a
+small variance would take a step of its block's mean momentum over its own denominator. (1-bit LAMB's scaling per layer is
+a coarse form of this.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_comm.collectives import all_reduce
+from ds_comm.groups import GroupLike, as_group
+from ds_comm.signs import SignErrors, mean_of_signs
+from ds_config.errors import ConfigError, UnsupportedError
+
+__all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class _OneBit(Optimizer):
+    """What the three have in common: flat messages, errors, checks.
+
+    owns_reduction: gradients must reach `step` as each rank computed them.
+    """
+
+    owns_reduction: ClassVar[bool] = True
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, params: Params, defaults: dict[str, Any], group: GroupLike, *, amsgrad: bool) -> None:
+        if amsgrad:
+            raise UnsupportedError(
+                f"{type(self).__name__} with amsgrad=True: its maximum of variances has no frozen phase",
+                code="optimizer-amsgrad",
+                fix="Use amsgrad=False.",
+            )
+        for name in ("lr", "eps", "weight_decay"):
+            _require(name, defaults[name], defaults[name] >= 0, "at least 0")
+        for beta in defaults["betas"]:
+            _require("betas", beta, 0 <= beta < 1, "in [0, 1)")
+        super().__init__(params, defaults)
+        self._group = as_group(group)
+        self._errors: dict[str, SignErrors] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; errors start at zero."""
+        super().load_state_dict(state_dict)
+        self._errors.clear()
+
+    @property
+    def error_bytes(self) -> int:
+        """Memory of error feedback."""
+        return sum(errors.worker.nbytes + errors.server.nbytes for errors in self._errors.values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce and step. Collective over the group. Returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if params:
+            self._ensure_state(params)
+            self._step(params)
+        return loss
+
+    def _step(self, params: Sequence[Tensor]) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__} has no step", code="optimizer-rule", fix="Use one of the three classes."
+        )
+
+    def _ensure_state(self, params: Sequence[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["step"] = 0
+                for name in self.state_names:
+                    self.state[p][name] = torch.zeros_like(
+                        p, dtype=torch.float32, memory_format=torch.contiguous_format
+                    )
+
+    def _states(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
+        return [self.state[p][name] for p in params]
+
+    def _exact_mean(self, tensors: Sequence[Tensor], unit: str) -> None:
+        """Replace the tensors by their means over the group."""
+        flat = _flat(tensors)
+        all_reduce(flat, group=self._group, unit=unit)
+        _unflat(flat.div_(self._group.size), tensors)
+
+    def _sign_mean(self, tensors: Sequence[Tensor], denominators: Sequence[Tensor], unit: str) -> None:
+        """The same, one bit per element, in units of `denominators`, with the errors of `unit`."""
+        flat, unit_of = _flat(tensors), _flat(denominators)
+        flat.div_(unit_of)
+        if unit not in self._errors:
+            self._errors[unit] = SignErrors.zeros(flat.numel(), self._group.size, flat.device)
+        mean_of_signs(flat, self._errors[unit], self._group, unit=unit)
+        _unflat(flat.mul_(unit_of), tensors)
+
+    def _denominators(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """sqrt(v) + eps of each parameter, the same on all ranks."""
+        return [
+            _denominator(self.state[p]["exp_avg_sq"], 1.0, group["eps"])
+            for group, found in self._groups_of(params)
+            for p in found
+        ]
+
+    def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's gradients in fp32, copies; zeros where there is none."""
+        return [
+            torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+            if p.grad is None
+            else p.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for p in params
+        ]
+
+    def _groups_of(self, params: Sequence[Tensor]) -> Iterable[tuple[dict[str, Any], list[Tensor]]]:
+        """Each parameter group with those of its members that are among `params`."""
+        chosen = {id(p) for p in params}
+        for group in self.param_groups:
+            found = [p for p in group["params"] if id(p) in chosen]
+            if found:
+                yield group, found
+
+
+class OnebitAdam(_OneBit):
+    """1-bit Adam (Tang et al. 2021): Adam until `freeze_step`; then the variance is frozen and momentum travels as signs.
+
+    After the freeze: m = mean over ranks of signs(b1 m + (1 - b1) g); p -= lr (m / c1 / (sqrt(v / c2) + eps) + wd p).
+
+    Args:
+        freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run.
+        eps_inside_sqrt: sqrt(v / c2 + eps) as the denominator.
+        group: Ranks whose gradients are averaged; default all.
+
+    A parameter group may have `non_freeze=True` (always exact; for parameters that begin to be trained late) and
+    `exp_avg_mask` (a tensor, or one per parameter, that momentum is multiplied with: zeros where gradients are always zero,
+    because signs know no zero).
+
+    Cost: fp32 gradients once per step until the freeze, 1/31 of it then. State: 8 bytes an element, and 4 (1 + 1/N) of errors.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        amsgrad: bool = False,
+        group: GroupLike = None,
+    ) -> None:
+        _require("freeze_step", freeze_step, freeze_step >= 1, "at least 1")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "non_freeze": False, "exp_avg_mask": None}
+        self.freeze_step, self.eps_inside_sqrt = freeze_step, eps_inside_sqrt
+        super().__init__(params, defaults, group, amsgrad=amsgrad)
+
+    def _step(self, params: Sequence[Tensor]) -> None:
+        warm = [p for group, found in self._groups_of(params) for p in found if self._is_warm(group, p)]
+        keep = {id(p) for p in warm}
+        cold = [p for p in params if id(p) not in keep]
+        gradients = dict(zip(map(id, params), self._gradients(params), strict=True))
+        if warm:
+            exact = [gradients[id(p)] for p in warm]
+            self._exact_mean(exact, "onebit/gradient")
+        for group, found in self._groups_of(params):
+            b1, b2 = group["betas"]
+            for p in found:
+                state, grad = self.state[p], gradients[id(p)]
+                state["step"] += 1
+                state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
+                if id(p) in keep:
+                    state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        if cold:
+            self._sign_mean(self._states(cold, "exp_avg"), self._denominators(cold), "onebit/momentum")
+        for group, found in self._groups_of(params):
+            for index, p in enumerate(found):
+                self._update(group, p, _mask(group, index), id(p) in keep)
+
+    def _is_warm(self, group: dict[str, Any], p: Tensor) -> bool:
+        return bool(group["non_freeze"]) or self.state[p]["step"] < self.freeze_step
+
+    def _update(self, group: dict[str, Any], p: Tensor, mask: Tensor | None, warm: bool) -> None:
+        state = self.state[p]
+        if mask is not None:
+            state["exp_avg"].mul_(mask)
+        c1 = c2 = 1.0
+        if group["bias_correction"]:
+            b1, b2 = group["betas"]
+            c1 = 1 - b1 ** state["step"]
+            c2 = 1 - b2 ** (state["step"] if warm else self.freeze_step)
+        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_((state["exp_avg"] / denominator).to(p.dtype), alpha=-group["lr"] / c1)
+
+
+class ZeroOneAdam(_OneBit):
+    """0/1 Adam (Lu et al. 2022): the variance is updated ever more rarely, then never, and ranks step alone between ever
+    rarer synchronisations.
+
+    Until `var_freeze_step`: at every `var_interval`-th step exact gradients update momentum and variance; at the others
+    momentum takes one-bit gradients. The interval begins at 1 and doubles after every `var_update_scaler` updates.
+    After it: each rank steps with its own gradients; every `local_interval`-th step takes the local steps back, averages
+    their sum times the denominator as signs, and makes that one step for all. The interval begins at 1 and doubles every
+    `local_step_scaler` steps up to `local_step_clipper`.
+
+    Between synchronisations ranks differ: save, evaluate and compare at steps where `synchronised` is true. Weight decay
+    acts at synchronisations, with the sum of the rates since the last one.
+
+    Cost: per synchronisation, or step before the freeze, one bit an element. State: 16 bytes an element, and errors.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "moved", "start")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+        group: GroupLike = None,
+    ) -> None:
+        counts = {
+            "var_freeze_step": var_freeze_step,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        for name, value in counts.items():
+            _require(name, value, value >= 1, "at least 1")
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        # The counters are values of the groups, so that they are saved and loaded with everything else.
+        counters = {"step": 0, "var_interval": 1, "var_updates": 0, "local_interval": 1, "rates": 0.0}
+        super().__init__(params, defaults | {"bias_correction": bias_correction} | counters, group, amsgrad=amsgrad)
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether parameters are the same on all ranks now."""
+        return all(group["rates"] == 0.0 for group in self.param_groups)
+
+    def _step(self, params: Sequence[Tensor]) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+        lead = self.param_groups[0]
+        if lead["step"] <= self.var_freeze_step:
+            self._learn_variance(params, lead["step"] % lead["var_interval"] == 0)
+        else:
+            if lead["step"] == self.var_freeze_step + 1:
+                self._errors.clear()  # the messages mean something else from now on
+            self._step_alone(params)
+            if lead["step"] % lead["local_interval"] == 0:
+                self._synchronise(params)
+            past = lead["step"] - self.var_freeze_step
+            if past % self.local_step_scaler == 0:
+                for group in self.param_groups:
+                    group["local_interval"] = min(group["local_interval"] * 2, self.local_step_clipper)
+
+    def _learn_variance(self, params: Sequence[Tensor], exact: bool) -> None:
+        gradients = self._gradients(params)
+        if exact:
+            self._exact_mean(gradients, "zeroone/gradient")
+        else:
+            self._sign_mean(gradients, self._denominators(params), "zeroone/signs")
+        mean = dict(zip(map(id, params), gradients, strict=True))
+        for group, found in self._groups_of(params):
+            b1, b2 = group["betas"]
+            if exact:
+                group["var_updates"] += 1
+            c1, c2 = self._corrections(group)
+            for p in found:
+                state, grad = self.state[p], mean[id(p)]
+                state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
+                if exact:
+                    state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                step = state["exp_avg"] / _denominator(state["exp_avg_sq"], c2, group["eps"])
+                p.add_(step.to(p.dtype), alpha=-group["lr"] / c1)
+            if exact and group["var_updates"] % self.var_update_scaler == 0:
+                group["var_interval"] *= 2
+
+    def _step_alone(self, params: Sequence[Tensor]) -> None:
+        gradients = dict(zip(map(id, params), self._gradients(params), strict=True))
+        for group, found in self._groups_of(params):
+            b1 = group["betas"][0]
+            c1, c2 = self._corrections(group)
+            rate, fresh = group["lr"] / c1, group["rates"] == 0.0
+            group["rates"] += rate
+            for p in found:
+                state = self.state[p]
+                if fresh:
+                    state["start"].copy_(p)
+                state["exp_avg"].mul_(b1).add_(gradients[id(p)], alpha=1 - b1)
+                state["moved"].add_(state["exp_avg"], alpha=-rate)  # in units of the denominator, which is frozen
+                p.copy_(state["start"] + state["moved"] / _denominator(state["exp_avg_sq"], c2, group["eps"]))
+
+    def _synchronise(self, params: Sequence[Tensor]) -> None:
+        self._sign_mean(self._states(params, "moved"), self._denominators(params), "zeroone/moved")
+        for group, found in self._groups_of(params):
+            _, c2 = self._corrections(group)
+            for p in found:
+                state = self.state[p]
+                if group["rates"] > 0:
+                    state["exp_avg"].copy_(state["moved"]).div_(-group["rates"])
+                start = state["start"].mul_(1 - group["rates"] * group["weight_decay"])
+                p.copy_(start + state["moved"] / _denominator(state["exp_avg_sq"], c2, group["eps"]))
+                state["moved"].zero_()
+            group["rates"] = 0.0
+
+    def _corrections(self, group: dict[str, Any]) -> tuple[float, float]:
+        if not group["bias_correction"]:
+            return 1.0, 1.0
+        b1, b2 = group["betas"]
+        return 1 - b1 ** group["step"], 1 - b2 ** group["var_updates"]
+
+
+class OnebitLamb(_OneBit):
+    """1-bit LAMB (Li et al. 2021): LAMB until `freeze_step`; then variance and layer rates are frozen, momentum travels as
+    signs, and each layer's rate follows how its variance goes on.
+
+    After the freeze, per parameter: m as in 1-bit Adam; the
+    gradient that momentum implies, (m - b1 m_old) / (1 - b1), updates a second variance; the rate is lr x coefficient x
+    factor, where factor = max over elements of frozen / second denominator, within [factor_min, factor_max] and within
+    `factor_threshold` of its last value.
+
+    Args:
+        coeff_beta: Averaging of layer rates during the warm-up.
+        max_coeff, min_coeff: Bounds of a layer's rate |p| / |update|; 0 for no bound.
+
+    Cost: as 1-bit Adam. State: 12 bytes an element, and errors.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        amsgrad: bool = False,
+        group: GroupLike = None,
+    ) -> None:
+        _require("freeze_step", freeze_step, freeze_step >= 1, "at least 1")
+        _require("coeff_beta", coeff_beta, 0 <= coeff_beta < 1, "in [0, 1)")
+        _require("factor_min", factor_min, 0 < factor_min <= factor_max, "positive and at most factor_max")
+        _require("factor_threshold", factor_threshold, 0 < factor_threshold < 1, "in (0, 1)")
+        self.freeze_step, self.eps_inside_sqrt, self.coeff_beta = freeze_step, eps_inside_sqrt, coeff_beta
+        self.factor_bounds, self.factor_threshold = (factor_min, factor_max), factor_threshold
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
+        super().__init__(params, defaults, group, amsgrad=amsgrad)
+
+    def lamb_coefficients(self) -> list[float]:
+        """The rate of each parameter at the last step, relative to lr, in the order of the groups."""
+        return [float(self.state[p].get("rate", 1.0)) for group in self.param_groups for p in group["params"]]
+
+    def _ensure_state(self, params: Sequence[Tensor]) -> None:
+        super()._ensure_state(params)
+        for p in params:
+            self.state[p].setdefault("coefficient", 0.0)
+            self.state[p].setdefault("factor", 1.0)
+
+    def _step(self, params: Sequence[Tensor]) -> None:
+        gradients = self._gradients(params)
+        if self.state[params[0]]["step"] < self.freeze_step:
+            self._exact_mean(gradients, "onebit/gradient")
+            self._warm(params, gradients)
+            if self.state[params[0]]["step"] == self.freeze_step:
+                for p in params:
+                    self.state[p]["exp_avg_sq_fresh"].copy_(self.state[p]["exp_avg_sq"])
+        else:
+            self._compressed(params, gradients)
+
+    def _warm(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        mean = dict(zip(map(id, params), gradients, strict=True))
+        for group, found in self._groups_of(params):
+            b1, b2 = group["betas"]
+            for p in found:
+                state, grad = self.state[p], mean[id(p)]
+                state["step"] += 1
+                state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
+                state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+                update = self._direction(group, p)
+                rate = _trust(p.float().norm(), update.norm(), group)
+                if rate != 1.0:
+                    average, beta = state["coefficient"], self.coeff_beta
+                    state["coefficient"] = rate if average == 0.0 else beta * average + (1 - beta) * rate
+                state["rate"] = rate
+                p.add_(update.to(p.dtype), alpha=-group["lr"] * rate)
+
+    def _compressed(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        local = dict(zip(map(id, params), gradients, strict=True))
+        before = {id(p): self.state[p]["exp_avg"].clone() for p in params}
+        for group, found in self._groups_of(params):
+            b1 = group["betas"][0]
+            for p in found:
+                state = self.state[p]
+                state["step"] += 1
+                state["exp_avg"].mul_(b1).add_(local[id(p)], alpha=1 - b1)
+        self._sign_mean(self._states(params, "exp_avg"), self._denominators(params), "onebit/momentum")
+        for group, found in self._groups_of(params):
+            b1, b2 = group["betas"]
+            for p in found:
+                state = self.state[p]
+                implied = (state["exp_avg"] - b1 * before[id(p)]).div_(1 - b1)
+                state["exp_avg_sq_fresh"].mul_(b2).addcmul_(implied, implied, value=1 - b2)
+                update = self._direction(group, p)
+                factor = self._factor(group, p, update)
+                state["rate"] = (state["coefficient"] or 1.0) * factor
+                p.add_(update.to(p.dtype), alpha=-group["lr"] * state["rate"])
+
+    def _direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        state = self.state[p]
+        c1, c2 = self._corrections(group, state["step"])
+        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
+        update: Tensor = (state["exp_avg"] / denominator).div_(c1)
+        return update.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else update
+
+    def _factor(self, group: dict[str, Any], p: Tensor, update: Tensor) -> float:
+        state, low_high = self.state[p], self.factor_bounds
+        _, c2 = self._corrections(group, state["step"])
+        frozen = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
+        fresh = _denominator(state["exp_avg_sq_fresh"], c2, group["eps"], self.eps_inside_sqrt)
+        factor = float((frozen / fresh).max()) if p.numel() else 1.0
+        if group["weight_decay"]:  # decay has no variance: only the rest of the update follows it
+            without = update.sub(p, alpha=group["weight_decay"]).norm()
+            share = min(1.0, float(without / update.norm().clamp_min(1e-30)))
+            factor = factor * share + 1.0 - share
+        factor = min(max(factor, low_high[0]), low_high[1])
+        last, slack = state["factor"], self.factor_threshold
+        state["factor"] = factor = min(max(factor, last * (1 - slack)), last * (1 + slack))
+        return factor
+
+    def _corrections(self, group: dict[str, Any], step: int) -> tuple[float, float]:
+        if not group["bias_correction"]:
+            return 1.0, 1.0
+        b1, b2 = group["betas"]
+        return 1 - b1**step, 1 - b2 ** min(step, self.freeze_step)
+
+
+def _denominator(variance: Tensor, correction: float, eps: float, inside: bool = False) -> Tensor:
+    if inside:
+        return (variance / correction).add_(eps).sqrt_()
+    return variance.sqrt().div_(correction**0.5).add_(eps)
+
+
+def _trust(weights: Tensor, update: Tensor, group: dict[str, Any]) -> float:
+    if float(weights) == 0.0 or float(update) == 0.0:
+        return 1.0
+    rate = float(weights / update)
+    if group["max_coeff"] > 0:
+        rate = min(rate, group["max_coeff"])
+    return max(rate, group["min_coeff"])
+
+
+def _mask(group: dict[str, Any], index: int) -> Tensor | None:
+    mask = group["exp_avg_mask"]
+    return mask[index] if isinstance(mask, (list, tuple)) else mask
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _unflat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _require(name: str, value: object, good: bool, wanted: str) -> None:
+    if not good:
+        raise ConfigError(
+            f"{name}: expected a number {wanted}, found {value}.", code="optimizer-value", fix=f"Set {name}."
+        )
