@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,84 @@ def test_the_learning_rate_knows_nothing_of_ranks() -> None:
     schedule = WarmupDecayLR(warmup_num_steps=3, total_num_steps=12)
     assert seen == [schedule.lr(t, 0.02) for t in range(-1, 5)]
     engine.close()
+
+
+@world(4)
+def test_a_default_run_says_nothing(tmp_path: Path) -> None:
+    """100 steps on 4 ranks: not a byte on stdout and stderr; with INFO switched on at most 20 lines, all of rank 0."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    root, out = logging.getLogger(), tmp_path / f"said-{dist.get_rank()}"
+    kept = [os.dup(1), os.dup(2)]
+    before = root.level
+    with out.open("wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            quiet = start(configured(2, train_batch_size=16))
+            for _ in range(50):
+                quiet.train_batch()
+            root.addHandler(handler)
+            root.setLevel(logging.INFO)
+            for _ in range(50):
+                quiet.train_batch()
+            quiet.save_checkpoint(tmp_path / "ckpt")
+            quiet.close()
+        finally:
+            root.setLevel(before)
+            root.removeHandler(handler)
+            for number, fd in zip((1, 2), kept, strict=True):
+                os.dup2(fd, number)
+                os.close(fd)
+    assert out.read_bytes() == b""
+    assert len(lines) <= (20 if dist.get_rank() == 0 else 0), lines
+
+
+@world(2)
+def test_the_world_is_that_of_the_launch_whenever_the_configuration_is_read() -> None:
+    config = ds_engine.load_config(configured())
+    assert "world" not in config.model_dump_json()
+    plan = ds_engine.make_plan(config, ds_engine.shapes_of(Model()), 2)
+    engine = start(configured())
+    assert engine.plan.batch == plan.batch
+    assert engine.plan.mesh == plan.mesh
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_predivided_and_unmanaged_steps_are_the_same_numbers(stage: int) -> None:
+    plain, scaled = start(configured(stage)), start(configured(stage, prescale_gradients=True))
+    loose = start(configured(stage, managed_gradient_accumulation=False))
+    for _ in range(3):
+        plain.train_batch()
+        assert scaled.train_batch().loss == pytest.approx(plain.last.loss)  # type: ignore[union-attr]
+        data = loose._data(None)
+        for _ in range(3):
+            loose.backward(loose(*next(data)))
+        assert loose.step().samples == 12
+    for engine in (plain, scaled, loose):
+        engine.close()
+    for one, two, three in zip(*(e.module.parameters() for e in (plain, scaled, loose)), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(three, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_whole_values_and_state_away_on_two_ranks(stage: int) -> None:
+    engine, other = start(configured(stage)), start(configured(stage))
+    for one in (engine, other):
+        one.train_batch()
+    engine.suspend()
+    engine.resume()
+    for one in (engine, other):
+        one.train_batch()
+    state, expected = engine.whole_state_dict(), other.whole_state_dict()
+    assert list(state) == (list(Model().state_dict()) if dist.get_rank() == 0 else [])
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    other.load_whole_state_dict({name: torch.zeros_like(value) for name, value in Model().state_dict().items()})
+    assert all(not value.any() for value in other.whole_state_dict().values())
+    engine.close()
+    other.close()
