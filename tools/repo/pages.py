@@ -70,9 +70,23 @@ def configuration() -> str:
         "| key | accepts | default | meaning |",
         "|---|---|---|---|",
     ]
+    unbuilt: set[str] = set()  # sections; what stands in them is not built with them
     for key in keys(Config):
-        lines.append(_key_row(".".join(map(str, key.path)), key.model, key.field, str(key.path[-1])))
+        path = ".".join(map(str, key.path))
+        if _is_unbuilt(key.model, key.field):
+            unbuilt.add(f"{path}.")
+        row = _key_row(path, key.model, key.field, str(key.path[-1]))
+        lines.append(
+            row.replace("|  |", "| *Not built*, as its section. |") if path.startswith(tuple(unbuilt)) else row
+        )
     return "\n".join(lines) + "\n"
+
+
+def _is_unbuilt(model: type, field_name: str) -> bool:
+    from ds_config import shape
+    from ds_config.fields import Unbuilt
+
+    return isinstance(shape.retired(model.model_fields[field_name]), Unbuilt)  # type: ignore[attr-defined]
 
 
 def _key_row(path: str, model: type, field_name: str, spelling: str) -> str:
