@@ -9,6 +9,7 @@ from torch import nn
 
 import ds_engine
 import ds_ops
+from ds_comm.onebit import OnebitAdam
 from ds_config.errors import DsError
 from ds_engine import load_config
 from ds_engine.optimizers import NOT_BUILT, check_optimizer, make_optimizer, takes_whole
@@ -111,3 +112,12 @@ def test_what_is_not_built_says_what_to_use(name: str) -> None:
         check_optimizer(section)
     assert caught.value.code == "optimizer-unbuilt"
     assert NOT_BUILT[name] in caught.value.fix
+
+
+def test_who_reduces_gradients_alone_is_refused(make_model: Make, config: Settings) -> None:
+    model = make_model()
+    asked = {key: value for key, value in config().items() if key != "optimizer"}
+    for optimizer in (OnebitAdam(model.parameters()), lambda params: OnebitAdam(params)):
+        with pytest.raises(DsError) as caught:
+            ds_engine.initialize(model=model, config=asked, optimizer=optimizer)
+        assert caught.value.code == "optimizer-owns-reduction"

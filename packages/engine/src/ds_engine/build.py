@@ -27,7 +27,7 @@ from ds_config.reading import Source
 from ds_engine.config import load_config, source_of
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
-from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
+from ds_engine.optimizers import check_client, make_optimizer, make_torch_scheduler, takes_whole
 from ds_engine.plan import Plan, Shapes, make_plan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
@@ -206,9 +206,12 @@ def _check_arguments(model: object, mpu: object, mesh_param: tuple[int, int] | N
 def _optimizer(plan: Plan, model: nn.Module, parts: Parts) -> torch.optim.Optimizer | None:
     params = list(parts.params) if parts.params is not None else [p for p in model.parameters() if p.requires_grad]
     if isinstance(parts.optimizer, torch.optim.Optimizer):
+        check_client(parts.optimizer)
         return parts.optimizer
     if callable(parts.optimizer):
-        return parts.optimizer(params)
+        made = parts.optimizer(params)
+        check_client(made)
+        return made
     if parts.optimizer is not None:
         raise PlanError(
             f"optimizer is a {type(parts.optimizer).__name__}",

@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 NOT_BUILT: Mapping[str, str] = {
-    "onebitadam": "AdamW with zero_optimization.stage 1 or 2",
-    "zerooneadam": "AdamW with zero_optimization.stage 1 or 2",
-    "onebitlamb": "AdamW with zero_optimization.stage 1 or 2",
+    "onebitadam": "ds_comm.onebit.OnebitAdam in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
+    "zerooneadam": "ds_comm.onebit.ZeroOneAdam in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
+    "onebitlamb": "ds_comm.onebit.OnebitLamb in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
     "muadam": "an optimizer of the package mup, passed to initialize()",
     "muadamw": "an optimizer of the package mup, passed to initialize()",
     "musgd": "an optimizer of the package mup, passed to initialize()",
@@ -183,6 +183,20 @@ def check_optimizer(section: OptimizerSection) -> None:
     if section.type not in known:
         raise _unknown("optimizer", section.type, [*known, *NOT_BUILT], "torch.optim")
     _check_arguments("optimizer", section.type, section.params, known[section.type])
+
+
+def check_client(optimizer: torch.optim.Optimizer) -> None:
+    """Whether an optimizer that the caller made can be sharded.
+
+    Raises:
+        UnsupportedError: it reduces gradients itself, which the engine does ("optimizer-owns-reduction").
+    """
+    if getattr(optimizer, "owns_reduction", False):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} reduces gradients itself, and so does the engine",
+            code="optimizer-owns-reduction",
+            fix="Use it in a loop of your own: loss.backward(); optimizer.step().",
+        )
 
 
 def check_scheduler(section: SchedulerSection) -> None:
