@@ -3,8 +3,9 @@
 usage: nox -s bench -- ckpt [DIRECTORY] [REPEATS]
 
 All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
-Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device: the same bytes from aligned memory with O_DIRECT,
-4 MiB at a time from four threads, and one fsync.
+Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device:
+as many bytes from aligned memory with O_DIRECT, by the same io_uring engine as ds-ops' own benchmark, and one fsync. Every save
+makes new files; those of the turn before are removed outside the timing, for all programs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import ds_ckpt
 from ds_comm.placement import Box, Interval, TensorShard
+from ds_ops.io import AsyncIO, IOSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt.json"
@@ -48,16 +49,22 @@ def synced(path: Path) -> None:
         os.close(fd)
 
 
-def raw_write(path: Path, nbytes: int) -> None:
-    piece = 4 * 2**20
-    buffer = mmap.mmap(-1, piece)
-    buffer.write(b"x" * piece)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
-    os.posix_fallocate(fd, 0, nbytes)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda at: os.pwrite(fd, buffer, at), range(0, nbytes - piece + 1, piece)))
-    os.fsync(fd)
-    os.close(fd)
+def aligned(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory with something in it."""
+    memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
+    memory.write(os.urandom(2**20) * (len(memory) // 2**20))
+    return memory
+
+
+def raw_write(path: Path, memory: mmap.mmap) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.posix_fallocate(fd, 0, len(memory))
+        with AsyncIO(IOSettings(block_bytes=2**20, queue_depth=32)) as io:
+            io.write(path, memory)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class Shard:
@@ -82,9 +89,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def saves(root: Path, full: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
-    nbytes = sum(t.nbytes for t in full.values())
-
+def saves(root: Path, full: dict[str, torch.Tensor], memory: mmap.mmap) -> dict[str, Callable[[], object]]:
     def torch_save() -> None:
         torch.save(full, root / "torch.pt")
         synced(root / "torch.pt")
@@ -93,17 +98,21 @@ def saves(root: Path, full: dict[str, torch.Tensor]) -> dict[str, Callable[[], o
         save_file(full, root / "st.safetensors")
         synced(root / "st.safetensors")
 
-    def dcp_save() -> None:
-        shutil.rmtree(root / "dcp", ignore_errors=True)
-        dcp.save(full, checkpoint_id=root / "dcp")  # syncs its files by default
-
     return {
-        "raw": lambda: raw_write(root / "raw", nbytes),
+        "raw": lambda: raw_write(root / "raw", memory),
         "ds-ckpt": lambda: ds_ckpt.save(root / "runs" / "ours", ds_ckpt.whole(full), {}),
         "torch.save": torch_save,
         "safetensors": safetensors_save,
-        "dcp": dcp_save,
+        "dcp": lambda: dcp.save(full, checkpoint_id=root / "dcp"),  # syncs its files by default
     }
+
+
+def removed(path: Path) -> None:
+    """Make room for the next turn."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
@@ -123,6 +132,7 @@ def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[],
 
 
 FILES = {"ds-ckpt": "runs", "torch.load": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
+WRITTEN = {"raw": "raw", "ds-ckpt": "runs", "torch.save": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
 
 
 def cache(root: Path, name: str, *, warm: bool) -> None:
@@ -141,8 +151,9 @@ def cache(root: Path, name: str, *, warm: bool) -> None:
 def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
     """How long a call keeps the training step, the writing of the save before being over. Saves go to memory-backed files
     where there are any, so that the disk of this machine is not what is measured."""
-    times: dict[str, list[float]] = {"ds-ckpt": [], "ds-ckpt, copied behind": [], "dcp.async_save": []}
-    engine = ds_ckpt.Asynchronous()
+    names = ("ds-ckpt", "ds-ckpt, copied behind", "ds-ckpt, process", "dcp.async_save")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    engine, process = ds_ckpt.Asynchronous(), ds_ckpt.Asynchronous(decoupled=True)
     shards = ds_ckpt.whole(full)
     for turn in range(repeats + 1):
         now = timed(lambda: engine.save(root / "a" / "x", shards, {}))
@@ -150,14 +161,18 @@ def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str,
         behind = timed(lambda: engine.save(root / "a" / "x", shards, {}, behind=True))
         engine.before_update()
         engine.wait()
+        apart = timed(lambda: process.save(root / "a" / "y", shards, {}, behind=True))
+        process.before_update()
+        process.wait()
         futures: list[object] = []
         shutil.rmtree(root / "dcp-async", ignore_errors=True)
         theirs = timed(lambda: futures.append(dcp.async_save(full, checkpoint_id=root / "dcp-async")))  # noqa: B023
         futures[0].result()  # type: ignore[attr-defined]
         if turn:
-            for name, value in zip(times, (now, behind, theirs), strict=True):
+            for name, value in zip(times, (now, behind, apart, theirs), strict=True):
                 times[name].append(value)
     engine.close()
+    process.close()
     return times
 
 
@@ -181,12 +196,14 @@ def main(where: str | None, repeats: int) -> int:
     memory = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir="/dev/shm" if os.path.isdir("/dev/shm") else where))
     full, target = state(1.0), state(0.0)
     nbytes = sum(t.nbytes for t in full.values())
+    memory_of_raw = aligned(nbytes)
     try:
         save_times: dict[str, list[float]] = {}
         load_times: dict[str, list[float]] = {}
         cold_times: dict[str, list[float]] = {}
         for turn in range(repeats + 1):
-            for name, action in saves(root, full).items():
+            for name, action in saves(root, full, memory_of_raw).items():
+                removed(root / WRITTEN[name])
                 elapsed = timed(action)
                 if turn:
                     save_times.setdefault(name, []).append(elapsed)

@@ -99,7 +99,7 @@ def trial(order):
 
 def main():
     ds_ckpt.saving.BLOCK_BYTES = 256
-    ds_ckpt.writer.SLAB_BYTES = 4096  # many small writes: many points
+    ds_ckpt.writer.SLAB_BYTES = 8192  # many small writes: many points
     ds_ckpt.local._DIRECT_BYTES = 0
     for line in sys.stdin:
         order = json.loads(line)

@@ -102,6 +102,15 @@ def test_options_say_what_may_be_partial(tmp_path):
     assert other["optim/w/exp_avg"].tolist() == [1, 1, 1]
 
 
+def test_a_tensor_without_elements_may_be_missing_or_unexpected(tmp_path):
+    path = _saved(tmp_path, w=torch.ones(2), none=torch.zeros(0, 3))
+    back = {"w": torch.zeros(2), "other": torch.zeros(4, 0)}
+    ds_ckpt.load(path, ds_ckpt.whole(back))
+    assert back["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"'none' is stored as float32\[0, 3\], asked for as float32\[3, 0\]"):
+        ds_ckpt.load(path, ds_ckpt.whole({"w": torch.zeros(2), "none": torch.zeros(3, 0)}))
+
+
 def test_a_tied_tensor_is_stored_once_and_loads_under_both_names(tmp_path):
     embedding = torch.randn(5, 4)
     saved = ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"embed": embedding}), {}, aliases={"lm_head": "embed"})

@@ -71,7 +71,8 @@ def _load(ranks: Ranks, at: At, local: Sequence[Local], what: tuple[Manifest, se
     own = [item.shard for item in local]
     known = {**{name: name for name in manifest.tensors}, **manifest.aliases}
     ranks.agree(lambda: check_load(own, asked, manifest, options))
-    reads = plan_load(own, manifest)
+    local = [item for item in local if item.shard.name in known]  # the others have no elements
+    reads = plan_load([item.shard for item in local], manifest)
     with Files(at.storage, at.tag, manifest) as files:
 
         def read() -> Json:

@@ -428,12 +428,15 @@ def check_load(shards: Sequence[TensorShard], asked: Iterable[str], manifest: Ma
         shards: This rank's.
         asked: Names that any rank asked for.
 
+    A tensor without elements may be missing or unexpected.
+
     Raises:
         CheckpointError: "ckpt-mismatch": missing names (with the nearest stored ones), unexpected names, shapes or
             dtypes that differ.
     """
     known = {**{name: name for name in manifest.tensors}, **manifest.aliases}
-    missing = sorted({s.name for s in shards} - known.keys())
+    # Tensors without elements say nothing: whether one is there depends on the layout that wrote it.
+    missing = sorted({s.name for s in shards if math.prod(s.shape)} - known.keys())
     problems = []
     for name in missing[:_SHOWN]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) if len(known) <= 20000 else []
@@ -441,7 +444,9 @@ def check_load(shards: Sequence[TensorShard], asked: Iterable[str], manifest: Ma
     problems += _more(missing)
     if options.strict:
         served = {known[name] for name in asked if name in known}
-        mine = sorted(n for n in manifest.tensors if n not in served and n.startswith(options.prefixes))
+        mine = sorted(
+            n for n, t in manifest.tensors.items() if n not in served and n.startswith(options.prefixes) and t.parts
+        )
         problems += [f"unexpected {name!r}" for name in mine[:_SHOWN]] + _more(mine)
     wrong = []
     for shard in shards:
