@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_comm.call import Call
 from ds_comm.groups import GroupLike, as_group
+from ds_comm.shm import ShmProcessGroup
 from ds_comm.transports import Started
 from ds_comm.work import Work
 from ds_config.errors import CommError
@@ -326,7 +327,7 @@ def monitored_barrier(
 ) -> None:
     """A barrier that raises after `timeout` (the group's own by default) and names ranks that did not come.
 
-    gloo names all of them when `wait_all_ranks`; other backends what they know.
+    gloo names all of them when `wait_all_ranks`; other backends what they know (shm: one; the group is over then).
     Raises:
         CommError: a rank did not come in time ("comm-timeout").
     """
@@ -336,6 +337,8 @@ def monitored_barrier(
     try:
         if dist.get_backend(group.pg) == "gloo":
             dist.monitored_barrier(group.pg, timeout, wait_all_ranks)
+        elif isinstance(group.pg, ShmProcessGroup):
+            group.pg.monitored_barrier(timeout)
         else:
             barrier(group, async_op=True, unit=unit).wait(timeout)
     except RuntimeError as error:

@@ -284,6 +284,10 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._channel.call(Verb.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
         return _ShmWork(self, [], [])
 
+    def monitored_barrier(self, timeout: timedelta | None) -> None:
+        """A barrier with a timeout of its own; its error names a rank that did not come, and ends the group."""
+        self._channel.barrier(None if timeout is None else timeout.total_seconds())
+
     # ---- point to point
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ds_comm
 from ds_comm import shm
 from ds_config.errors import CommError, UnsupportedError
 from ds_testing import world
@@ -160,6 +161,22 @@ def test_subgroups_have_memory_of_their_own(tmp_path: Path) -> None:
                 dist.all_reduce(t, group=group)
                 assert t[0].item() == [3, 7, 6][i]
         dist.barrier()
+
+    on("shm", tmp_path, body)
+
+
+@world(2, backend=None)
+def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path) -> None:
+    def body() -> None:
+        ds_comm.monitored_barrier(timeout=timedelta(seconds=20))
+        store = dist.FileStore(str(tmp_path / "late"), 2)
+        if dist.get_rank() == 0:
+            with pytest.raises(CommError, match="for rank 1") as caught:
+                ds_comm.monitored_barrier(timeout=timedelta(seconds=0.2))
+            assert caught.value.code == "comm-timeout"
+            store.set("over", "")
+        else:
+            store.wait(["over"])
 
     on("shm", tmp_path, body)
 

