@@ -20,6 +20,9 @@ class Keeper:
             restore(param)
         return self.gathers
 
+    def used(self, param):
+        pass
+
     def name_of(self, param):
         return "layer.weight"
 

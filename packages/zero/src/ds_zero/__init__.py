@@ -20,19 +20,27 @@ from ds_zero.access import (
     unwrap_model_for_generation,
 )
 from ds_zero.api import shard
+from ds_zero.init import Init, MiCS_Init
 from ds_zero.layout import UnitLayout, plan_layout
+from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
 from ds_zero.optimizer import ShardedOptimizer, StepReport
 from ds_zero.plan import UnitBytes, ZeroPlan, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision, PrecisionRule
+from ds_zero.pretrained import load_pretrained
 from ds_zero.released import Released
 from ds_zero.residency import STAGES, Residency
 from ds_zero.sharding import Sharding, ShardOptions
+from ds_zero.tiled import TiledLinear
 from ds_zero.units import UnitPolicy, UnitSpec, plan_units
 
 __all__ = [
     "STAGES",
     "GatheredParameters",
+    "Init",
     "LossScale",
+    "MiCS_Init",
+    "Nonfinite",
+    "NonfiniteSearch",
     "Precision",
     "PrecisionRule",
     "Released",
@@ -41,11 +49,13 @@ __all__ = [
     "ShardedOptimizer",
     "Sharding",
     "StepReport",
+    "TiledLinear",
     "UnitBytes",
     "UnitLayout",
     "UnitPolicy",
     "UnitSpec",
     "ZeroPlan",
+    "load_pretrained",
     "plan",
     "plan_bytes",
     "plan_layout",

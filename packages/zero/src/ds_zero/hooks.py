@@ -189,6 +189,9 @@ class Runtime:
             self._strays.add(number)
         return True
 
+    def used(self, param: Parameter) -> None:
+        """Keeper: what was gathered for a use stays until its module or graph is done with it."""
+
     def _share(self, number: int) -> None:
         """See the note "sticky units"."""
         self._shared.add(number)

@@ -27,6 +27,7 @@ from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_zero.elementwise import needed_layouts
+from ds_zero.layout import Kind
 from ds_zero.precision import ScaleState, next_scale
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.unit import Part, Unit
@@ -42,11 +43,13 @@ class StepReport:
         norm: Global norm of the averaged gradient before clipping; None where nothing asked for it.
         skipped: Whether the update was left out because a gradient was not finite.
         scale: The loss scale the step's gradients were made with.
+        nonfinite: Of a skipped step: the first parameter, in registration order, whose gradient is not finite.
     """
 
     norm: float | None
     skipped: bool
     scale: float
+    nonfinite: str | None = None
 
 
 class ShardedOptimizer(Optimizer):
@@ -59,25 +62,31 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
-        groups = _group_of_params(inner)
+        self._groups = _group_of_params(inner)
         _check_known(model, inner)
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self._scaled = 0
-        self.sharding = Sharding(model, groups, options, needed_layouts(inner, options.layout))
-        self.sharding.runtime.begun = self._check_scaled
-        self.sharding.grad_factor = self._average
-        self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
-        self._scale: ScaleState | None = (
-            self.sharding.precision.scale.start() if self.sharding.precision.scale else None
-        )
-        for number, group in enumerate(inner.param_groups):
-            group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
-        inner.state.clear()
+        self._layouts = needed_layouts(inner, options.layout)
+        self._scale: ScaleState | None = None
+        self._cut(model, options, self._layouts)
+        if self.sharding.precision.scale:
+            self._scale = self.sharding.precision.scale.start()
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
         owned = any(g["params"] for g in inner.param_groups)
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
+
+    def _cut(self, model: nn.Module, options: ShardOptions, layouts: Mapping[int, Kind]) -> None:
+        """Make the units, and give their parts to the inner optimizer."""
+        inner = self.inner
+        self.sharding = Sharding(model, self._groups, options, layouts)
+        self.sharding.runtime.begun = self._check_scaled
+        self.sharding.grad_factor = self._average
+        self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
+        for number, group in enumerate(inner.param_groups):
+            group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
+        inner.state.clear()
 
     def _units_of(self, group: int) -> list[Unit]:
         return [u for u in self.sharding.units if u.spec.params[0].group == group]
@@ -93,6 +102,77 @@ class ShardedOptimizer(Optimizer):
         """`loss` times the loss scale; the loss itself without one."""
         self._scaled += 1
         return loss if self._scale is None else loss * self._scale.scale
+
+    def _check_trainable(self) -> None:
+        for unit in self.sharding.units:
+            if not unit.spec.trained and any(p.grad is not None for p in unit.params):
+                names = [i.name for i, p in zip(unit.spec.params, unit.params, strict=True) if p.grad is not None]
+                raise PlanError(
+                    f"{', '.join(names[:5])} got a gradient, and was frozen or not in the optimizer when the model was sharded",
+                    code="zero-thawed",
+                    fix="Call optimizer.replan() after changing requires_grad.",
+                )
+
+    def replan(self) -> None:
+        """Plan the units anew after `requires_grad` of parameters has changed. Collective, between steps.
+
+        Parameters that were thawed get optimizer state in the next step, the state of frozen ones is dropped, the state of
+        all others stays. Gradients that were not stepped are dropped. Only parameters that the optimizer was made with can be
+        trained. Cost: one gather of the model and of the optimizer's state.
+        """
+        state, scalars = self._whole_state(), self.state_dict()
+        self.zero_grad()
+        model, options = self.sharding.model, self.sharding.options
+        for unit in self.sharding.units:
+            unit.clear_grad()  # also those of units that were not trained
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        self.sharding.close()
+        self.inner.state.clear()
+        self._cut(model, options, self._layouts)
+        scalars["scalars"] = {k: {n: v for n, v in of.items() if n in trained} for k, of in scalars["scalars"].items()}
+        self.load_state_dict(scalars)
+        self._fill_state({k: v for k, v in state.items() if k[0] in trained})
+
+    def _whole_state(self) -> dict[tuple[str, str], Tensor]:
+        """(parameter, key) -> whole tensor of the optimizer's state; one parameter's pieces from every rank."""
+        mine: list[tuple[str, str, int, tuple[int, ...], Tensor]] = []
+        for local in self.shards():
+            kind, _, rest = local.shard.name.partition("/")
+            name, _, key = rest.rpartition("/")
+            if kind == "optim":
+                start = local.shard.interval.start
+                mine.append((name, key, start, local.shard.shape, local.data.clone()))
+        everyone: list[Any] = [None] * self.sharding.group.size
+        comm.all_gather_object(everyone, mine, self.sharding.group, unit="replan")
+        whole: dict[tuple[str, str], Tensor] = {}
+        for name, key, start, shape, data in (entry for part in everyone for entry in part):
+            flat = whole.setdefault((name, key), torch.zeros(math.prod(shape), dtype=data.dtype))
+            flat[start : start + data.numel()] = data
+        return whole
+
+    def _fill_state(self, whole: Mapping[tuple[str, str], Tensor]) -> None:
+        for unit in self.sharding.units:
+            with_state = {p.name for p in unit.spec.params if any(name == p.name for name, _ in whole)}
+            if with_state and len(with_state) < len(unit.spec.params):
+                self._split(unit)
+            for part in unit.parts:
+                names = {unit.spec.params[i].name for i in part.members}
+                for key in {key for name, key in whole if name in names}:
+                    self.inner.state[part.tensor][key] = torch.zeros_like(part.tensor, requires_grad=False)
+        for local in self.shards():
+            kind, _, rest = local.shard.name.partition("/")
+            name, _, key = rest.rpartition("/")
+            if kind == "optim" and (name, key) in whole:
+                place = local.shard.interval
+                local.data.copy_(whole[name, key][place.start : place.stop])
+
+    def _check_loaded(self) -> None:
+        if self.sharding.unloaded:
+            raise PlanError(
+                f"step on a model built on meta of which {len(self.sharding.unloaded)} parameters have no values yet",
+                code="zero-not-loaded",
+                fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
+            )
 
     def _check_scaled(self) -> None:
         if self._scale is not None and not self._scaled:
@@ -112,6 +192,8 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self.sharding.runtime
+        self._check_loaded()
+        self._check_trainable()
         runtime.close()
         runtime.settle(self.sharding.group)
         units = [u for u in self.sharding.units if u.spec.trained]
@@ -120,6 +202,7 @@ class ShardedOptimizer(Optimizer):
         facts = self._agree(units)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         skipped = self._skips(norm)
+        culprit = self._culprit(units) if skipped else None
         if not skipped:
             self._update(units, average * self._clip(norm), facts.unused)
         for unit in units:
@@ -129,7 +212,7 @@ class ShardedOptimizer(Optimizer):
             self.sharding.gather_kept()
         if self._scale is not None and self.sharding.precision.scale is not None:
             self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
-        self.last = StepReport(norm, skipped, scale)
+        self.last = StepReport(norm, skipped, scale, culprit)
         self.divisor, self._scaled = 1.0, 0
         return loss
 
@@ -167,6 +250,20 @@ class ShardedOptimizer(Optimizer):
     def _skips(self, norm: float | None) -> bool:
         checks = self.sharding.precision.skip_nonfinite or self._scale is not None
         return checks and norm is not None and not math.isfinite(norm)
+
+    def _culprit(self, units: Sequence[Unit]) -> str | None:
+        """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
+        names = [p.name for u in units for p in u.spec.params]
+        order = {name: i for i, name in enumerate(names)}
+        first = len(names)
+        for unit in units:
+            for piece in self.sharding.pieces(unit) if unit.grad is not None else ():
+                if unit.grad is not None and not unit.grad[piece.start : piece.stop].isfinite().all():
+                    first = min(first, order[piece.name])
+        told: list[int] = [first] * self.sharding.group.size
+        comm.all_gather_object(told, first, self.sharding.group, unit="step")
+        found = min(told)
+        return names[found] if found < len(names) else None
 
     def _clip(self, norm: float | None) -> float:
         clip = self.sharding.options.clip

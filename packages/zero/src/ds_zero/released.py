@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import without_torch_function
 
-__all__ = ["Keeper", "Released", "keep", "release", "restore", "unkeep"]
+__all__ = ["Keeper", "Released", "keep", "keeper_of", "release", "restore", "unkeep"]
 
 _KEEPER = "_ds_zero_keeper"
 _CLASS = "_ds_zero_class"
@@ -30,6 +30,9 @@ class Keeper(Protocol):
 
     def touched(self, param: Parameter, what: str) -> bool:
         """`param` is about to be used by `what`: gather it and return True, or return False to have the use refused."""
+
+    def used(self, param: Parameter) -> None:
+        """The use that `touched` was asked about is over."""
 
     def name_of(self, param: Parameter) -> str:
         """The parameter's qualified name."""
@@ -71,7 +74,11 @@ class Released(Parameter):
                     code="sharded-access",
                     fix="Use it inside the model's forward, or open `with ds_zero.GatheredParameters([param]):` around the use.",
                 )
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for param in touched:
+                keeper_of(param).used(param)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter(name={getattr(self, _KEEPER).name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
@@ -103,7 +110,11 @@ def _find(values: Any) -> list[Any]:
 def keep(param: Parameter, keeper: Keeper) -> None:
     """Say once who answers for `param`; needed before `release`."""
     setattr(param, _KEEPER, keeper)
-    setattr(param, _CLASS, param.__class__)
+
+
+def keeper_of(param: Tensor) -> Any:
+    """Who answers for `param`; None for a parameter that nobody keeps."""
+    return param.__dict__.get(_KEEPER)
 
 
 def unkeep(param: Parameter) -> None:
@@ -114,7 +125,9 @@ def unkeep(param: Parameter) -> None:
 
 def release(param: Parameter) -> None:
     """From now on every use of `param`'s values asks its keeper. O(1), no allocation."""
-    param.__class__ = Released
+    if type(param) is not Released:
+        setattr(param, _CLASS, param.__class__)
+        param.__class__ = Released
 
 
 def restore(param: Parameter) -> None:

@@ -28,6 +28,7 @@ from ds_zero.host import HostMemory, HostPlan, host_refusal
 from ds_zero.layout import Kind, Piece, plan_layout
 from ds_zero.precision import Precision
 from ds_zero.residency import STAGES, Residency
+from ds_zero.scattered import is_scattered
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Seat, Unit
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
@@ -139,7 +140,9 @@ class Sharding:
         self.specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
         _check_same(self.specs, self.group)
-        _broadcast_differences([*by_name.values(), *model.buffers()], self.group)
+        self.unloaded = {name for name, param in by_name.items() if param.is_meta}
+        ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
+        _broadcast_differences([*ready, *model.buffers()], self.group)
         self.pool = Pool()
         host = self._host(by_name, residency)
         seat = _seat(self.group, residency, self.pool, host)
@@ -154,8 +157,6 @@ class Sharding:
         # Gradient buffers that are kept anyway may all be under way.
         inflight = 3 * arena if residency.shard_grads else arena * len(self.units)
         self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight), self.unforeseen)
-        for unit in self.units:
-            unit.reshard()
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[], float] = lambda: 1.0 / self.group.size
         self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
@@ -164,7 +165,9 @@ class Sharding:
 
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
-        return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
+        unit = Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
+        unit.reshard()  # one at a time: the model need not fit whole
+        return unit
 
     def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
         if not residency.shard_optim or not wants_shared(self.options.memory, self.group, params.values()):
@@ -204,6 +207,7 @@ class Sharding:
 
     def refresh(self) -> None:
         """The shards were written from outside: make every copy of them new. Collective."""
+        self.unloaded.clear()
         for unit in self.units:
             unit.mark_updated()
         self.gather_kept()

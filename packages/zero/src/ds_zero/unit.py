@@ -30,13 +30,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import Parameter
+from torch.utils import swap_tensors
 
 import ds_comm as comm
 from ds_zero._torch import foreach_add, foreach_copy, storage_uses
-from ds_zero.host import HostMemory, Slot
-from ds_zero.layout import UnitLayout, plan_layout
+from ds_zero.host import HostMemory
+from ds_zero.host import Slot as HostSlot
+from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
+from ds_zero.scattered import whole
 from ds_zero.store import Pool
 from ds_zero.units import UnitSpec
 
@@ -115,7 +118,7 @@ class Unit:
         self._spare_grad: Tensor | None = None
         self._gathering: list[comm.Work] = []
         self._reducing: _Reduction | None = None
-        self._slot: Slot | None = None
+        self._slot: HostSlot | None = None
         self._adopt()
         self.parts: list[Part] = []
         if spec.trained:
@@ -128,7 +131,7 @@ class Unit:
 
     def _adopt(self) -> None:
         # Parameters become views of one buffer; values and identity stay.
-        device, numel = self.params[0].device, self.layout.numel
+        device, numel = _device(self.params[0]), self.layout.numel
         if self.host is None:
             self.full = self.home = torch.zeros(numel, dtype=self.dtypes.param, device=device)
         else:
@@ -140,30 +143,33 @@ class Unit:
                 self.shard = self._own(self.home)[0]
             else:
                 self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
-                self._fill_shard()
-            if self.host is not None:
-                self._fill_home()
-            else:
-                for slot, param in zip(self.layout.slots, self.params, strict=True):
-                    self.full[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(param.data)
+            owned: dict[str, list[Piece]] = {}
+            for piece in self.layout.owned(self.rank):
+                owned.setdefault(piece.name, []).append(piece)
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                with whole(param) as value:
+                    self._fill(slot, owned.get(slot.name, ()), value)
+                if param.is_meta:
+                    empty = torch.empty(0, dtype=self.dtypes.param, device=device)
+                    swap_tensors(param, Parameter(empty, param.requires_grad))
         self._make_views()
         self._versions = [param._version for param in self.params]
         self._uses = storage_uses(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
 
-    def _fill_shard(self) -> None:
-        values = {s.name: p.data for s, p in zip(self.layout.slots, self.params, strict=True)}
-        for piece in self.layout.owned(self.rank):
-            flat = values[piece.name].reshape(-1)
-            self.shard[piece.start : piece.stop].copy_(flat[piece.interval.start : piece.interval.stop])
-
-    def _fill_home(self) -> None:
-        # Every rank writes its part, once for all of them.
-        values = {s.name: (s.offset, p.data) for s, p in zip(self.layout.slots, self.params, strict=True)}
-        for piece in self.layout.owned(self.rank):
-            offset, value = values[piece.name]
-            flat = value.reshape(-1)[piece.interval.start : piece.interval.stop]
-            self.home[offset + piece.interval.start : offset + piece.interval.stop].copy_(flat)
+    def _fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor) -> None:
+        """Put one parameter's values where this unit keeps them. Those of meta parameters come later: `load_pretrained`."""
+        if value.is_meta:
+            return
+        flat = value.reshape(-1)
+        if self.host is None:
+            self.full[slot.offset : slot.offset + slot.numel].copy_(flat)
+        for piece in pieces:
+            mine = flat[piece.interval.start : piece.interval.stop]
+            if self.host is not None:  # every rank writes its part, once for all of them
+                self.home[slot.offset + piece.interval.start : slot.offset + piece.interval.stop].copy_(mine)
+            if not self.aliased:
+                self.shard[piece.start : piece.stop].copy_(mine)
 
     def _make_views(self) -> None:
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
@@ -488,3 +494,7 @@ def _numel(shape: Sequence[int]) -> int:
     for size in shape:
         numel *= size
     return numel
+
+
+def _device(param: Parameter) -> torch.device:
+    return torch.get_default_device() if param.is_meta else param.device

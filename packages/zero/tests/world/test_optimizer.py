@@ -135,7 +135,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bench, stage):
     loss = bench.loss(net, bench.batch(0, 0, dist.get_rank()))
     optimizer.scale(loss * (float("inf") if dist.get_rank() else 1.0)).backward()
     optimizer.step()
-    assert optimizer.last == ds_zero.StepReport(norm=optimizer.last.norm, skipped=True, scale=2.0**8)
+    assert optimizer.last == ds_zero.StepReport(optimizer.last.norm, True, 2.0**8, nonfinite="embed.weight")
     assert not math.isfinite(optimizer.last.norm)
     with ds_zero.GatheredParameters(net):
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
@@ -292,3 +292,68 @@ def test_precision_rules_by_name(stage):
     torch.testing.assert_close(master, before - 0.1 * grad, rtol=1e-6, atol=1e-7)
     assert ds_zero.safe_get_full_fp32_param(net[0].weight).dtype == torch.float32
     optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_the_first_nonfinite_gradient_is_named(stage):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
+    precision = ds_zero.Precision(skip_nonfinite=True)
+    optimizer = ds_zero.shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, precision=precision, policy=SMALL
+    )
+    net[1].weight.register_hook(lambda grad: grad * (float("nan") if dist.get_rank() == 1 else 1.0))
+    with ds_zero.NonfiniteSearch(net) as search:
+        net(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    assert optimizer.last.skipped
+    assert optimizer.last.nonfinite == "1.weight"
+    found = search.first
+    assert (found is None) == (dist.get_rank() == 0)
+    if found is not None:
+        assert (found.name, found.what, found.phase, found.rank) == ("1.weight", "gradient", "backward", 1)
+    with ds_zero.NonfiniteSearch(net) as search:
+        net(torch.full((1, 12), float("inf")))
+    assert str(search.first) == f"the model: input in forward, rank {dist.get_rank()}"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@STAGES
+@world(2)
+def test_freezing_and_thawing_keeps_the_state_of_the_others(stage, memory):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 3)).double()
+        net[0].requires_grad_(False)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    def change(net):
+        net[0].requires_grad_(True)
+        net[2].requires_grad_(False)
+
+    (net, inner), (twin, plain) = make(), make()
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=SMALL, memory=memory)
+    for step in range(6):
+        if step == 3:
+            change(net)
+            net(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+            with pytest.raises(PlanError, match="replan"):
+                optimizer.step()
+            optimizer.replan()
+            assert not any("2.weight" in s.shard.name for s in optimizer.shards() if s.shard.name.startswith("optim"))
+            change(twin)
+            for p in twin[2].parameters():
+                plain.state.pop(p, None)
+        made = [torch.Generator().manual_seed(5 * step + rank) for rank in range(2)]
+        xs = [torch.randn(4, 12, generator=g, dtype=torch.float64) for g in made]
+        net(xs[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        for x in xs:
+            (twin(x).square().mean() / 2).backward()
+        plain.step()
+    optimizer.close()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

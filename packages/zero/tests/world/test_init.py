@@ -1,0 +1,204 @@
+"""Models that never exist whole in one process, and weights that go from files to shards."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_zero
+from ds_config.errors import CheckpointError, PlanError
+from ds_testing import world
+
+SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=8)
+
+
+class Net(nn.Module):
+    """Initialises itself in every way: in modules, in a parent's apply, by hand, with a tied and a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 12)
+        self.body = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(5, 3))
+        self.register_buffer("table", torch.arange(12.0).sin(), persistent=False)
+        self.register_buffer("count", torch.zeros(3))
+        self.apply(self._init)
+        with torch.no_grad():
+            self.body[0].weight[0].fill_(0.25)
+            self.body[2].weight.mul_(2.0)
+
+    @staticmethod
+    def _init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+
+    def forward(self, x):
+        y = self.norm(self.body(self.embed(x) + self.table)) * self.gain.sum()
+        return self.head(y)
+
+
+def train(net, stage, **options):
+    optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters(), lr=1e-2), stage=stage, policy=SMALL, **options)
+    for step in range(3):
+        x = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(9 * step + dist.get_rank()))
+        net(x).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_built_inside_equals_built_outside(stage, memory):
+    torch.manual_seed(1)
+    outside = Net()
+    state = torch.random.get_rng_state()
+    torch.manual_seed(1)
+    with ds_zero.Init():
+        inside = Net()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert inside.head.weight is inside.embed.weight
+    held = sum(p.untyped_storage().nbytes() for p in inside.parameters())
+    assert held == 0
+    assert torch.equal(inside.table, outside.table)
+    expected = train(outside, stage, memory=memory)
+    assert all(torch.equal(a, b) for a, b in zip(train(inside, stage, memory=memory), expected, strict=True))
+
+
+@world(2)
+def test_rank_zeros_values_win_and_nothing_in_torch_stays_changed():
+    before = {name: getattr(nn.Linear, name) for name in ("__init__", "forward", "__setattr__")}
+    torch.manual_seed(dist.get_rank())
+    with ds_zero.Init(dtype=torch.bfloat16):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    assert {name: getattr(nn.Linear, name) for name in before} == before
+    assert nn.Linear(3, 3).weight.dtype == torch.float32
+    assert net[0].weight.dtype == torch.bfloat16
+    assert net[0].weight.shape == (8, 8)
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).bfloat16()
+    assert torch.equal(net[1].weight + 0, twin[1].weight)  # using one outside shows it whole
+    sharding = ds_zero.shard(net, stage=3, policy=SMALL)
+    sharding.close()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+@world(2)
+def test_a_failed_construction_leaves_no_hooks():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            raise KeyError("broken")
+
+    with pytest.raises(KeyError), ds_zero.Init(meta=True):
+        Broken()
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def write_safetensors(path, tensors):
+    header, blob = {"__metadata__": {"format": "pt"}}, b""
+    codes = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    for name, tensor in tensors.items():
+        raw = bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        header[name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(blob), len(blob) + len(raw)],
+        }
+        blob += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + blob)
+
+
+def weights(tmp, dtype=torch.float32):
+    torch.manual_seed(3)
+    net = Net()
+    state = {k: v.to(dtype) for k, v in net.state_dict().items() if k != "embed.weight"}  # the tied one has one name
+    if dist.get_rank() == 0:
+        names = list(state)
+        write_safetensors(tmp / "model-1.safetensors", {k: state[k] for k in names[::2]})
+        write_safetensors(tmp / "model-2.safetensors", {k: state[k] for k in names[1::2]} | {"extra": torch.zeros(2)})
+    dist.barrier()
+    return net
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
+@world(2)
+def test_weights_stream_into_a_model_on_meta(tmp_path_factory, stage, dtype, memory):
+    tmp = shared_directory(tmp_path_factory)
+    expected = weights(tmp, dtype)
+    with ds_zero.Init(meta=True):
+        net = Net()
+    assert all(p.is_meta for p in net.parameters())
+    assert torch.equal(net.table, expected.table)
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=SMALL, memory=memory)
+    with pytest.raises(PlanError, match="no values yet"):
+        optimizer.step()
+    assert ds_zero.load_pretrained(net, tmp) == ("extra",)
+    optimizer.close()
+    assert net.head.weight is net.embed.weight
+    for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b.to(dtype).to(a.dtype)), name
+    if dtype == torch.float32:
+        trained = train(net, stage, memory=memory)
+        assert all(torch.equal(a, b) for a, b in zip(trained, train(expected, stage, memory=memory), strict=True))
+
+
+def shared_directory(factory):
+    """The same directory on every rank."""
+    told = [str(factory.mktemp("weights"))]
+    dist.broadcast_object_list(told)
+    return type(factory.getbasetemp())(told[0])
+
+
+@world(2)
+def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path_factory):
+    tmp = shared_directory(tmp_path_factory)
+    weights(tmp)
+    plain = nn.Linear(4, 4)
+    with pytest.raises(PlanError, match="not sharded"):
+        ds_zero.load_pretrained(plain, tmp)
+    other = nn.ModuleDict({"norm": nn.LayerNorm(13)})
+    sharding = ds_zero.shard(other, stage=3)
+    with pytest.raises(CheckpointError, match=r"norm.weight has shape \(13,\), the file says \(12,\)"):
+        ds_zero.load_pretrained(other, tmp)
+    sharding.close()
+    more = nn.ModuleDict({"norm": nn.LayerNorm(12), "tail": nn.Linear(2, 2)})
+    sharding = ds_zero.shard(more, stage=3)
+    with pytest.raises(CheckpointError, match="2 tensors of the model are in no file"):
+        ds_zero.load_pretrained(more, tmp)
+    with torch.no_grad():
+        assert "gain" in ds_zero.load_pretrained(more, tmp, strict=False)
+    if dist.get_rank() == 0:
+        (tmp / "bad.safetensors").write_bytes(b"\xff" * 64)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="header"):
+        ds_zero.load_pretrained(more, tmp / "bad.safetensors")
+    sharding.close()
+
+
+@world(2)
+def test_a_tiled_linear_is_a_linear():
+    torch.manual_seed(0)
+    plain, tiled = nn.Linear(10, 7), ds_zero.TiledLinear(10, 7, in_splits=3, out_splits=2)
+    tiled.copy_params_from(plain)
+    x = torch.randn(3, 10)
+    torch.testing.assert_close(tiled(x), plain(x))
+    optimizer = ds_zero.shard(tiled, torch.optim.SGD(tiled.parameters(), lr=0.1), stage=3, policy=SMALL)
+    tiled(x).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    with pytest.raises(PlanError, match="cannot be split"):
+        ds_zero.TiledLinear(2, 2, in_splits=3)
