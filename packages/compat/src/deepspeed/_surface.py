@@ -51,12 +51,16 @@ _COMPRESS = Missing("ds-compress is not built yet", "torch.ao.quantization")
 _TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 _TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
 _COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
-_BUILDERS = Missing("operations are compiled when the package is built, never at run time", "`ds env`, which lists them")
+_BUILDERS = Missing(
+    "operations are compiled when the package is built, never at run time", "`ds env`, which lists them"
+)
 _IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
 _LORA = Missing("upstream's own LoRA layers are not here", "peft")
 _FLOPS = Missing("the FLOPs profiler is not built yet", "torch.utils.flop_counter.FlopCounterMode")
 _TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
-_TILING = Missing("tiled layers are not built yet", "torch.nn.Linear; a unit of ZeRO stage 3 may be split by reduce_bucket_size")
+_TILING = Missing(
+    "tiled layers are not built yet", "torch.nn.Linear; a unit of ZeRO stage 3 may be split by reduce_bucket_size"
+)
 _INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 _ONEBIT = Missing("communication-compressed optimizers are not reachable here", "AdamW with ZeRO stage 1 or 2")
 _GONE = Missing("it is gone in 0.19.8 too", "checkpoints, which resume on any number of ranks")

@@ -212,15 +212,14 @@ def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = 
     return call
 
 
-_INTO = {"output_tensor": "output", "tensor": "input"}
-
+_SCATTER = {"output_tensor": "output", "tensor": "input"}
 all_reduce = _adapted(ds_comm.all_reduce)
 all_reduce_coalesced = _adapted(ds_comm.all_reduce_coalesced)
 inference_all_reduce = _adapted(ds_comm.all_reduce)
 all_gather = _adapted(ds_comm.all_gather)
 all_gather_coalesced = _adapted(ds_comm.all_gather_coalesced)
-all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, _INTO)
-allgather_fn = _adapted(ds_comm.all_gather_into_tensor, {"output_tensor": "output", "input_tensor": "input"})
+all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, {"tensor": "input_tensor"})
+allgather_fn = _adapted(ds_comm.all_gather_into_tensor)
 all_gather_object = _adapted(ds_comm.all_gather_object)
 all_to_all = _adapted(ds_comm.all_to_all)
 all_to_all_single = _adapted(ds_comm.all_to_all_single, {"tensor": "input"})
@@ -230,8 +229,8 @@ gather = _adapted(ds_comm.gather)
 monitored_barrier = _adapted(ds_comm.monitored_barrier)
 reduce = _adapted(ds_comm.reduce)
 reduce_scatter = _adapted(ds_comm.reduce_scatter)
-reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, _INTO)
-reduce_scatter_fn = _adapted(ds_comm.reduce_scatter_tensor, {"output_tensor": "output", "tensor": "input"})
+reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
+reduce_scatter_fn = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
 scatter = _adapted(ds_comm.scatter)
 send = _adapted(ds_comm.send)
 recv = _adapted(ds_comm.recv)

@@ -51,6 +51,13 @@ def _of_config(*path: str) -> Callable[[DeepSpeedEngine], Any]:
     return read
 
 
+def _gathers(section: Any) -> bool:
+    # The key does nothing in ds-zero, which drops it; clients ask what the user wrote.
+    names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+    older = "stage3_gather_fp16_weights_on_model_save"
+    return isinstance(section, Mapping) and any(section.get(name) is True for name in (*names, older))
+
+
 ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "train_batch_size": lambda e: e.plan.batch.train,
     "train_micro_batch_size_per_gpu": lambda e: e.plan.batch.micro,
@@ -59,7 +66,7 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "zero_optimization_stage": _of_zero("stage"),
     "zero_optimization_partition_gradients": lambda e: e.plan.residency.shard_grads,
     "zero_optimization_partition_weights": lambda e: e.plan.residency.shard_params,
-    "zero_gather_16bit_weights_on_model_save": _of_zero("gather_16bit_weights_on_model_save"),
+    "zero_gather_16bit_weights_on_model_save": lambda e: _gathers(e.config.get("zero_optimization", {})),
     "zero_reduce_bucket_size": _of_zero("reduce_bucket_size"),
     "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
     "zero_contiguous_gradients": _of_zero("contiguous_gradients"),

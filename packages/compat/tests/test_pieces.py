@@ -1,0 +1,344 @@
+"""Optimizers, schedules, tools, timers, random states, accelerator, client state: each adapter against what it adapts."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pickle
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.utils import move_to_device, partition_balanced, partition_uniform
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from torch import nn
+
+from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
+
+# ---- optimizers and schedules
+
+
+def stepped(kind, **options):
+    torch.manual_seed(3)
+    param = nn.Parameter(torch.randn(7))
+    optimizer = kind([param], **options)
+    for _ in range(3):
+        param.grad = param.detach() * 0.5 + 0.1
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            lambda p: DeepSpeedCPUAdam(p, lr=0.01, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+        ),
+        (
+            lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False),
+            lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+        ),
+        (lambda p: DeepSpeedCPUAdagrad(p, lr=0.01), lambda p: torch.optim.Adagrad(p, 0.01)),
+    ],
+    ids=["adamw", "adam", "adagrad"],
+)
+def test_optimizers_are_torchs(ours, theirs):
+    assert torch.allclose(stepped(ours), stepped(theirs), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedCPULion, FusedLion, FusedLamb])
+def test_other_optimizers_step(kind):
+    assert not torch.equal(stepped(kind, lr=0.01), stepped(kind, lr=0.02))
+
+
+def test_group_dicts_stay_the_same_objects():
+    param = nn.Parameter(torch.zeros(2))
+    groups = torch.optim.AdamW([param], lr=0.1).param_groups
+    optimizer = DeepSpeedCPUAdam(groups, lr=0.1, adamw_mode=True)
+    assert optimizer.param_groups[0] is groups[0]
+    groups[0]["lr"] = 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_states_in_the_parameters_format():
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = DeepSpeedCPUAdam([param], fp32_optimizer_states=False)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: DeepSpeedCPUAdam(p, amsgrad=True),
+        lambda p: FusedAdam(p, amsgrad=True),
+        lambda p: FusedAdam(p, set_grad_none=False),
+        lambda p: FusedLamb(p, eps_inside_sqrt=True),
+    ],
+)
+def test_what_an_optimizer_cannot_is_refused(make):
+    with pytest.raises(UnsupportedError):
+        make([nn.Parameter(torch.zeros(1))])
+
+
+def test_schedules_attach_to_an_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = lr_schedules.WarmupLR(
+        optimizer, warmup_min_lr=0.0, warmup_max_lr=0.1, warmup_num_steps=4, warmup_type="linear"
+    )
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(5):
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0, 0.0, 0.025, 0.05, 0.075, 0.1])
+    assert schedule.get_last_lr() == [rates[-1]]
+    assert set(lr_schedules.VALID_LR_SCHEDULES) == {
+        "LRRangeTest",
+        "OneCycle",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+    }
+    with pytest.raises(ValueError, match="warmup_num_steps"):
+        lr_schedules.WarmupLR(optimizer, warmup_num_steps=0)
+    resumed = lr_schedules.WarmupLR(
+        optimizer, warmup_max_lr=0.1, warmup_num_steps=4, warmup_type="linear", last_batch_iteration=2
+    )
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert resumed.optimizer is optimizer
+
+
+# ---- tools
+
+
+def test_logger_and_log_dist(caplog, monkeypatch):
+    logger = deepspeed.utils.logger
+    assert isinstance(logger, logging.Logger)
+    assert logger.name == "DeepSpeed"
+    assert deepspeed.utils.logging.logger is logger
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    deepspeed.log_dist("all", ranks=[-1])
+    deepspeed.log_dist("zero", ranks=[0])
+    deepspeed.log_dist("other", ranks=[5])
+    deepspeed.utils.set_log_level_from_string("error")
+    assert logger.level == logging.ERROR
+    assert list(dict.fromkeys(m.split("] ")[1] for m in caplog.messages)) == ["all", "zero"]
+    with pytest.raises(ValueError, match="loud"):
+        deepspeed.utils.set_log_level_from_string("loud")
+
+
+def test_moving_nested_data():
+    item = {"a": [torch.ones(1), 3], "b": (torch.zeros(2, dtype=torch.int64), "x")}
+    moved = move_to_device(item, "meta", lambda t: t.is_floating_point())
+    assert moved["a"][0].is_meta
+    assert not moved["b"][0].is_meta
+    assert moved["a"][1] == 3
+    assert moved["b"][1] == "x"
+
+
+def test_cutting_lists():
+    assert partition_uniform(10, 3) == [0, 4, 7, 10]
+    assert partition_balanced([1, 1, 1, 5, 1, 1], 3) in ([0, 3, 4, 6], [0, 2, 4, 6], [0, 3, 5, 6])
+    assert partition_balanced([4, 1, 1], 2) == [0, 1, 3]
+
+
+def test_repeating_loader():
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert len(loader) == 2
+
+
+def test_on_device_makes_nothing_and_restores():
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        made = nn.Linear(3, 3)
+    assert made.weight.is_meta
+    assert made.weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_leaf_modules():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Sequential(nn.Linear(1, 1)))
+    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2][0]]
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[2][0]]
+    deepspeed.utils.unset_z3_leaf_modules(model, [nn.Linear])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []
+    assert deepspeed.utils.set_z3_leaf_modules_by_name(model, ["2"]) == [model[2]]
+    assert deepspeed.utils.set_z3_leaf_modules_by_suffix(model, ["2.0"]) == [model[2][0]]
+    assert deepspeed.utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    with pytest.raises(ValueError, match="no modules"):
+        deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv2d])
+
+
+def test_timers():
+    timers = SynchronizedWallClockTimer()
+    timers("a").start()
+    timers("a").stop(record=True)
+    assert timers.has_timer("a")
+    assert timers("a").elapsed(reset=False) > 0
+    assert timers.get_mean(["a"])["a"] > 0
+    assert NoopTimer()("x").elapsed() == 0.0
+    assert trim_mean([1, 2, 3, 100], 0.25) == 2.5
+    config = type("C", (), {"enabled": True})
+    meter = ThroughputTimer(config, batch_size=8, start_step=1)
+    for _ in range(3):
+        meter.start()
+        meter.stop(global_step=True)
+    assert meter.avg_samples_per_sec() > 0
+
+
+# ---- activation checkpointing
+
+
+def test_activation_checkpointing():
+    assert not deepspeed.checkpointing.is_configured()
+    options = {
+        "partition_activations": False,
+        "contiguous_checkpointing": False,
+        "checkpoint_in_cpu": False,
+        "profile": False,
+    }
+    deepspeed.checkpointing.configure(mpu_=None, **options)
+    assert deepspeed.checkpointing.is_configured()
+    deepspeed.checkpointing.reset()
+    with pytest.raises(UnsupportedError, match="checkpoint_in_cpu"):
+        deepspeed.checkpointing.configure(checkpoint_in_cpu=True)
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(layer, x).sum().backward()
+    grad = layer.weight.grad.clone()
+    layer.weight.grad = None
+    deepspeed.checkpointing.non_reentrant_checkpoint(layer, x).sum().backward()
+    assert torch.equal(grad, layer.weight.grad)
+
+
+def test_named_random_states():
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    outside = torch.get_rng_state()
+    with tracker.fork():
+        first = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), outside)
+    with tracker.fork():
+        second = torch.rand(3)
+    assert not torch.equal(first, second)
+    with pytest.raises(ValueError, match="exists"):
+        tracker.add("model-parallel-rng", 1)
+    tracker.reset()
+    with pytest.raises(ValueError, match="no random state"), tracker.fork():
+        pass
+
+
+# ---- accelerator
+
+
+def test_accelerator():
+    found = deepspeed.accelerator.get_accelerator()
+    assert found is deepspeed.get_accelerator()
+    assert torch.ones(1).to(found.current_device_name()).device.type == found.device_name(0).split(":")[0]
+    assert found.device_count() >= 1
+    assert found.communication_backend_name()
+    assert torch.float in found.supported_dtypes()
+    assert found.total_memory() >= found.available_memory() > 0
+    assert found.memory_allocated() > 0
+    assert found.on_accelerator(torch.ones(1, device=found.current_device_name()))
+    state = found.get_rng_state()
+    first = torch.rand(1)
+    found.set_rng_state(state)
+    assert torch.equal(torch.rand(1), first) or found.device_name() != "cpu"
+    with pytest.raises(UnsupportedError):
+        found.create_op_builder("FusedAdamBuilder")
+    assert not hasattr(found, "no_such_verb")
+
+
+# ---- client state
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"a": [1, 2.5, "x", True, None]},
+        {"t": (1, 2), "s": {3}, "f": frozenset({4})},
+        {1: "one", "~": "tilde"},
+        {"inf": float("inf"), "p": Path("/a/b"), "d": torch.bfloat16, "b": b"\x00\xff", "v": torch.device("cpu")},
+    ],
+)
+def test_client_state_goes_and_comes_back(value):
+    assert decode(encode(value)) == value
+
+
+def test_tensors_in_client_state():
+    value = {"x": torch.arange(6, dtype=torch.int32).view(2, 3), "y": torch.tensor(2.0, dtype=torch.bfloat16)}
+    found = decode(encode(value))
+    assert torch.equal(found["x"], value["x"])
+    assert found["y"] == value["y"]
+    assert found["y"].dtype == torch.bfloat16
+
+
+def test_objects_are_refused_with_their_place():
+    with pytest.raises(UnsupportedError, match=r"client_state\.a\[1\]"):
+        encode({"a": [1, object()]})
+
+
+def test_signs_of_a_checkpoint(tmp_path):
+    assert name_of_tag(str(tmp_path), None) is None
+    (tmp_path / "global_step3").mkdir()
+    leave_signs(str(tmp_path), "global_step3", latest=True, sharded=True)
+    assert name_of_tag(str(tmp_path), None) == "global_step3"
+    assert name_of_tag(str(tmp_path), "other") == "other"
+    assert "deepspeed.utils.zero_to_fp32" in (tmp_path / "zero_to_fp32.py").read_text()
+    with pytest.raises(CheckpointError, match="_optim_states"):
+        deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))
+
+
+def test_status_looks_like_its_enum():
+    param = nn.Parameter(torch.zeros(1))
+    from deepspeed._ours.params import Status
+
+    status = Status(param)
+    assert status == ZeroParamStatus.AVAILABLE
+    assert {ZeroParamStatus.AVAILABLE: 1}[status] == 1
+    assert status != ZeroParamStatus.NOT_AVAILABLE
+    assert status in (ZeroParamStatus.AVAILABLE,)
+    assert pickle.loads(pickle.dumps(status)) is ZeroParamStatus.AVAILABLE
+    assert status.name == "AVAILABLE"
+
+
+def test_estimators_come_from_the_plan():
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
+
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    alone = estimate_zero3_model_states_mem_needs_all_live(model, 1)
+    assert estimate_zero3_model_states_mem_needs_all_live(model, 8) < alone
+    assert estimate_zero2_model_states_mem_needs_all_cold(10**6, 8) < estimate_zero2_model_states_mem_needs_all_cold(
+        10**6, 1
+    )
+
+
+def test_not_here_at_the_top():
+    with pytest.raises(UnsupportedError, match="init_inference"):
+        deepspeed.init_inference(nn.Linear(1, 1))
+    with pytest.raises(UnsupportedError, match="tp_size=2"):
+        deepspeed.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
+    model = nn.Linear(1, 1)
+    assert deepspeed.tp_model_init(model, tp_size=1, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    with pytest.raises(ConfigError):
+        deepspeed.initialize(model=model)
+    assert OffloadDeviceEnum.cpu == "cpu"

@@ -1,0 +1,362 @@
+"""The engine under upstream's names on two ranks: what clients call, and what they rely on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_testing import world
+
+STAGES = [0, 1, 2, 3]
+
+
+def settings(stage, **changes):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **changes,
+    }
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def rows(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(2, 6, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def loss_of(engine, step, rank):
+    x, y = rows(step, rank)
+    return (engine(x) - y).square().mean()
+
+
+def single(steps, clip=1.0, gas=1):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
+    for step in range(0, steps * gas, gas):
+        optimizer.zero_grad()
+        for micro in range(gas):
+            for rank in range(2):
+                (loss_of(model, step + micro, rank) / (2 * gas)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+def start(stage, model=None, **options):
+    import deepspeed
+
+    model = model or Net()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(stage, **options))
+
+
+def same(engine, expected):
+    found = engine.whole_state_dict()
+    if engine.mesh.rank == 0:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_calls(stage):
+    """An absent gradient_clipping clips at 1.0, as upstream."""
+    import deepspeed
+
+    engine, optimizer, loader, scheduler = start(stage)
+    assert loader is None
+    assert scheduler is None
+    assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+    assert engine.gradient_clipping() == 1.0
+    for step in range(5):
+        engine.backward(loss_of(engine, step, engine.mesh.rank))
+        engine.step()
+        assert engine.get_global_grad_norm() > 0
+        assert not optimizer.overflow
+    assert engine.global_steps == 5
+    same(engine, single(5))
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_caller_decides_where_a_step_ends(stage):
+    """Accelerate's way: a boundary before each backward, `step` only there; windows may be shorter than configured."""
+    import deepspeed
+
+    engine, *_ = start(stage, gradient_accumulation_steps=2)
+    micro = 0
+    for _ in range(4):
+        for last in (False, True):
+            engine.set_gradient_accumulation_boundary(is_boundary=last)
+            engine.backward(loss_of(engine, micro, engine.mesh.rank))
+            micro += 1
+            if last:
+                engine.step()
+    assert engine.global_steps == 4
+    same(engine, single(4, gas=2))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss_of(engine, 0, engine.mesh.rank), scale_wrt_gas=False)
+    engine.step()
+    assert engine.global_steps == 5
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_the_optimizer_may_be_stepped_directly():
+    """Fabric's way: counters of the engine do not move, numbers are the same."""
+    import deepspeed
+
+    engine, optimizer, *_ = start(2)
+    assert not hasattr(engine, "param_groups")
+    assert not hasattr(engine, "state")
+    for step in range(3):
+        engine.backward(loss_of(engine, step, engine.mesh.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.global_steps == 0
+    same(engine, single(3))
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_parameters_of_stage_3():
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+
+    deepspeed.init_distributed("gloo")  # ranks on shared memory keep one whole copy together: nothing is released
+    engine, *_ = start(3)
+    weight = engine.module.first.weight
+    assert is_zero_param(weight)
+    assert weight.ds_shape == (8, 6)
+    assert weight.ds_numel == 48
+    assert weight.partition_numel() == 24
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert weight.ds_tensor is not None
+    assert len({p.ds_id for p in engine.module.parameters()}) == 4
+    with deepspeed.zero.GatheredParameters(p for p in engine.module.parameters()):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        before = weight.clone()
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if engine.mesh.rank == 0:
+            weight.data.fill_(2.0)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert bool((weight == 2.0).all())
+        weight.data.fill_(9.0)  # dropped, with a warning
+    with deepspeed.zero.GatheredParameters([weight, weight]):
+        assert bool((weight == 2.0).all())
+        assert not torch.equal(before, weight)
+    with deepspeed.zero.GatheredParameters([]), deepspeed.zero.GatheredParameters(nn.Linear(1, 1).weight):
+        pass
+    full = deepspeed.utils.safe_get_full_fp32_param(weight)
+    assert full.shape == (8, 6)
+    engine.destroy()
+    assert not hasattr(weight, "ds_id")
+    plain, *_ = start(2)
+    assert not hasattr(plain.module.first.weight, "ds_id")
+    plain.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_generation_without_hooks():
+    """TRL's way: hooks are removed inside GatheredParameters and registered again."""
+    import deepspeed
+
+    engine, *_ = start(3)
+    offload = engine.optimizer.parameter_offload
+    x = torch.ones(2, 6)
+    expected = engine(x)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        for hook in offload.forward_hooks:
+            hook.remove()
+        offload.forward_hooks = []
+        offload.backward_hooks = []
+        for _, param in offload.module.named_parameters():
+            param.ds_active_sub_modules.clear()
+        assert list(offload.module.ds_external_parameters()) == []
+        torch.testing.assert_close(engine.module(x), expected)
+        offload._register_deepspeed_module(offload.module)
+    engine.backward(loss_of(engine, 0, engine.mesh.rank))
+    engine.step()
+    same(engine, single(1))
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints(tmp_path, stage):
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder = str(tmp_path)
+    engine, *_ = start(stage)
+    for step in range(2):
+        engine.backward(loss_of(engine, step, engine.mesh.rank))
+        engine.step()
+    state = {"epoch": 3, "best": torch.tensor(0.5), "pair": (1, 2)}
+    assert engine.save_checkpoint(folder, client_state=state)
+    assert (Path(folder) / "latest").read_text() == "global_step2"
+    assert (Path(folder) / "zero_to_fp32.py").is_file()
+    expected = engine.whole_state_dict()
+    engine.backward(loss_of(engine, 7, engine.mesh.rank))
+    engine.step()
+    path, client = engine.load_checkpoint(folder)
+    assert path == f"{folder}/global_step2"
+    assert client["pair"] == (1, 2)
+    assert client["best"] == 0.5
+    assert engine.global_steps == 2
+    same(engine, expected)
+    whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+    if engine.mesh.rank == 0:
+        assert all(torch.equal(whole[name], value) for name, value in expected.items())
+    assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
+    engine.save_checkpoint(folder, "checkpoint", save_latest=False)
+    assert (Path(folder) / "latest").read_text() == "global_step2"
+    with pytest.raises(UnsupportedError):
+        engine.load_checkpoint(folder, custom_load_fn=print)
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_whole_weights(tmp_path):
+    import deepspeed
+
+    engine, *_ = start(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    found = engine._zero3_consolidated_16bit_state_dict()
+    assert set(found) == (set(Net().state_dict()) if engine.mesh.rank == 0 else set())
+    assert engine.save_16bit_model(str(tmp_path))
+    if engine.mesh.rank == 0:
+        saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+        assert set(saved) == set(found)
+    engine.destroy()
+    plain, *_ = start(3)
+    assert not plain.save_16bit_model(str(tmp_path), "other.bin")
+    assert not (tmp_path / "other.bin").exists()
+    plain.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_what_an_engine_tells():
+    import deepspeed
+
+    raw = settings(1, gradient_accumulation_steps=4, gradient_clipping=0.5, bf16={"enabled": True})
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, config_params=raw, args={"local_rank": 0})
+    assert engine.config is raw
+    assert engine.get_batch_info() == (16, 2, 4)
+    assert (engine.train_batch_size(), engine.zero_optimization_stage()) == (16, 1)
+    assert engine.bfloat16_enabled()
+    assert not engine.fp16_enabled()
+    assert engine.gradient_clipping() == 0.5
+    assert engine.optimizer_name() == "adamw"
+    assert engine.get_type() == ["AdamW"] or engine.get_type() == ["Adam"]
+    assert engine.first is model.first
+    assert engine.module is model
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert any(isinstance(module, deepspeed.DeepSpeedEngine) for module in nn.ModuleList([engine]).modules())
+    engine.lr_scheduler = None
+    engine.mpu = None
+    with pytest.raises(ConfigError):
+        engine.offload_states(device="nvme")
+    with pytest.raises(UnsupportedError):
+        engine.compile(schedule=[1])
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_a_model_without_an_optimizer_and_again_with_one():
+    """TRL's reference model; and Lightning's second initialize of a module whose engine was dropped."""
+    import deepspeed
+
+    model = Net()
+    config = settings(3)
+    del config["optimizer"]
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(config))
+    assert optimizer is None
+    engine.eval()
+    with torch.no_grad():
+        assert engine(torch.ones(1, 6)).shape == (1, 1)
+    again, *_ = deepspeed.initialize(
+        model=model, config=settings(2), model_parameters=filter(None.__ne__, model.parameters())
+    )
+    again.backward(loss_of(again, 0, again.mesh.rank))
+    again.step()
+    same(again, single(1))
+    again.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_communication():
+    import deepspeed
+
+    assert not deepspeed.comm.is_initialized()
+    deepspeed.init_distributed("gloo", distributed_port=29501)
+    comm = deepspeed.comm
+    assert comm.is_initialized()
+    rank = comm.get_rank()
+    value = torch.tensor([1.0 + rank])
+    comm.all_reduce(value, op=comm.ReduceOp.SUM, log_name="mine", prof=True)
+    assert value.item() == 3.0
+    out = torch.empty(2)
+    comm.all_gather_into_tensor(output_tensor=out, tensor=torch.tensor([float(rank)]))
+    assert out.tolist() == [0.0, 1.0]
+    objects = [{"a": 1} if rank == 0 else None]
+    comm.broadcast_object_list(objects, src=0)
+    assert objects == [{"a": 1}]
+    part = torch.empty(1)
+    comm.reduce_scatter_fn(part, torch.tensor([1.0, 2.0]))
+    assert part.item() == 2.0 * (rank + 1)
+    group = comm.new_group([0, 1])
+    assert comm.get_world_size(group) == comm.get_world_size() == 2
+    assert comm.get_all_ranks_from_group(group) == [0, 1]
+    assert deepspeed.utils.groups._get_data_parallel_world_size() == 2
+    assert deepspeed.utils.groups._get_sequence_parallel_world_size() == 1
+    comm.barrier()
+    with pytest.raises(UnsupportedError):
+        comm.configure(enabled=True)
+    comm.destroy_process_group()
+
+
+@world(1, backend=None)
+def test_without_a_launcher(monkeypatch, tmp_path):
+    import deepspeed
+
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(settings(2)))
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=str(file))
+    assert torch.distributed.get_world_size() == 1
+    engine.backward(loss_of(engine, 0, 0))
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
