@@ -105,6 +105,19 @@ def integration(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", "tests-integration", *session.posargs, external=True)
 
 
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Accelerate, Transformers, PEFT and TRL on the facade, beside the same scripts with DeepSpeed."""
+    builder = developing(session, "wheels")
+    needed = projects.closure(["deepspeed"], PACKAGES)
+    put_into(session, "-c", CONSTRAINTS, *projects.group("clients"), *projects.third_party(needed, PACKAGES))
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    put_into(session, "--no-deps", "--no-index", again, *map(str, wheelhouse.ensure_wheels(["deepspeed"], builder)))
+    peer = session.run(builder, "tools/bench/peers.py", "deepspeed-clients", silent=True, external=True)
+    there = {"DS_CLIENTS_PYTHON": str(Path(session.bin) / "python"), "DS_PEER_PYTHON": str(peer).split()[-1]}
+    session.run(builder, "-m", "pytest", "tests-integration/clients", *session.posargs, env=there, external=True)
+
+
 @nox.session(venv_backend="none")
 def native(session: nox.Session) -> None:
     """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is."""

@@ -166,7 +166,7 @@ def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str,
         process.wait()
         futures: list[object] = []
         shutil.rmtree(root / "dcp-async", ignore_errors=True)
-        theirs = timed(lambda: futures.append(dcp.async_save(full, checkpoint_id=root / "dcp-async")))  # noqa: B023
+        theirs = timed(lambda: futures.append(dcp.async_save(full, checkpoint_id=root / "dcp-async")))
         futures[0].result()  # type: ignore[attr-defined]
         if turn:
             for name, value in zip(times, (now, behind, apart, theirs), strict=True):

@@ -17,8 +17,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PEERS: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed==0.19.8", "setuptools", "ninja"),
+    "deepspeed-clients": (
+        "deepspeed==0.19.8",
+        "setuptools",
+        "ninja",
+        "accelerate==1.15.0",
+        "transformers==5.23.0",
+        "trl==1.16.0",
+        "peft==0.21.2",
+    ),
 }
-_ENV = {"deepspeed": {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1"}}
+_ENV = {name: {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1"} for name in ("deepspeed", "deepspeed-clients")}
 
 
 def ensure(peer: str) -> Path:

@@ -116,7 +116,10 @@ def main(rounds: int, configs: list[str]) -> None:
             found[f"{config}-{world}"] = rows
     DATA.parent.mkdir(parents=True, exist_ok=True)
     machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
-    DATA.write_text(json.dumps({"machine": machine, "results": found}, indent=1) + "\n")
+    kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
+    for name, rows in found.items():
+        kept[name] = {"machine": machine, "rounds": rounds, "rows": rows}
+    DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ SESSIONS = {
     "quickstart",
     "tests",
     "grid",
+    "clients",
     "isolated",
     "integration",
     "native",

@@ -88,7 +88,9 @@ def collectives() -> dict[str, Any]:
     }
     part = torch.ones(1024)
     rows.append({"op": "all_reduce async", "nbytes": 4096, **alternate(async_rows)})
-    rows.append({"op": "barrier", "nbytes": 0, **alternate({k: lambda g=g: dist.barrier(g) for k, g in groups.items()})})
+    rows.append(
+        {"op": "barrier", "nbytes": 0, **alternate({k: lambda g=g: dist.barrier(g) for k, g in groups.items()})}
+    )
     return {"rows": rows}
 
 
@@ -100,9 +102,7 @@ def arena() -> dict[str, Any]:
     READY[0] = place.barrier
     for nbytes in SIZES:
         numel = nbytes // 4
-        (shared,), symmetric = place.allocate(
-            [Wish(numel, torch.float32, shared=True), Wish(numel, torch.float32)]
-        )
+        (shared,), symmetric = place.allocate([Wish(numel, torch.float32, shared=True), Wish(numel, torch.float32)])
         mine = slice(rank * numel // n, (rank + 1) * numel // n)
         shared[mine] = 1.0
         symmetric[rank].fill_(1.0)
