@@ -108,6 +108,12 @@ struct LambApply {
   void operator()(Lanes &x) const { x.p = fma(-lr, lamb_direction(a, x), x.p); }
 };
 
+// Whether a rule only looks at the states, and at no gradient.
+template <class R>
+constexpr bool only_parameters = false;
+template <>
+constexpr bool only_parameters<LambApply> = true;
+
 struct Block {  // fp32 views of one block of each stream
   float *p, *g, *s0, *s1;
 };
@@ -121,13 +127,15 @@ template <int K, class R>
 DS_INLINE void step_vectors(const R &rule, const Block &b, std::int64_t i, float scale) {
   Lanes x[K];
   for (int k = 0; k < K; k++) x[k].p = load<vf>(b.p + i + k * lanes);
-  for (int k = 0; k < K; k++) x[k].g = load<vf>(b.g + i + k * lanes) * scale;
+  if (!only_parameters<R>)
+    for (int k = 0; k < K; k++) x[k].g = load<vf>(b.g + i + k * lanes) * scale;
   if (R::states > 0)
     for (int k = 0; k < K; k++) x[k].s0 = load<vf>(b.s0 + i + k * lanes);
   if (R::states > 1)
     for (int k = 0; k < K; k++) x[k].s1 = load<vf>(b.s1 + i + k * lanes);
   for (int k = 0; k < K; k++) rule(x[k]);
   for (int k = 0; k < K; k++) store(b.p + i + k * lanes, x[k].p);
+  if (only_parameters<R>) return;
   if (R::states > 0)
     for (int k = 0; k < K; k++) store(b.s0 + i + k * lanes, x[k].s0);
   if (R::states > 1)
@@ -204,7 +212,7 @@ static void update_range(const Update &u, std::int64_t t, std::int64_t begin, st
   void *p = column(l.param, t), *g = column(l.grad, t), *s0 = column(l.state0, t), *s1 = column(l.state1, t);
   void *copy = column(l.copy, t);
   const int states = ds::num_states(u.rule);
-  const bool writes_p = u.rule != Rule::lamb_moments;
+  const bool writes_p = u.rule != Rule::lamb_moments, writes_states = u.rule != Rule::lamb_apply;
   for (std::int64_t i = begin; i < end; i += size) {
     const std::int64_t n = end - i < size ? end - i : size;
     Block b = {stage_in(p, l.param_dtype, i, n, scratch[0]), stage_in(g, l.grad_dtype, i, n, scratch[1]), nullptr,
@@ -214,8 +222,8 @@ static void update_range(const Update &u, std::int64_t t, std::int64_t begin, st
     double *sums = u.partials ? u.partials + 2 * (i / size) : nullptr;
     apply(u, t, b, n, sums);
     if (writes_p) stage_out(p, l.param_dtype, i, n, b.p);
-    if (states > 0) stage_out(s0, l.state_dtype, i, n, b.s0);
-    if (states > 1) stage_out(s1, l.state_dtype, i, n, b.s1);
+    if (states > 0 && writes_states) stage_out(s0, l.state_dtype, i, n, b.s0);
+    if (states > 1 && writes_states) stage_out(s1, l.state_dtype, i, n, b.s1);
     if (copy && l.copy_dtype == Dtype::f32) std::memcpy(at(copy, Dtype::f32, i), b.p, static_cast<std::size_t>(n) * 4);
     if (copy && l.copy_dtype != Dtype::f32) narrow_streaming(at(copy, l.copy_dtype, i), l.copy_dtype, b.p, n);
     if (u.zero_grad) std::memset(at(g, l.grad_dtype, i), 0, static_cast<std::size_t>(n * ds::size_of(l.grad_dtype)));

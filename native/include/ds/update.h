@@ -1,13 +1,29 @@
 // Elementwise optimizer updates over lists of tensors, in one pass over memory.
 //
 // One pass does, for every element:  g = grad_scale * grad;  (p, s0, s1) = rule(p, g, s0, s1);  copy = cast(p);
-// grad = 0 (optional). Arithmetic is fp32 whatever the stored types are. Formulas: ds_ops/reference/optim.py.
+// grad = 0 (optional). Arithmetic is fp32 whatever the stored types are; the definition in plain torch, which every level
+// equals to 2 ulp and every level of ours to the bit, is ds_ops/reference/update.py.
+//
+// Shapes: tensor t has numel[t] >= 0 contiguous elements in each of its streams, at any address that is a multiple of the
+// element size; no two streams overlap. Types: param, grad, state and copy are each f32, bf16 or f16, one per list.
+// Cost, in bytes an element with fp32 everything:
+//   adam 28 (reads p g m v, writes p m v), lion, adagrad, sgd 20, sgd_plain 12, adam_undo 28,
+//   lamb_moments 24 (writes m v only), lamb_apply 16 (reads p m v, writes p).
+//   Each stream of a 16-bit type counts half; a copy adds 2 (4 for fp32), zero_grad the size of the gradient.
 #pragma once
 #include <ds/types.h>
 
 namespace ds {
 
 // The meaning of Update::c for each rule. "1-b1" and the like are rounded from double by the caller, once.
+//
+//   adam       p *= decay; g += l2 p; m += (1-b1)(g - m); v = b2 v + (1-b2) g^2; p -= step_size m / (sqrt(v)/bc2 + eps)
+//              Adam: Kingma and Ba 2015, algorithm 1; AdamW (l2 = 0): Loshchilov and Hutter 2019, algorithm 2
+//   lion       u = b1 m + (1-b1) g; p = p decay - lr sign(u); m = b2 m + (1-b2) g                Chen et al. 2023, program 1
+//   adagrad    g += l2 p; s += g^2; p -= clr g / (sqrt(s) + eps)                                 Duchi et al. 2011
+//   sgd        p *= decay; g += l2 p; m = momentum m + (1-dampening) g; p -= lr (nesterov ? g + momentum m : m)
+//              as torch.optim.SGD defines it; sgd_plain is the same without m
+//   lamb       r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd p; p -= lr |p|/|r| r in two passes   You et al. 2020
 enum class Rule : std::int32_t {
   adam = 0,     // c = {decay, l2, 1-b1, b2, 1-b2, step_size, sqrt(1-b2^t), eps};  states: m, v
   lion = 1,     // c = {decay, b1, 1-b1, b2, 1-b2, lr};                            states: m
