@@ -1,0 +1,98 @@
+"""What the client scripts share: a tiny model, its data, and how a result is written. Runs with any `deepspeed`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SEED, VOCAB, LENGTH = 7, 96, 24
+
+
+def arguments() -> argparse.Namespace:
+    """The options that every script takes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--mode", default="")
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    return parser.parse_args()
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    """A model of about 60,000 parameters."""
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **(sizes | changes))
+
+
+def model() -> LlamaForCausalLM:
+    """The same values on every rank and in every environment."""
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(llama())
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences that can be learned: each token follows from the one before."""
+
+    def __init__(self, count: int = 320) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        first = torch.randint(0, VOCAB, (count, 1), generator=generator)
+        self.ids = (first + 5 * torch.arange(LENGTH)) % VOCAB
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def section(stage: int, dtype: str, **changes: Any) -> dict[str, Any]:
+    """A configuration of the usual kind."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        **changes,
+    }
+
+
+class Report:
+    """Collects what a run tells; rank 0 writes it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.values = args, {"losses": [], "seconds": []}
+        self._begun = time.perf_counter()
+
+    def tick(self) -> None:
+        """A step begins."""
+        self._begun = time.perf_counter()
+
+    def add(self, loss: torch.Tensor | float) -> None:
+        """A step ended with this loss, which is averaged over ranks."""
+        self.values["seconds"].append(time.perf_counter() - self._begun)
+        value = torch.as_tensor(float(loss))
+        torch.distributed.all_reduce(value)
+        self.values["losses"].append(float(value) / torch.distributed.get_world_size())
+        self._begun = time.perf_counter()
+
+    def write(self, **values: Any) -> None:
+        """On rank 0."""
+        import deepspeed
+
+        if int(os.environ.get("RANK", "0")) == 0:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.args.out.write_text(
+                json.dumps({**self.values, "deepspeed": deepspeed.__version__, "peak_bytes": peak, **values})
+            )

@@ -1,0 +1,106 @@
+"""Transformers' Trainer: auto values, accumulation, clipping, saving, resuming; with PEFT's LoRA in mode `lora`."""
+
+import os
+
+import common
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+args = common.arguments()
+# On a machine without a GPU, Accelerate counts one process unless it is told a backend for CPU tensors.
+os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+PartialState(backend="gloo")
+config = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": args.stage,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+folder = args.out.parent / f"{args.out.stem}-run"
+
+
+class Watch(TrainerCallback):
+    """Takes the losses out of the log."""
+
+    def __init__(self, report: common.Report | None = None) -> None:
+        self.report, self.norms = report, []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.report is not None and "loss" in logs:
+            self.report.add(logs["loss"])
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def settings(steps: int, **changes) -> TrainingArguments:
+    AcceleratorState._reset_state()
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        learning_rate=3e-3,
+        weight_decay=0.01,
+        warmup_steps=4,
+        lr_scheduler_type="constant_with_warmup",
+        logging_steps=1,
+        save_strategy="no",
+        bf16=args.dtype == "bf16",
+        deepspeed=config,
+        report_to=[],
+        seed=common.SEED,
+        accelerator_config={"use_configured_state": True},
+        disable_tqdm=True,
+        **changes,
+    )
+
+
+def made() -> torch.nn.Module:
+    model = common.model()
+    if args.mode == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(common.SEED)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return model
+
+
+first = settings(args.steps)  # process group and stage 3 context before the model, as scripts have it
+report = common.Report(args)
+watch = Watch(report)
+trainer = Trainer(made(), first, train_dataset=common.Tokens(), callbacks=[watch])
+trainer.train()
+trainer.save_model(str(folder / "final"))
+straight = list(report.values["losses"])
+
+half = args.steps // 2
+early = Trainer(made(), settings(half), train_dataset=common.Tokens(), callbacks=[Watch()])
+early.args.max_steps = half
+early.train()
+early._save_checkpoint(early.model, trial=None)
+late_report = common.Report(args)
+late = Trainer(made(), settings(args.steps), train_dataset=common.Tokens(), callbacks=[Watch(late_report)])
+late.train(resume_from_checkpoint=str(folder / f"checkpoint-{half}"))
+resumed = late_report.values["losses"]
+
+loaded = []
+if args.mode != "lora" and trainer.is_world_process_zero():
+    whole = LlamaForCausalLM.config_class.from_pretrained(str(folder / "final"))
+    loaded = [whole.model_type, sorted(path.name for path in (folder / "final").iterdir())]
+report.write(norms=watch.norms, straight=straight[half:], resumed=resumed, loaded=loaded)
