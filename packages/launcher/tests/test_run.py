@@ -289,7 +289,9 @@ def test_restarts_run_on_torchs_elastic_agent(box: Sandbox) -> None:
         import os, pathlib, time
         attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
         pathlib.Path(f"attempt{attempt}-{rank}-{os.environ['LOCAL_SIZE']}").touch()
-        if rank == "1" and attempt != os.environ.get("GOOD", "1"): raise ValueError("not yet")
+        if rank == "1" and attempt == "0":
+            while not pathlib.Path("attempt0-0-2").exists(): time.sleep(0.02)
+            raise ValueError("not yet")
         if attempt == "0": time.sleep(60)
     """)
     done = box.ds("run", "--nproc", "2", "--max-restarts", "1", script)

@@ -6,6 +6,7 @@ The slabs of the pool lie in shared memory that both map; over a socket go only 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -145,7 +146,10 @@ class WriterProcess:
                 child.wait()
 
     def _died(self) -> CheckpointError:
-        code = None if self._child is None else self._child.poll()
+        code = None
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._child.wait(_END_S)  # its socket closes a little before the process is gone
         return CheckpointError(
             f"the writer process {self.pid} is gone (exit status {code}); this checkpoint was not written",
             code="ckpt-writer-died",
