@@ -135,9 +135,8 @@ def weights(tmp, dtype=torch.float32):
 @pytest.mark.parametrize("memory", ["private", "shared"])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
 @world(2)
-def test_weights_stream_into_a_model_on_meta(tmp_path_factory, stage, dtype, memory):
-    tmp = shared_directory(tmp_path_factory)
-    expected = weights(tmp, dtype)
+def test_weights_stream_into_a_model_on_meta(tmp_path, stage, dtype, memory):
+    expected = weights(tmp_path, dtype)
     with ds_zero.Init(meta=True):
         net = Net()
     assert all(p.is_meta for p in net.parameters())
@@ -146,7 +145,7 @@ def test_weights_stream_into_a_model_on_meta(tmp_path_factory, stage, dtype, mem
     optimizer = ds_zero.shard(net, inner, stage=stage, policy=SMALL, memory=memory)
     with pytest.raises(PlanError, match="no values yet"):
         optimizer.step()
-    assert ds_zero.load_pretrained(net, tmp) == ("extra",)
+    assert ds_zero.load_pretrained(net, tmp_path) == ("extra",)
     optimizer.close()
     assert net.head.weight is net.embed.weight
     for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
@@ -156,36 +155,28 @@ def test_weights_stream_into_a_model_on_meta(tmp_path_factory, stage, dtype, mem
         assert all(torch.equal(a, b) for a, b in zip(trained, train(expected, stage, memory=memory), strict=True))
 
 
-def shared_directory(factory):
-    """The same directory on every rank."""
-    told = [str(factory.mktemp("weights"))]
-    dist.broadcast_object_list(told)
-    return type(factory.getbasetemp())(told[0])
-
-
 @world(2)
-def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path_factory):
-    tmp = shared_directory(tmp_path_factory)
-    weights(tmp)
+def test_what_does_not_fit_is_told_before_anything_is_written(tmp_path):
+    weights(tmp_path)
     plain = nn.Linear(4, 4)
     with pytest.raises(PlanError, match="not sharded"):
-        ds_zero.load_pretrained(plain, tmp)
+        ds_zero.load_pretrained(plain, tmp_path)
     other = nn.ModuleDict({"norm": nn.LayerNorm(13)})
     sharding = ds_zero.shard(other, stage=3)
     with pytest.raises(CheckpointError, match=r"norm.weight has shape \(13,\), the file says \(12,\)"):
-        ds_zero.load_pretrained(other, tmp)
+        ds_zero.load_pretrained(other, tmp_path)
     sharding.close()
     more = nn.ModuleDict({"norm": nn.LayerNorm(12), "tail": nn.Linear(2, 2)})
     sharding = ds_zero.shard(more, stage=3)
     with pytest.raises(CheckpointError, match="2 tensors of the model are in no file"):
-        ds_zero.load_pretrained(more, tmp)
+        ds_zero.load_pretrained(more, tmp_path)
     with torch.no_grad():
-        assert "gain" in ds_zero.load_pretrained(more, tmp, strict=False)
+        assert "gain" in ds_zero.load_pretrained(more, tmp_path, strict=False)
     if dist.get_rank() == 0:
-        (tmp / "bad.safetensors").write_bytes(b"\xff" * 64)
+        (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
     dist.barrier()
     with pytest.raises(CheckpointError, match="header"):
-        ds_zero.load_pretrained(more, tmp / "bad.safetensors")
+        ds_zero.load_pretrained(more, tmp_path / "bad.safetensors")
     sharding.close()
 
 
