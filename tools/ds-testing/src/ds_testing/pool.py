@@ -6,22 +6,26 @@ doubt (a death, a deadline, a leak, an interrupt) costs the pool all its workers
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, cast
+from multiprocessing.context import ForkServerContext
+from typing import IO, cast
+from unittest import mock
 
-from ds_testing.protocol import Finish, Finished, Job, Ready, Report, Source, Start
+from ds_testing.protocol import Finish, Finished, Job, Ready, Report, Source
 from ds_testing.report import RankResult
 from ds_testing.spec import World
-from ds_testing.worker import STACKS_SIGNAL, WATCH
+from ds_testing.worker import STACKS_SIGNAL, WATCH, Fd, Plumbing
+from ds_testing.worker import main as worker_main
 
 __all__ = ["Pool", "Task", "WorldRun"]
 
@@ -172,29 +176,22 @@ class _Worker:
     """One worker process, seen from the pool."""
 
     def __init__(self, capture: bool) -> None:
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = multiprocessing.Pipe()
         life_read, self._life = os.pipe()
         self._stacks: IO[bytes] = _temporary_file()
         self._output = _temporary_file() if capture else None
-        fds = (theirs.fileno(), life_read, self._stacks.fileno())
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ds_testing.worker", *map(str, fds), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=fds,
-            env=_environment(),
-            start_new_session=True,  # Ctrl-C reaches pytest only, which then takes the pool down in order
-        )
+        output = None if self._output is None else Fd(self._output.fileno())
+        plumbing = Plumbing(theirs, Fd(life_read), Fd(self._stacks.fileno()), output)
+        arguments = (plumbing, _environment())
+        self._process = _forking().Process(target=worker_main, args=arguments, name="ds-testing-rank")
+        self._process.start()
         theirs.close()
         os.close(life_read)
-        self.connection = Connection(ours.detach())
         self.store_port = 0
-        self.send(Start(tuple(sys.path)))
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def await_ready(self) -> None:
         answer = self.receive(START_DEADLINE_S)
@@ -223,9 +220,9 @@ class _Worker:
         return RankResult(died=self.how_it_died() or "its connection closed")
 
     def how_it_died(self) -> str:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
             return ""
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -234,7 +231,7 @@ class _Worker:
         if not self.alive:
             return ""
         start = os.fstat(self._stacks.fileno()).st_size
-        os.kill(self._process.pid, STACKS_SIGNAL)
+        os.kill(self._pid, STACKS_SIGNAL)
         end = time.monotonic() + _STACKS_S
         size = _until(end, lambda: os.fstat(self._stacks.fileno()).st_size, start)
         text = os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace")
@@ -252,12 +249,17 @@ class _Worker:
 
     def kill(self) -> None:
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._pid, signal.SIGKILL)
         except ProcessLookupError:
-            return
+            self._process.kill()  # it has no group of its own yet, or is gone
+
+    @property
+    def _pid(self) -> int:
+        return cast(int, self._process.pid)
 
     def release(self) -> None:
-        self._process.wait()
+        self._process.join()
+        self._process.close()
         self.connection.close()
         os.close(self._life)
         self._stacks.close()
@@ -288,6 +290,15 @@ def _until(end: float, size: Callable[[], int], start: int) -> int:
     return last
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> dict[str, str]:
     # One thread a rank: more only makes ranks wait for each other. The loopback interface: no name lookup, no network.
     return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+
+
+def _forking() -> ForkServerContext:
+    """Processes forked from one that imports torch once, at the first call; it ends when pytest does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ds_testing.preload"])
+    with mock.patch.dict(os.environ, _environment()):
+        forkserver.ensure_running()
+    return context

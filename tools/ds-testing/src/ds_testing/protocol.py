@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Finish", "Finished", "Job", "Outcome", "Ready", "Report", "Source", "Start"]
+__all__ = ["Finish", "Finished", "Job", "Outcome", "Ready", "Report", "Source"]
 
 
 class Outcome(Enum):
@@ -27,13 +27,6 @@ class Source:
 
     name: str
     path: str
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The first message to a worker."""
-
-    sys_path: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

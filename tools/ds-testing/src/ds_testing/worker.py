@@ -1,9 +1,7 @@
-"""One rank: a process that imports torch once and then runs job after job.
+"""One rank: a process that runs job after job, forked from one that has imported torch (`preload.py`).
 
-usage: python -m ds_testing.worker CONNECTION_FD LIFE_FD STACKS_FD PARENT_PID    (started by the pool only)
-
-It never outlives pytest: the kernel kills it when its parent dies (Linux), and a thread watches a pipe whose other end
-only the parent holds (everywhere).
+It never outlives pytest: the kernel kills it when the process it was forked from dies (Linux), which ends with pytest, and a
+thread watches a pipe whose other end only pytest holds (everywhere).
 """
 
 from __future__ import annotations
@@ -17,14 +15,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
 
-from ds_testing.protocol import Finish, Finished, Job, Outcome, Ready, Report, Start
+from ds_testing.protocol import Finish, Finished, Job, Outcome, Ready, Report
 
-__all__ = ["STACKS_SIGNAL", "WATCH", "main"]
+__all__ = ["STACKS_SIGNAL", "WATCH", "Fd", "Plumbing", "main"]
 
 STACKS_SIGNAL = signal.SIGRTMIN + 5  # tests may use SIGUSR1 and SIGUSR2 themselves
 WATCH = "in watch_parent"  # how the thread that waits for pytest's end shows in a dump of stacks
@@ -32,26 +33,53 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHANED = 3
 
 
-def main(argv: list[str]) -> int:
-    connection_fd, life_fd, stacks_fd, parent_pid = map(int, argv)
-    _die_with(parent_pid, life_fd)
-    for fd in (connection_fd, life_fd, stacks_fd):
-        os.set_inheritable(fd, False)  # what a test starts must not keep our pipes open
-    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
-    connection = Connection(connection_fd)
-    start = connection.recv()
-    if not isinstance(start, Start):
-        raise TypeError(f"the first message is Start, not {start!r}")
-    sys.path[:] = start.sys_path
-    _Rank(connection).serve()
-    return 0
+@dataclass(frozen=True, slots=True)
+class Fd:
+    """A file descriptor that arrives in the worker as its own copy of it."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (DupFd(self.number),)
 
 
-def _die_with(parent_pid: int, life_fd: int) -> None:
+def _arrived(sent: Any) -> Fd:
+    return Fd(sent.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Plumbing:
+    """What connects a worker with the pool.
+
+    Attributes:
+        life: Read end of a pipe that closes when pytest ends.
+        stacks: Where stacks are written on request.
+        output: What becomes stdout and stderr; None: pytest's own.
+    """
+
+    connection: Connection
+    life: Fd
+    stacks: Fd
+    output: Fd | None
+
+
+def main(plumbing: Plumbing, environment: Mapping[str, str]) -> None:
+    """The whole life of a worker."""
+    os.setsid()  # Ctrl-C reaches pytest only, which then takes the pool down in order
+    _die_with_pytest(plumbing.life.number)
+    if plumbing.output is not None:
+        for standard in (1, 2):
+            os.dup2(plumbing.output.number, standard)
+        os.close(plumbing.output.number)
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.register(STACKS_SIGNAL, file=plumbing.stacks.number, all_threads=True)
+    _Rank(plumbing.connection).serve()
+
+
+def _die_with_pytest(life_fd: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
-        os._exit(_EXIT_ORPHANED)
 
     def watch_parent() -> None:
         while os.read(life_fd, 1):
@@ -65,20 +93,17 @@ class _Rank:
     """Runs jobs. Holds the stores it has met: a connection to one costs more than a test of a few collectives."""
 
     def __init__(self, connection: Connection) -> None:
-        import torch
-        import torch._dynamo  # any optimizer imports it; inside a test it would capture the test's group and set variables
         import torch.distributed as dist
 
-        from ds_testing import loading, state
+        from ds_testing import loading, preload, state
+
+        preload.settle()
 
         self._connection, self._dist, self._loading, self._state = connection, dist, loading, state
-        torch.set_num_threads(1)
         served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stores = {served.port: served}
         state.seed(0)
         state.restore(state.ProcessState.now())
-        gc.collect()
-        gc.freeze()  # torch's own objects: later collections look only at what tests make
         connection.send(Ready(served.port))
 
     def serve(self) -> None:
@@ -178,10 +203,3 @@ def _report(error: BaseException, ours: tuple[str, ...]) -> Report:
     while shown is not None and shown.tb_frame.f_code.co_filename in ours and shown.tb_next:
         shown = shown.tb_next
     return Report(Outcome.FAILED, "".join(traceback.format_exception(type(error), error, shown)).rstrip(), when)
-
-
-if __name__ == "__main__":
-    # One module, one name: run as a script this file would be imported a second time under its real name.
-    from ds_testing.worker import main as _main
-
-    sys.exit(_main(sys.argv[1:]))
