@@ -87,3 +87,23 @@ def test_convert_there_and_back(root, tmp_path, form, capsys):
     assert run(*words, "--allow-pickle") == 0
     assert "param/w" not in ds_ckpt.diff(root / "s1", tmp_path / "back").values
     assert "param/w" in ds_ckpt.inspect(tmp_path / "back").tensors
+
+
+def test_convert_to_deepspeed_and_back(root, tmp_path, capsys):
+    """Universal without a stage, as ZeRO writes it with one."""
+    state = {"param/w": torch.randn(5, 3), "optim/w/exp_avg": torch.ones(5, 3)}
+    names = {"groups": [{"lr": 0.1}], "names": [["w"]], "scalars": {"step": {"w": 2.0}}}
+    ds_ckpt.save(tmp_path / "run", ds_ckpt.whole(state), {"optimizer": names})
+    for number, extra in enumerate(([], ["--stage", 2, "--ranks", 2, "--module-dtype", "bfloat16"], ["--stage", 3])):
+        out, back = tmp_path / f"out{number}", tmp_path / f"back{number}"
+        words = ["convert", tmp_path / "run", out, "--from", "ds", "--to", "deepspeed", *extra]
+        assert run(*words) == 2
+        assert "ckpt-pickle" in capsys.readouterr().err
+        assert run(*words, "--allow-pickle") == 0
+        assert (out / "converted" / "zero").is_dir() == (not extra)
+        assert run("convert", out, back, "--from", "deepspeed", "--to", "ds", "--allow-pickle") == 0
+        found = ds_ckpt.diff(tmp_path / "run", back)
+        assert not (found.only_first)
+        assert not (found.only_second)
+        assert not (found.kind)
+        assert not (found.values)

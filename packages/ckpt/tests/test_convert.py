@@ -264,10 +264,13 @@ def test_layouts_that_do_not_say_how_to_join_are_refused(tmp_path):
     _regular(tmp_path / "tp", 2, 1, {"a": (3,)}, tp)
     with pytest.raises(UnsupportedError, match="tensor parallelism of degree 2"):
         open_deepspeed(tmp_path / "tp", allow_pickle=True)
-    _regular(tmp_path / "moe", 2, 1, {"a": (3,)}, {})
-    torch.save({}, tmp_path / "moe" / "layer_0_expert_3_mp_rank_00_model_states.pt")
-    with pytest.raises(UnsupportedError, match="mixture-of-experts"):
+    _regular(tmp_path / "moe", 2, 1, {"a": (3,)}, {"ds_autoep_layers": [{"moe_layer_id": 0}]})
+    with pytest.raises(UnsupportedError, match="experts of AutoEP"):
         open_deepspeed(tmp_path / "moe", allow_pickle=True)
+    _regular(tmp_path / "cut", 1, 1, {"a": (3,)}, {})
+    torch.save({}, tmp_path / "cut" / "layer_00-model_01-model_states.pt")
+    with pytest.raises(UnsupportedError, match="layers cut by tensor parallelism"):
+        open_deepspeed(tmp_path / "cut", allow_pickle=True)
 
 
 def test_full_fp32_weights_of_our_checkpoints(path, tmp_path):

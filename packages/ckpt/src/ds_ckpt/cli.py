@@ -14,6 +14,7 @@ from ds_ckpt.convert.dcp import open_dcp, write_dcp
 from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
 from ds_ckpt.convert.fp32 import weights
 from ds_ckpt.convert.hf import open_hf, write_hf
+from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed, write_checkpoint
 from ds_ckpt.format import MANIFEST, Manifest
 from ds_config.errors import CheckpointError, DsError
@@ -48,7 +49,16 @@ def register(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("out")
     convert.add_argument("--from", dest="source_format", choices=_FORMATS, required=True)
     convert.add_argument("--to", dest="out_format", choices=_FORMATS, required=True)
-    convert.add_argument("--tag", default="converted", help="tag of a deepspeed (universal) output")
+    convert.add_argument("--tag", default="converted", help="tag of a deepspeed output")
+    convert.add_argument(
+        "--stage", type=int, choices=(1, 2, 3), help="deepspeed output: as ZeRO writes it, not universal"
+    )
+    convert.add_argument("--ranks", type=int, default=1, help="with --stage: data-parallel ranks (default: 1)")
+    convert.add_argument("--module-dtype", default="float32", help="with --stage: of the model (default: float32)")
+    convert.add_argument("--experts", type=int, default=1, help="with --stage: ranks that share experts (default: 1)")
+    convert.add_argument(
+        "--pipeline", type=int, nargs="+", default=[], help="with --stage 1: first layer of each stage"
+    )
     convert.add_argument(
         "--allow-pickle", action="store_true", help="dcp and deepspeed inputs can be written to run code"
     )
@@ -142,8 +152,11 @@ def _convert(args: argparse.Namespace) -> int:
     elif args.out_format == "dcp":
         write_dcp(source, args.out)
         print(args.out)
-    else:
+    elif args.stage is None:
         print(write_universal(source, args.out, args.tag, allow_pickle=args.allow_pickle))
+    else:
+        cut = Regular(args.stage, args.ranks, args.module_dtype, None, args.experts, tuple(args.pipeline))
+        print(write_regular(source, args.out, args.tag, cut, allow_pickle=args.allow_pickle))
     for name in source.meta.get("left_out", ()):
         print(f"left out: {name}", file=sys.stderr)
     return 0

@@ -1,8 +1,10 @@
-"""DeepSpeed's layouts as logical tensors: regular (ZeRO 1, 2, 3) and universal, read; universal, written.
+"""DeepSpeed's layouts as logical tensors: regular (ZeRO 1, 2, 3) and universal, read; universal, written (`regular`: the other).
 
 Regular, ZeRO 1 and 2: each data-parallel rank's file has one flat fp32 slice per optimizer group; the slices of all ranks,
 end to end, are the group's parameters in the order of `param_shapes` (padding at the end). ZeRO 3: each rank's flat groups,
 end to end, hold ceil(n / world) elements of every parameter in turn. Optimizer states lie exactly like the fp32 slices.
+Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
+on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
 Universal: one folder per parameter with whole tensors.
 
 Names become `param/<name>` (fp32 master, or what the module file has for frozen ones), `buffer/<name>`,
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,8 @@ __all__ = ["open_deepspeed", "write_universal"]
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-(.*)model_states\.pt")
+_EXPERT_NAME = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _INTERNAL = frozenset(
     [
         "module",
@@ -55,6 +59,8 @@ _INTERNAL = frozenset(
         "ds_config",
         "ds_version",
         "universal_checkpoint_info",
+        "num_experts",
+        "ds_autoep_layers",
     ]
 )
 
@@ -67,6 +73,8 @@ class _Found:
     aliases: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: list[Json] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+    scale: Json = None
     left_out: list[str] = field(default_factory=list)
 
 
@@ -74,7 +82,7 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
     """A DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as logical tensors.
 
     Raises:
-        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or experts in
+        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
             the regular layout (convert to the universal one with DeepSpeed first).
         CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up.
     Cost: files are mapped; a tensor is assembled when it is read.
@@ -95,6 +103,7 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
     if not universal:
         _refuse_other_layouts(folder, by_mp)
     optims = _files(folder, _OPTIM)
+    _layers_and_experts(found, folder, [states[0] for states in by_mp.values()])
     for mp, states in sorted(by_mp.items()):
         _module(found, states)
         ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
@@ -129,16 +138,23 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path
     return out
 
 
+_TIED = "tied_modules."
+
+
 def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
     reasons = []
-    if any(_EXPERT.fullmatch(file.name) for file in folder.iterdir()):
-        reasons.append("mixture-of-experts files")
-    degrees = by_mp[min(by_mp)][0].get("checkpoint_parallel_dimensions") or {}
+    first = by_mp[min(by_mp)][0]
+    if first.get("ds_autoep_layers"):
+        reasons.append("experts of AutoEP")
+    if any(match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))):
+        reasons.append("layers cut by tensor parallelism")
+    degrees = first.get("checkpoint_parallel_dimensions") or {}
     if int(degrees.get("tp_degree", 1)) > 1:
         reasons.append(f"tensor parallelism of degree {degrees['tp_degree']}")
     names: set[str] = set()
     for states in by_mp.values():
         own = {name for group in states[0].get("param_shapes") or [] for name in group}
+        own -= {name for name in own if name.startswith(_TIED)}  # each stage that has them has all of them
         if names & own:
             reasons.append(f"the parameter {min(names & own)!r} in several model-parallel ranks")
         names |= own
@@ -169,6 +185,20 @@ def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     found.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
 
 
+def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
+    """What model files of pipeline layers and of experts hold, until the optimizer's master copies replace it."""
+    buffers = {name for state in states for name in state.get("buffer_names") or ()}
+    known = {name for state in states for group in state.get("param_shapes") or [] for name in group}
+    tied = {name.removeprefix(_TIED).partition(".")[2] for name in known if name.startswith(_TIED)}
+    for file in sorted(folder.iterdir()):
+        layer, expert = _LAYER.fullmatch(file.name), _EXPERT.fullmatch(file.name)
+        for name, tensor in load_pt(file).items() if layer or expert else ():
+            whole = f"{int(layer[1])}.{name}" if layer else name
+            if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
+                key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
+                found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+
+
 def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
     count = ranks[0]["partition_count"]
     expected = max(count) if isinstance(count, list | tuple) else int(count)
@@ -185,29 +215,75 @@ def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequen
     else:
         _stage12(found, states[0]["param_shapes"], ranks)
         inner = [rank["base_optimizer_state"] for rank in ranks]
-    if isinstance(inner[0], Mapping):
-        found.groups.extend({k: v for k, v in g.items() if k != "params"} for g in inner[0].get("param_groups", []))
+    own = inner[0].get("param_groups", []) if isinstance(inner[0], Mapping) else []
+    stage3 = "fp32_flat_groups" in ranks[0]
+    for index, group in enumerate(own):
+        if index == len(found.groups):  # later pipeline stages have the groups of the first again
+            found.groups.append({k: v for k, v in group.items() if k != "params"})
+            found.names.append([])
+        found.names[index].extend(_names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count))
+    found.scale = found.scale or _scale(ranks[0].get("loss_scaler"))
+
+
+def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
+    """The parameters of an optimizer group in order, those of the experts of all ranks included."""
+    out = []
+    for flat in flats:
+        owners = max(count) // int(count[flat]) if isinstance(count, list | tuple) else 1
+        out += [_global_name(name, shapes[flat], owner) for owner in range(owners) for name in shapes[flat]]
+    return out
+
+
+def _scale(scaler: Any) -> Json:
+    """The state of a loss scale as ds_zero keeps it; None without one."""
+    if not hasattr(scaler, "cur_scale") or (not getattr(scaler, "dynamic", False) and scaler.cur_scale == 1):
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "tolerance": int(getattr(scaler, "cur_hysteresis", 1)),
+        "step": int(getattr(scaler, "cur_iter", 0)),
+        "last_overflow": int(getattr(scaler, "last_overflow_iter", -1)),
+    }
 
 
 def _stage12(found: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+    counts = ranks[0]["partition_count"]
     for group, names in enumerate(shapes):
-        slices = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
-        paddings = (ranks[0].get("param_alignment_paddings") or [None] * len(shapes))[group]
-        offset = 0
-        states = [_group_state(rank["base_optimizer_state"], group) for rank in ranks]
-        for index, (name, shape) in enumerate(names.items()):
-            numel = shape.numel()
-            _add(found, name, tuple(shape), list(_across(slices, offset, numel)))
-            for key, value in states[0].items():
-                if isinstance(value, Tensor) and value.dim():
-                    parts = [state[key] for state in states]
-                    limits = [piece.numel() for piece in slices]
-                    _add(found, name, tuple(shape), list(_across(parts, offset, numel, limits)), key)
-                else:
-                    found.scalars.setdefault(key, {})[name] = float(value)
-            offset += numel + (paddings[index] if paddings else 0)
-        if offset > sum(piece.numel() for piece in slices):
-            raise _does_not_add_up(group, offset, sum(piece.numel() for piece in slices))
+        parts = int(counts[group]) if isinstance(counts, list | tuple) else len(ranks)
+        owners = len(ranks) // parts  # ranks that share the experts of this group; 1 for all other groups
+        for owner in range(owners):
+            own = ranks[owner::owners]
+            renamed = {_global_name(name, names, owner): shape for name, shape in names.items()}
+            _group12(found, group, renamed, own)
+
+
+def _global_name(name: str, names: Iterable[str], owner: int) -> str:
+    """The name of an expert's parameter in the whole model, from the one it has on a rank."""
+    match = _EXPERT_NAME.fullmatch(name)
+    if match is None or not owner:
+        return name
+    each = len({other[2] for n in names if (other := _EXPERT_NAME.fullmatch(n)) and other[1] == match[1]})
+    return f"{match[1]}{owner * each + int(match[2])}{match[3]}"
+
+
+def _group12(found: _Found, group: int, names: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+    slices = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
+    paddings = (ranks[0].get("param_alignment_paddings") or {group: None})[group]
+    offset = 0
+    states = [_group_state(rank["base_optimizer_state"], group) for rank in ranks]
+    limits = [piece.numel() for piece in slices]
+    for index, (name, shape) in enumerate(names.items()):
+        numel = shape.numel()
+        _add(found, name, tuple(shape), list(_across(slices, offset, numel)))
+        for key, value in states[0].items():
+            if isinstance(value, Tensor) and value.dim():
+                parts = [state[key] for state in states]
+                _add(found, name, tuple(shape), list(_across(parts, offset, numel, limits)), key)
+            else:
+                found.scalars.setdefault(key, {})[name] = float(value)
+        offset += numel + (paddings[index] if paddings else 0)
+    if offset > sum(limits):
+        raise _does_not_add_up(group, offset, sum(limits))
 
 
 def _group_state(state: Any, group: int) -> Mapping[str, Any]:
@@ -337,7 +413,8 @@ def _meta(found: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             "format": 1,
             "groups": [plain(group, "optimizer.groups") for group in found.groups],
             "scalars": found.scalars,
-            "loss_scale": None,
+            "loss_scale": found.scale,
+            **({"names": found.names} if found.names else {}),
         },
         "scheduler": plain(state.get("lr_scheduler"), "scheduler"),
         "data": None,

@@ -1,22 +1,24 @@
-"""Reading `.pt` files of others with as little trust as the format allows.
+"""`.pt` files of others: read with as little trust as the format allows, and written without the code of others.
 
 torch's weights-only unpickler builds tensors, containers, and what is on a list; nothing else is called. The few classes of
 DeepSpeed on the list are replaced by records that only hold their fields, so its code need not be installed and never runs.
 That is much safer than plain unpickling and still not safe against a hostile file as JSON is: hence `allow_pickle`.
+
+Written files name the few classes that DeepSpeed's loader insists on, by the names it has for them.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["Record", "load_pt", "require_pickle"]
+__all__ = ["DynamicLossScaler", "FragmentAddress", "LossScaler", "Record", "load_pt", "require_pickle", "save_pt"]
 
 
 class Record:
@@ -24,6 +26,39 @@ class Record:
 
     def __init__(self, *args: object) -> None:
         self.args = args
+
+
+class LossScaler:
+    """Fields of DeepSpeed's constant loss scale."""
+
+    def __init__(self, scale: float) -> None:
+        self.cur_scale, self.dynamic = scale, False
+
+
+class DynamicLossScaler:
+    """Fields of DeepSpeed's dynamic loss scale.
+
+    Args:
+        state: As ds_zero keeps it: scale, tolerance, step, last_overflow.
+        rule: The `fp16` section of the configuration.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rule: Mapping[str, Any]) -> None:
+        self.cur_scale, self.cur_hysteresis = float(state["scale"]), int(state["tolerance"])
+        self.cur_iter, self.last_overflow_iter = int(state["step"]), int(state["last_overflow"])
+        self.scale_factor, self.dynamic, self.raise_error_at_min_scale = 2.0, True, False
+        self.scale_window = int(rule.get("loss_scale_window", 1000))
+        self.min_scale = float(rule.get("min_loss_scale", 1))
+        self.delayed_shift = int(rule.get("hysteresis", 2))
+        self.consecutive_hysteresis = bool(rule.get("consecutive_hysteresis", False))
+        self.dtype = torch.float16
+
+
+class FragmentAddress:
+    """Where a parameter lies in a flat tensor, in elements."""
+
+    def __init__(self, numel: int, start: int) -> None:
+        self.numel, self.start = numel, start
 
 
 _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (
@@ -34,6 +69,36 @@ _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (set, "builtins.set"),
 )
+
+
+_WRITTEN: Final[Mapping[type, str]] = {
+    LossScaler: "deepspeed.runtime.fp16.loss_scaler LossScaler",
+    DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler",
+    FragmentAddress: "deepspeed.utils.tensor_fragment fragment_address",
+}
+
+
+class _Naming(pickle._Pickler):
+    """Writes the classes above under the names they have there. The pickler in C lets nobody choose a name."""
+
+    def save_global(self, obj: object, name: str | None = None) -> None:
+        there = _WRITTEN.get(obj) if isinstance(obj, type) else None
+        if there is None:
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        self.write(pickle.GLOBAL + there.replace(" ", "\n").encode() + b"\n")  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
+
+
+class _PickleModule:
+    """What `torch.save` takes for the module `pickle`."""
+
+    Pickler = _Naming
+
+
+def save_pt(content: Any, path: str | os.PathLike[str]) -> None:
+    """Write a `.pt` file that DeepSpeed reads; tensors that are the same object are stored once."""
+    torch.save(content, path, pickle_module=_PickleModule)
 
 
 def require_pickle(allowed: bool, what: str) -> None:

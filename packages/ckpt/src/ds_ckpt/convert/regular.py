@@ -1,0 +1,499 @@
+"""DeepSpeed's regular layout (ZeRO 1, 2, 3; pipeline stages; experts), written: where elements lie, then the files.
+
+Words: a *flat* is one flat tensor of one rank, the part of an optimizer group (of a sub-group at stage 3) that the rank
+updates; its *pieces* are ranges of parameters, end to end. Optimizer states lie like the fp32 flats.
+
+- Stages 1 and 2: a group's parameters end to end, padded to a multiple of 2 * ranks, cut into equal parts. The fp32 flats are
+  stored without the padding at the end, the optimizer's states with it.
+- Stage 3: of every parameter each rank has ceil(n / ranks) elements, padded; a flat is those of a sub-group end to end.
+- Experts belong to groups of their own, spread over every `experts`-th rank; files have one global expert each, flats
+  use the numbers that the experts have on their rank.
+- A pipeline stage is a model-parallel rank with groups of its own; the model is in one file per layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
+from ds_ckpt.convert.tensors import Source
+from ds_ckpt.jsontext import Json
+from ds_ckpt.tensors import torch_dtype
+from ds_config.errors import CheckpointError, UnsupportedError
+
+__all__ = ["EXPERT", "Flat", "Piece", "Regular", "plan_flats", "write_regular"]
+
+EXPERT: Final = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+_LAYER: Final = re.compile(r"(\d+)\.(.*)")
+_ALIGN: Final = 2  # elements: a part of a flat group starts at four bytes of fp16
+_VERSION: Final = "0.19.8"  # whose loader was checked against these files
+
+
+@dataclass(frozen=True, slots=True)
+class Regular:
+    """How the run is cut that will load the files; DeepSpeed resumes in no other way.
+
+    Attributes:
+        stage: Of ZeRO: 1, 2 or 3.
+        ranks: Data-parallel ranks (of each pipeline stage).
+        dtype: Of the model's parameters: "float32", "float16" or "bfloat16".
+        groups: Parameter names of each optimizer group, in the order they were given to the optimizer. None: as the meta says.
+        experts: Ranks that share the experts of a layer (`ep_size`).
+        pipeline: The first layer of each pipeline stage, starting with 0; () without a pipeline.
+        sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
+    """
+
+    stage: int
+    ranks: int
+    dtype: str = "float32"
+    groups: tuple[tuple[str, ...], ...] | None = None
+    experts: int = 1
+    pipeline: tuple[int, ...] = ()
+    sub_group_size: int = 10**9
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if self.stage not in (1, 2, 3) or self.ranks < 1 or self.dtype not in ("float32", "float16", "bfloat16"):
+            reasons.append(f"stage {self.stage} on {self.ranks} ranks in {self.dtype}")
+        if self.experts < 1 or self.ranks % self.experts or (self.experts > 1 and (self.stage == 3 or self.pipeline)):
+            reasons.append(f"experts over {self.experts} of {self.ranks} ranks with stage {self.stage}")
+        if self.pipeline and (self.stage != 1 or self.pipeline[0] or list(self.pipeline) != sorted(set(self.pipeline))):
+            reasons.append(f"pipeline stages that start at layers {list(self.pipeline)} with ZeRO stage {self.stage}")
+        if reasons:
+            raise UnsupportedError(
+                f"DeepSpeed's regular layout has no {'; no '.join(reasons)}",
+                code="ckpt-foreign-layout",
+                fix="Pipelines go with stage 1, experts with stages 1 and 2; the ranks of experts divide the ranks.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements start..stop of a parameter, flattened, and `pad` zeros behind them."""
+
+    name: str
+    start: int
+    stop: int
+    pad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One flat tensor of a rank: its pieces, and zeros up to `numel` elements. `group`: the optimizer group it is of."""
+
+    group: int
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    @property
+    def padding(self) -> int:
+        """Zeros at the end."""
+        return self.numel - sum(p.stop - p.start + p.pad for p in self.pieces)
+
+
+def plan_flats(groups: Sequence[Mapping[str, int]], layout: Regular, rank: int) -> tuple[Flat, ...]:
+    """The flats of data-parallel rank `rank`. `groups`: name -> number of elements, experts under their global numbers."""
+    out: list[Flat] = []
+    for number, group in enumerate(groups):
+        if layout.stage == 3:
+            out.extend(_parts_of_each(number, group, layout, rank))
+        else:
+            own, part, parts = _own(group, layout, rank)
+            out.append(_part_of_all(number, own, part, parts))
+    return tuple(out)
+
+
+def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[str, int], int, int]:
+    """What of a group the rank shares in, as which part of how many: all, or the experts that are its own."""
+    if layout.experts == 1 or not any(EXPERT.fullmatch(name) for name in group):
+        return group, rank, layout.ranks
+    mine = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
+    return mine, rank // layout.experts, layout.ranks // layout.experts
+
+
+def _owner(name: str, group: Mapping[str, int], experts: int) -> tuple[int, str]:
+    """(which of the ranks that share experts has this one, the name it has there)."""
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        raise CheckpointError(
+            f"the optimizer group of {name!r} mixes experts and other parameters",
+            code="ckpt-foreign",
+            fix="Give experts groups of their own.",
+        )
+    number = int(found[2])
+    ids = {int(m[2]) for n in group if (m := EXPERT.fullmatch(n)) and m[1] == found[1]}
+    if len(ids) % experts or ids != set(range(len(ids))):
+        raise CheckpointError(
+            f"{found[1]}* has the experts {sorted(ids)}, which do not divide over {experts} ranks",
+            code="ckpt-foreign",
+            fix="Choose a number of ranks that divides the experts.",
+        )
+    each = len(ids) // experts
+    return number // each, f"{found[1]}{number % each}{found[3]}"
+
+
+def _part_of_all(number: int, group: Mapping[str, int], part: int, parts: int) -> Flat:
+    total = sum(group.values())
+    step = _ALIGN * parts
+    each = -(-total // step) * step // parts
+    low, high, at = part * each, (part + 1) * each, 0
+    pieces = []
+    for name, numel in group.items():
+        start, stop = max(low, at), min(high, at + numel)
+        if start < stop:
+            pieces.append(Piece(name, start - at, stop - at))
+        at += numel
+    return Flat(number, tuple(pieces), each)
+
+
+def _parts_of_each(number: int, group: Mapping[str, int], layout: Regular, rank: int) -> Iterator[Flat]:
+    whole = sum(-(-numel // layout.ranks) for numel in group.values()) <= layout.sub_group_size
+    pieces: list[Piece] = []
+    size = 0
+    for index, (name, numel) in enumerate(group.items(), 1):
+        each = -(-numel // layout.ranks)
+        start, stop = min(rank * each, numel), min((rank + 1) * each, numel)
+        pieces.append(Piece(name, start, stop, each - (stop - start)))
+        size += each
+        if index == len(group) or (size >= layout.sub_group_size and not whole):
+            yield Flat(number, tuple(pieces), size)
+            pieces, size = [], 0
+
+
+def write_regular(
+    source: Source, out: str | os.PathLike[str], tag: str, layout: Regular, *, allow_pickle: bool = False
+) -> Path:
+    """Write `source` as `out/tag` as DeepSpeed itself would have, for runs cut as `layout` says; `latest` names it.
+
+    `source` has our names; meta["optimizer"] as ds_engine keeps it gives groups, scalars and the loss scale.
+
+    Raises:
+        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": what this layout cannot hold.
+        CheckpointError: "ckpt-target-exists"; "ckpt-foreign": groups that are not known or do not fit the parameters.
+    Cost: one rank's file in host memory; a tensor is read once for each rank that has a part of it.
+    """
+    require_pickle(allow_pickle, "DeepSpeed's regular layout")
+    root = Path(out)
+    target, draft = root / tag, root / f".tmp-{tag}"
+    if target.exists():
+        raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
+    stages = list(_stages(source, layout))
+    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    draft.mkdir(parents=True)
+    try:
+        for index, (names, groups, known) in enumerate(stages):
+            _Writer(source, layout, draft, names=names, groups=groups, known=known).write(index)
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    (root / "latest").write_text(tag)
+    return target
+
+
+class _Writer:
+    """The files of one model-parallel rank: all of the model, or one pipeline stage of it."""
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Regular,
+        folder: Path,
+        *,
+        names: set[str],
+        groups: list[list[str]],
+        known: list[Json],
+    ) -> None:
+        self.source, self.layout, self.folder = source, layout, folder
+        self.names, self.groups, self.known = names, groups, known
+        self.trained = {n for group in groups for n in group}
+        self.meta, self.optimizer = source.meta, dict(source.meta.get("optimizer") or {})
+
+    def write(self, mp: int) -> None:
+        """All files of model-parallel rank number `mp`."""
+        prefix = "bf16_" if self.layout.dtype == "bfloat16" else ""
+        for rank in range(self.layout.ranks):
+            body = {"optimizer_state_dict": self._optimizer(rank), "ds_config": self._config(), "ds_version": _VERSION}
+            save_pt(body, self.folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
+        if self.layout.stage == 3:
+            for rank in range(self.layout.ranks):
+                save_pt(self._model(rank), self.folder / f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt")
+            return
+        save_pt(self._model(0), self.folder / f"mp_rank_{mp:02d}_model_states.pt")
+        self._layers()
+        self._experts(mp)
+
+    # ---- the optimizer's file
+
+    def _optimizer(self, rank: int) -> dict[str, Any]:
+        flats = plan_flats([self._sizes(names) for names in self.groups], self.layout, rank)
+        inner = {
+            "state": dict(enumerate(self._states(flat) for flat in flats)),
+            "param_groups": self._param_groups(flats),
+        }
+        fp32 = [self._filled(flat, "") for flat in flats]
+        ranks = self.layout.ranks
+        scaler, dynamic = self._scaler()
+        body: dict[str, Any] = {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+        body["zero_stage"] = self.layout.stage
+        if self.layout.stage == 3:
+            return {**body, "partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": fp32}
+        parts = [_own(self._sizes(names), self.layout, rank)[2] for names in self.groups]
+        return {
+            **body,
+            "clip_grad": 0.0,
+            "base_optimizer_state": inner,
+            # Copies: a view would be stored with all it is a part of.
+            "single_partition_of_fp32_groups": [
+                f[: p.numel - p.padding].clone() for f, p in zip(fp32, flats, strict=True)
+            ],
+            "group_paddings": [flat.padding for flat in flats],
+            "param_alignment_paddings": [[0] * len(self._local(names)) for names in self.groups],
+            "partition_count": parts,
+            "ds_version": _VERSION,
+            "param_slice_mappings": [self._addresses(flat) for flat in flats],
+        }
+
+    def _param_groups(self, flats: Sequence[Flat]) -> list[dict[str, Any]]:
+        out = []
+        for number, names in enumerate(self.groups):
+            group = {**self.known[number], "params": [i for i, flat in enumerate(flats) if flat.group == number]}
+            if EXPERT.fullmatch(names[0]):
+                group = {**group, "moe": True, "name": f"ep_size_{self.layout.experts}"}
+            out.append({k: tuple(v) if k == "betas" else v for k, v in group.items()})
+        return out
+
+    def _states(self, flat: Flat) -> dict[str, Any]:
+        names = list(self._sizes(self.groups[flat.group]))
+        found: dict[str, Any] = {}
+        for key, values in (self.optimizer.get("scalars") or {}).items():
+            numbers = {values[n] for n in names if n in values}
+            if len(numbers) > 1 or (numbers and any(n not in values for n in names)):
+                raise UnsupportedError(
+                    f"the parameters of optimizer group {flat.group} differ in {key!r}: {sorted(numbers)[:5]}",
+                    code="ckpt-foreign-layout",
+                    fix="DeepSpeed keeps one per group; use its universal layout.",
+                )
+            if numbers:
+                found[key] = torch.tensor(float(numbers.pop()))
+        for key in self._state_keys(names):
+            found[key] = self._filled(flat, key)
+        return found
+
+    def _state_keys(self, names: Sequence[str]) -> list[str]:
+        """The states of a group's parameters; every one of them must have all, each of the parameter's own shape."""
+        entries = self.source.entries
+        keys = sorted({k.rpartition("/")[2] for n in names for k in entries if k.startswith(f"optim/{n}/")} - {"step"})
+        for name, key in itertools.product(names, keys):
+            entry = entries.get(f"optim/{name}/{key}")
+            if entry is None or entry.shape != entries[f"param/{name}"].shape:
+                raise UnsupportedError(
+                    f"the state {key!r} of {name!r} is {'absent' if entry is None else f'of shape {list(entry.shape)}'}",
+                    code="ckpt-foreign-layout",
+                    fix="Only states that lie like the parameters fit into DeepSpeed's flat tensors.",
+                )
+        return keys
+
+    def _filled(self, flat: Flat, state: str) -> Tensor:
+        out = torch.zeros(flat.numel)
+        at = 0
+        for piece in flat.pieces:
+            key = f"optim/{piece.name}/{state}" if state else f"param/{piece.name}"
+            numel = piece.stop - piece.start
+            if numel:
+                out[at : at + numel] = self.source.entries[key].read().reshape(-1)[piece.start : piece.stop]
+            at += numel + piece.pad
+        return out
+
+    def _addresses(self, flat: Flat) -> dict[str, FragmentAddress]:
+        out, at = {}, 0
+        for piece in flat.pieces:
+            out[self._local_name(piece.name)] = FragmentAddress(piece.stop - piece.start, at)
+            at += piece.stop - piece.start
+        return out
+
+    def _scaler(self) -> tuple[LossScaler | DynamicLossScaler, bool]:
+        state, rule = self.optimizer.get("loss_scale"), dict((self.meta.get("config") or {}).get("fp16") or {})
+        if self.layout.dtype != "float16" or state is None:
+            return LossScaler(1.0), False
+        if float(rule.get("loss_scale") or 0):
+            return LossScaler(float(state["scale"])), False
+        return DynamicLossScaler(state, rule), True
+
+    # ---- the model's files
+
+    def _model(self, rank: int) -> dict[str, Any]:
+        counters = dict(self.meta.get("counters") or {})
+        partitioned, piped = self.layout.stage == 3, bool(self.layout.pipeline)
+        frozen = [n for n in self._frozen() if self.layout.stage > 1]
+        shared = {a: t for a, t in self._shared().items() if t in self.names}
+        stages = len(self.layout.pipeline) or 1
+        moe = _experts_of(n for names in self.groups for n in names)
+        return {
+            "module": None if piped else self._module(partitioned),
+            "buffer_names": [key.partition("/")[2] for key in self.source.entries if self._has(key, "buffer")],
+            "optimizer": None,
+            "param_shapes": self._shapes(),
+            "frozen_param_shapes": {n: torch.Size(self.source.entries[f"param/{n}"].shape) for n in frozen} or None,
+            "shared_params": shared,
+            "frozen_param_fragments": {n: self._fragment(n, rank) for n in frozen} or None,
+            "lr_scheduler": self.meta.get("scheduler"),
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": int(counters.get("skipped", 0)),
+            "global_steps": int(counters.get("steps", 0)),
+            "global_samples": int(counters.get("samples", 0)),
+            "dp_world_size": self.layout.ranks,
+            "mp_world_size": stages,
+            **({"checkpoint_parallel_dimensions": {"pp_degree": stages, "tp_degree": 1}} if piped else {}),
+            "ds_config": self._config(),
+            "ds_version": _VERSION,
+            **({"num_experts": [len(ids) for ids in moe.values()], "ds_autoep_layers": None} if moe else {}),
+            **dict(self.meta.get("client") or {}),
+        }
+
+    def _module(self, partitioned: bool) -> dict[str, Tensor]:
+        # Tied names hold the same object, which is stored once.
+        out: dict[str, Tensor] = {}
+        for key in self.source.entries:
+            kind, _, name = key.partition("/")
+            if kind not in ("param", "buffer") or name not in self.names or EXPERT.fullmatch(name):
+                continue
+            empty = partitioned and kind == "param"
+            out[name] = torch.empty(0, dtype=torch_dtype(self.layout.dtype)) if empty else self._half(key)
+        return {**out, **{alias: out[target] for alias, target in self._shared().items() if target in out}}
+
+    def _half(self, key: str) -> Tensor:
+        """A tensor of the model as the model has it: trained parameters in its dtype, the others as they are."""
+        value, name = self.source.entries[key].read(), key.partition("/")[2]
+        return value.to(torch_dtype(self.layout.dtype)) if name in self.trained else value
+
+    def _shapes(self) -> list[dict[str, torch.Size]]:
+        flats = plan_flats([self._sizes(names) for names in self.groups], self.layout, 0)
+        each = [[p.name for p in f.pieces] for f in flats] if self.layout.stage == 3 else self.groups
+        own = [self._local(names) if self.layout.stage < 3 else {n: n for n in names} for names in each]
+        return [
+            {local: torch.Size(self.source.entries[f"param/{name}"].shape) for name, local in names.items()}
+            for names in own
+        ]
+
+    def _fragment(self, name: str, rank: int) -> Tensor:
+        whole = self._half(f"param/{name}")
+        if self.layout.stage < 3:
+            return whole
+        each = -(-whole.numel() // self.layout.ranks)
+        part = whole.reshape(-1)[rank * each : (rank + 1) * each]
+        return torch.cat([part, part.new_zeros(each - part.numel())])
+
+    def _layers(self) -> None:
+        layers: dict[int, dict[str, Tensor]] = {}
+        for key in self.source.entries:
+            kind, _, name = key.partition("/")
+            if self.layout.pipeline and kind in ("param", "buffer") and name in self.names:
+                found = _LAYER.fullmatch(name)
+                if found is not None:
+                    layers.setdefault(int(found[1]), {})[found[2]] = self._half(key)
+        for number, state in layers.items():
+            save_pt(state, self.folder / f"layer_{number:02d}-model_states.pt")
+
+    def _experts(self, mp: int) -> None:
+        for layer, (prefix, ids) in enumerate(_experts_of(n for names in self.groups for n in names).items()):
+            for number in sorted(ids):
+                own = f"{prefix}{number}."
+                state = {n: self._half(f"param/{n}") for n in sorted(self.names) if n.startswith(own)}
+                save_pt(state, self.folder / f"layer_{layer}_expert_{number}_mp_rank_{mp:02d}_model_states.pt")
+
+    # ---- names
+
+    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
+        return {n: torch.Size(self.source.entries[f"param/{n}"].shape).numel() for n in names}
+
+    def _local(self, names: Sequence[str]) -> dict[str, str]:
+        """Global name -> name on its rank, of a group as rank 0 has it."""
+        own, _, _ = _own(self._sizes(names), self.layout, 0)
+        return {name: self._local_name(name) for name in own}
+
+    def _local_name(self, name: str) -> str:
+        if self.layout.experts == 1 or not EXPERT.fullmatch(name):
+            return name
+        every = {n: 0 for names in self.groups for n in names if EXPERT.fullmatch(n)}
+        return _owner(name, every, self.layout.experts)[1]
+
+    def _frozen(self) -> list[str]:
+        named = [key.partition("/")[2] for key in self.source.entries if self._has(key, "param")]
+        return [n for n in named if n not in self.trained]
+
+    def _has(self, key: str, kind: str) -> bool:
+        found, _, name = key.partition("/")
+        return found == kind and name in self.names
+
+    def _shared(self) -> dict[str, str]:
+        aliases = self.source.aliases.items()
+        return {a.removeprefix("param/"): t.removeprefix("param/") for a, t in aliases if a.startswith("param/")}
+
+    def _config(self) -> Json:
+        return self.meta.get("config") or {}
+
+
+def _stages(source: Source, layout: Regular) -> Iterator[tuple[set[str], list[list[str]], list[Json]]]:
+    """Of each pipeline stage (of all, without a pipeline): names, optimizer groups, and what is known of those."""
+    names = {key.partition("/")[2] for key in source.entries if key.startswith(("param/", "buffer/"))}
+    groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
+    if not layout.pipeline:
+        yield names, groups, known
+        return
+    unknown = sorted(n for n in names if not _LAYER.fullmatch(n))
+    if unknown:
+        raise UnsupportedError(
+            f"{unknown[0]!r} is in no layer of a pipeline (names of layers begin with their number)",
+            code="ckpt-foreign-layout",
+            fix="Layers that are tied between stages cannot be written; use the universal layout.",
+        )
+    for low, high in itertools.pairwise((*layout.pipeline, 10**9)):
+        own = {n for n in names if low <= int(n.split(".")[0]) < high}
+        kept = [(known[i], here) for i, group in enumerate(groups) if (here := [n for n in group if n in own])]
+        yield own, [group for _, group in kept], [what for what, _ in kept]
+
+
+def _groups(source: Source, layout: Regular) -> list[list[str]]:
+    """The parameters of each optimizer group, in order. Raises CheckpointError "ckpt-foreign" where that is not known."""
+    optimizer = source.meta.get("optimizer") or {}
+    named = layout.groups if layout.groups is not None else optimizer.get("names")
+    number = len(optimizer.get("groups") or [])
+    if not named or len(named) != number:
+        raise CheckpointError(
+            f"the checkpoint has {number} optimizer groups, and names of the parameters of {len(named or ())}",
+            code="ckpt-foreign",
+            fix="Give Regular(groups=...): the names of each group in the order they were given to the optimizer.",
+        )
+    groups = [[str(n) for n in names] for names in named]
+    flat = [n for names in groups for n in names]
+    trained = {k.removeprefix("optim/").rpartition("/")[0] for k in source.entries if k.startswith("optim/")}
+    wrong = sorted((set(flat) ^ trained) & (trained | {n for n in flat if f"param/{n}" not in source.entries}))
+    if wrong or len(set(flat)) != len(flat) or not all(groups):
+        raise CheckpointError(
+            f"the groups do not name every trained parameter once: {', '.join(wrong[:5]) or 'one is named twice'}",
+            code="ckpt-foreign",
+            fix="Name each parameter that has optimizer states in one group.",
+        )
+    return groups
+
+
+def _experts_of(names: Iterator[str]) -> dict[str, set[int]]:
+    """Layers with experts, in the order of the names: prefix -> numbers of its experts."""
+    out: dict[str, set[int]] = {}
+    for name in names:
+        found = EXPERT.fullmatch(name)
+        if found is not None:
+            out.setdefault(found[1], set()).add(int(found[2]))
+    return out
