@@ -1,6 +1,6 @@
 """Sharded training against its peers: forward + backward alone, DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
 
-usage: nox -s bench -- zero [ROUNDS] [CONFIG ...]
+usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...]
 
 Two ranks with one thread each (and one rank for `small`). Every (engine, config) is a fresh pair of processes; engines
 alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's, or the row says so. Three
@@ -47,6 +47,7 @@ def run(engine: str, config: str, world: int) -> dict | None:
         subprocess.Popen(
             [python, str(WORKER), engine, config, str(STEPS[config])],
             env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,  # the kernel shares processors between sessions, see `burst` of the worker
         )
         for r in range(world)
     ]  # fmt: skip
@@ -92,13 +93,13 @@ def table(rows: dict[str, dict]) -> None:
                   f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
-def main(rounds: int, configs: list[str]) -> None:
+def main(rounds: int, configs: list[str], chosen: list[str]) -> None:
     found: dict[str, dict] = {}
     for config in configs:
         for world in (1, 2) if config == "small" else (2,):
             engines = [
                 e
-                for e in ENGINES
+                for e in chosen
                 if world > 1 or (not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e)
             ]
             runs: dict[str, list[dict]] = {e: [] for e in engines}
@@ -116,6 +117,8 @@ def main(rounds: int, configs: list[str]) -> None:
             found[f"{config}-{world}"] = rows
     DATA.parent.mkdir(parents=True, exist_ok=True)
     machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
+    if chosen is not ENGINES:
+        return  # a look at a few engines is no record
     kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
     for name, rows in found.items():
         kept[name] = {"machine": machine, "rounds": rounds, "rows": rows}
@@ -123,4 +126,9 @@ def main(rounds: int, configs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2:] or list(STEPS))
+    asked = sys.argv[2:]
+    main(
+        int(sys.argv[1]) if len(sys.argv) > 1 else 3,
+        [c for c in asked if c in STEPS] or list(STEPS),
+        [e for e in ENGINES if e in asked] or ENGINES,
+    )

@@ -28,6 +28,7 @@ class _Options(TypedDict, total=False):
     policy: UnitPolicy
     strict: bool
     layout: Kind | None
+    shard_size: int | None
     memory: Literal["auto", "private", "shared"]
 
 
@@ -43,7 +44,8 @@ def shard(
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
-        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout, memory.
+        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout,
+            shard_size, memory.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

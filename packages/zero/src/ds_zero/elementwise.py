@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ds_config.errors import UnsupportedError
 from ds_zero.layout import Kind
 
-__all__ = ["needed_layout", "needed_layouts"]
+__all__ = ["needed_layout", "needed_layouts", "owns_reduction"]
 
 _SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
@@ -37,7 +37,7 @@ def needed_layouts(optimizer: Optimizer, asked: Kind | None) -> dict[int, Kind]:
     """
     layouts: dict[int, Kind] = {}
     for number, group in enumerate(optimizer.param_groups):
-        need = needed_layout(optimizer, group)
+        need = _declared(optimizer) if owns_reduction(optimizer) else needed_layout(optimizer, group)
         if need == "whole" and asked not in (None, "whole"):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
@@ -46,6 +46,16 @@ def needed_layouts(optimizer: Optimizer, asked: Kind | None) -> dict[int, Kind]:
             )
         layouts[number] = need if asked is None else asked
     return layouts
+
+
+def owns_reduction(optimizer: Optimizer) -> bool:
+    """Whether an optimizer averages gradients over ranks itself; it says so by an attribute of this name."""
+    return bool(getattr(optimizer, "owns_reduction", False))
+
+
+def _declared(optimizer: Optimizer) -> Kind:
+    # Its step is collective and depends on how far it is, so it is not asked to step.
+    return "flat" if getattr(optimizer, "elementwise", True) else "whole"
 
 
 def needed_layout(optimizer: Optimizer, group: dict[str, Any]) -> Kind:

@@ -107,4 +107,4 @@ class Init:
 
 
 class MiCS_Init(Init):  # noqa: N801  the reference's name
-    """Init over the ranks of one replica: pass the group that `shard(..., shard_size=...)` shards over."""
+    """Init for a model that `shard(..., shard_size=...)` then cuts over replicas. Until then all ranks share one copy."""

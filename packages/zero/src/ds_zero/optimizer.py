@@ -5,6 +5,9 @@ edits between steps work. Each of its parameter lists now holds *parts* of shard
 parameters of the unit have the same history; the first step in which only some of them were used cuts it up, so that each
 has its own state and step count, exactly as if it had never been joined.
 
+An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own, and
+the norm that clips them, alike on all ranks, is the root of the mean of the ranks' squared norms.
+
 Gradients are consumed by `step`. The averaged gradient is sum / (ranks x loss scale x divisor); that factor and clipping are
 one multiplication of the shard.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,9 +28,10 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
-from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_zero.elementwise import needed_layouts
+from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
+from ds_zero.elementwise import needed_layouts, owns_reduction
 from ds_zero.layout import Kind
+from ds_zero.moving import KINDS
 from ds_zero.precision import ScaleState, next_scale
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.unit import Part, Unit
@@ -64,6 +68,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
         self._groups = _group_of_params(inner)
         _check_known(model, inner)
+        _check_reduction(inner, options)
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self._scaled = 0
@@ -81,6 +86,8 @@ class ShardedOptimizer(Optimizer):
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
         self.sharding = Sharding(model, self._groups, options, layouts)
+        if owns_reduction(inner):
+            self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._check_scaled
         self.sharding.grad_factor = self._average
         self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
@@ -96,7 +103,7 @@ class ShardedOptimizer(Optimizer):
     def _average(self) -> float:
         """What a summed gradient is multiplied by to be the gradient."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        return 1.0 / (self.sharding.group.size * scale * self.divisor)
+        return 1.0 / (self.sharding.seat.size * scale * self.divisor)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; the loss itself without one."""
@@ -166,7 +173,22 @@ class ShardedOptimizer(Optimizer):
                 place = local.shard.interval
                 local.data.copy_(whole[name, key][place.start : place.stop])
 
+    def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
+        """`Sharding.suspend`, with the optimizer's state."""
+        state = [v for of in self.inner.state.values() for v in of.values() if isinstance(v, Tensor)]
+        return self.sharding.suspend(kinds, pin_memory=pin_memory, state=state)
+
+    def resume(self) -> None:
+        """`Sharding.resume`."""
+        self.sharding.resume()
+
     def _check_loaded(self) -> None:
+        if self.sharding.away:
+            raise ShardedAccessError(
+                f"step while state is away from the device: {', '.join(sorted({a.kind for a in self.sharding.away}))}",
+                code="zero-suspended",
+                fix="Call resume() first.",
+            )
         if self.sharding.unloaded:
             raise PlanError(
                 f"step on a model built on meta of which {len(self.sharding.unloaded)} parameters have no values yet",
@@ -222,7 +244,9 @@ class ShardedOptimizer(Optimizer):
         wanted = (
             self.sharding.options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
         )
-        square = _square(units) / self.sharding.seat.replicas.size if wanted else 0.0
+        # Gradients that stay local: the root of the mean of their squares, which bounds the norm of their mean.
+        copies = group.size if owns_reduction(self.inner) else self.sharding.seat.replicas.size
+        square = _square(units) / copies if wanted else 0.0
         unused = [sorted(runtime.unused[n]) for n in runtime.trained]
         if group.size == 1:
             return _Facts(square if wanted else None, [set(u) for u in unused])
@@ -363,6 +387,15 @@ class ShardedOptimizer(Optimizer):
                     if name not in state:
                         state[name] = torch.zeros_like(part.tensor, requires_grad=False)
 
+    def synchronise(self) -> None:
+        """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
+
+        Before anything that saves or compares them. Nothing to do with every other optimizer.
+        """
+        if owns_reduction(self.inner) and hasattr(self.inner, "synchronise"):
+            self.inner.synchronise()
+            self.sharding.refresh()
+
     def refresh(self) -> None:
         """The shards were written (a load): bring every copy of them up to date. Collective."""
         self.sharding.refresh()
@@ -428,7 +461,9 @@ class ShardedOptimizer(Optimizer):
             members = part.members or tuple(range(len(unit.params)))
             value = values.get(unit.spec.params[members[0]].name)
             if value is not None:
-                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if isinstance(value, float) else value
+                # torch's own optimizers count in tensors; those that name their state keep plain numbers.
+                kept = isinstance(value, float) and not hasattr(self.inner, "state_names")
+                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if kept else value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the model is sharded."""
@@ -477,6 +512,15 @@ def _check_known(model: nn.Module, inner: Optimizer) -> None:
             f"the optimizer has {len(strange)} parameters that are not the model's, of shapes {strange[:5]}",
             code="zero-foreign-parameters",
             fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
+        )
+
+
+def _check_reduction(inner: Optimizer, options: ShardOptions) -> None:
+    if owns_reduction(inner) and options.residency.shard_optim:
+        raise UnsupportedError(
+            f"{type(inner).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
+            code="optimizer-owns-reduction",
+            fix="Use stage 0 with it.",
         )
 
 

@@ -51,7 +51,7 @@ class ZeroPlan:
     """What will be: the units, and each one's bytes on every rank (ranks hold equal shares).
 
     Attributes:
-        world: Ranks the model is sharded over.
+        world: Ranks that train the model.
         residency: What is sharded.
         units: In canonical order.
         bytes: One for each unit.
@@ -135,5 +135,6 @@ def plan(
     precision = Precision.of(options.precision)
     units = plan_units(params, found, options.residency, options.policy)
     formats = [precision.resolve(getattr(torch, u.params[0].dtype), u.params[0].name) for u in units]
-    sizes = [plan_bytes(u, dtypes, world, state_tensors) for u, dtypes in zip(units, formats, strict=True)]
+    shards = options.shard_size or world
+    sizes = [plan_bytes(u, dtypes, shards, state_tensors) for u, dtypes in zip(units, formats, strict=True)]
     return ZeroPlan(world, options.residency, units, tuple(sizes))

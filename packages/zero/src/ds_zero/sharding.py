@@ -10,8 +10,8 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,9 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.hooks import Runtime, Schedule
 from ds_zero.host import HostMemory, HostPlan, host_refusal
 from ds_zero.layout import Kind, Piece, plan_layout
+from ds_zero.moving import KINDS, Away, bring_back, take_away
 from ds_zero.precision import Precision
+from ds_zero.replicas import Replicas, split_replicas
 from ds_zero.residency import STAGES, Residency
 from ds_zero.scattered import is_scattered
 from ds_zero.store import Pool
@@ -53,6 +55,8 @@ class ShardOptions:
         strict: Raise on all ranks if the ranks of a step used different parameters.
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
             independently of each other, whole for one that needs whole parameters (found out by asking it).
+        shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
+            over all ranks. None: all ranks share one copy.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
     """
@@ -65,6 +69,7 @@ class ShardOptions:
     policy: UnitPolicy = field(default_factory=UnitPolicy)
     strict: bool = False
     layout: Kind | None = None
+    shard_size: int | None = None
     memory: Literal["auto", "private", "shared"] = "auto"
 
     @property
@@ -144,8 +149,10 @@ class Sharding:
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
         _broadcast_differences([*ready, *model.buffers()], self.group)
         self.pool = Pool()
+        self.away: list[Away] = []
+        self._replicas = split_replicas(self.group, options.shard_size if residency.shard_optim else None)
         host = self._host(by_name, residency)
-        seat = _seat(self.group, residency, self.pool, host)
+        seat = _seat(self.group, self._replicas, residency, self.pool, host)
         self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
         self._unforeseen: Group | None = None
         self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
@@ -170,9 +177,10 @@ class Sharding:
         return unit
 
     def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
-        if not residency.shard_optim or not wants_shared(self.options.memory, self.group, params.values()):
+        group = self._replicas.shards
+        if not residency.shard_optim or not wants_shared(self.options.memory, group, params.values()):
             return None
-        refusal = host_refusal(self.group)
+        refusal = host_refusal(group)
         if refusal:
             if self.options.memory == "auto":
                 _log.info("zero: memory stays private: %s", refusal)
@@ -184,13 +192,13 @@ class Sharding:
             )
         fulls, slot_bytes = [], 0
         for spec in self.specs:
-            layout = plan_layout(spec.shapes, self.group.size, kind=spec.params[0].layout)
+            layout = plan_layout(spec.shapes, group.size, kind=spec.params[0].layout)
             dtypes = self.precision.resolve(params[spec.params[0].name].dtype, spec.params[0].name)
             fulls.append((layout.numel, dtypes.param))
             if spec.trained:
                 width = max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize)
                 slot_bytes = max(slot_bytes, layout.numel * width)
-        return HostMemory(self.group, HostPlan(tuple(fulls), slot_bytes)) if fulls else None
+        return HostMemory(group, HostPlan(tuple(fulls), slot_bytes)) if fulls else None
 
     def unforeseen(self) -> Group:
         """The channel for gathers outside the recorded order. Made at the first call, which is collective."""
@@ -200,6 +208,13 @@ class Sharding:
                 self._unforeseen = _twin(self.seat.shards, "unforeseen")
                 self._own_groups.append(self._unforeseen)
         return self._unforeseen
+
+    def keep_gradients_local(self) -> None:
+        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0."""
+        alone = comm.single_group("alone", self.group.global_rank)
+        self.seat = replace(self.seat, replicas=alone)
+        for unit in self.units:
+            unit.seat = self.seat
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number in it; None for a parameter of another model."""
@@ -243,6 +258,33 @@ class Sharding:
         if self.seat.host is not None:
             self.seat.host.barrier(what)
 
+    def suspend(
+        self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True, state: Iterable[Tensor] = ()
+    ) -> dict[str, int]:
+        """Move state to host memory between steps, for another program to use the device. `resume` brings it back.
+
+        Args:
+            kinds: Of `optimizer`, `masters`, `parameters`, `gradients`.
+            pin_memory: Into page-locked memory.
+            state: Tensors of the optimizer's state.
+        Returns:
+            Bytes given back by kind, and `buffers`: idle ones, which hold nothing. Memory that ranks share stays.
+        """
+        self.runtime.drain()
+        spare = 0
+        for unit in self.units:
+            unit.reshard()
+            spare += unit.drop_idle()
+        spare += self.pool.drop()
+        gone = take_away(self.units, state, kinds, pin_memory=pin_memory)
+        self.away += gone
+        return {k: sum(a.host.numel() for a in gone if a.kind == k) for k in kinds} | {"buffers": spare}
+
+    def resume(self) -> None:
+        """Bring back what `suspend` moved, to the same bits."""
+        bring_back(self.units, self.away)
+        self.away.clear()
+
     def param_shards(self) -> list[LocalShard]:
         """This rank's elements of every parameter, in master format, as views: `param/<name>`."""
         found = []
@@ -263,6 +305,7 @@ class Sharding:
 
     def close(self) -> None:
         """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
+        self.resume()
         for unit in self.units:
             unit.finish_reduce()
             unit.unshard()
@@ -281,6 +324,7 @@ class Sharding:
             if group.pg is not None:
                 dist.destroy_process_group(group.pg)
         self._own_groups.clear()
+        self._replicas.drop()
         self._unforeseen = None
 
 
@@ -312,14 +356,14 @@ def wants_shared(memory: str, group: Group, params: Iterable[Tensor]) -> bool:
     return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))
 
 
-def _seat(group: Group, residency: Residency, pool: Pool, host: HostMemory | None) -> Seat:
-    alone = Group("alone", (group.ranks[group.rank],), 0)
+def _seat(group: Group, replicas: Replicas, residency: Residency, pool: Pool, host: HostMemory | None) -> Seat:
     if not residency.shard_optim:
+        alone = comm.single_group("alone", group.global_rank)
         return Seat(alone, alone, group, pool)
-    gathers = group
-    if residency.shard_params and group.pg is not None and host is None:
-        gathers = _twin(group, "gather")
-    return Seat(group, gathers, alone, pool, host)
+    shards = gathers = replicas.shards
+    if residency.shard_params and shards.pg is not None and host is None:
+        gathers = _twin(shards, "gather")
+    return Seat(shards, gathers, replicas.twins, pool, host)
 
 
 def _twin(group: Group, purpose: str) -> Group:

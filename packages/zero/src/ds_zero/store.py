@@ -38,8 +38,9 @@ class Pool:
         """Return a buffer that `take` handed out."""
         self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
 
-    def drop(self) -> None:
-        """Free every idle buffer."""
-        for buffers in self._idle.values():
-            self.bytes -= sum(b.nbytes for b in buffers)
+    def drop(self) -> int:
+        """Free every idle buffer; how many bytes they had."""
+        freed = sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
+        self.bytes -= freed
         self._idle.clear()
+        return freed

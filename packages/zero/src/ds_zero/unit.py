@@ -33,6 +33,7 @@ from torch.nn.parameter import Parameter
 from torch.utils import swap_tensors
 
 import ds_comm as comm
+from ds_config.errors import ShardedAccessError
 from ds_zero._torch import foreach_add, foreach_copy, storage_uses
 from ds_zero.host import HostMemory
 from ds_zero.host import Slot as HostSlot
@@ -53,6 +54,7 @@ class Full(Enum):
     GATHERING = auto()  # storage that a collective is writing
     STALE = auto()  # storage, older than the shards
     CURRENT = auto()  # equal to the gathered shards
+    AWAY = auto()  # nothing, and neither does the shard: the bytes are in host memory (moving.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,12 @@ class Unit:
         """
         if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
+        if self.state is Full.AWAY:
+            raise ShardedAccessError(
+                f"unit {self.spec.name} is needed while its parameters are away from the device",
+                code="zero-suspended",
+                fix="Call resume() first.",
+            )
         self._was_released = self.state is Full.RELEASED
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
@@ -239,7 +247,7 @@ class Unit:
             spare_aliases: If other tensors share the memory (a state_dict taken meanwhile), leave it to them and go on with
                 another buffer. Otherwise they would point to nothing; what autograd saved for backward is meant to.
         """
-        if not self.releases or self.pins or self.state is Full.RELEASED:
+        if not self.releases or self.pins or self.state in (Full.RELEASED, Full.AWAY):
             return
         self.finish_unshard()
         if spare_aliases and storage_uses(self.full) > self._uses:
@@ -404,6 +412,15 @@ class Unit:
         if self.spec.residency.shard_grads or self.host is not None:
             self._give_arena()
         self._slot = None
+
+    def drop_idle(self) -> int:
+        """Give back gradient buffers that hold nothing. Returns the bytes that were not the pool's."""
+        if not self.open and not self._grad_in_arena:
+            self._give_arena()
+        if self.grad is not None or self._spare_grad is None:
+            return 0
+        freed, self._spare_grad = self._spare_grad.nbytes, None
+        return freed
 
     @property
     def bytes(self) -> dict[str, int]:
