@@ -120,10 +120,13 @@ def clients(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def native(session: nox.Session) -> None:
-    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is."""
+    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is, NEON
+    where a cross compiler and qemu-user are (Debian: g++-aarch64-linux-gnu, qemu-user)."""
     python = developing(session)
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    for preset in session.posargs or ("dev", "asan", *(["cuda"] if nvcc else [])):
+    arm = shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")
+    found_here = [*(["aarch64"] if arm else []), *(["cuda"] if nvcc else [])]
+    for preset in session.posargs or ("dev", "asan", *found_here):
         found = [f"-DPython_EXECUTABLE={python}"]
         if preset in ("release", "cuda"):
             folder = session.run(python, "-m", "pybind11", "--cmakedir", silent=True, external=True)

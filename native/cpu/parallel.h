@@ -5,6 +5,9 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 namespace ds {
 
@@ -37,6 +40,16 @@ void on_threads(int threads, const F &f) {
 #endif
   (void)threads;
   f(0, 1);
+}
+
+// Results of this size are written past the cache, where a kernel can: nobody reads all of them again from there.
+constexpr std::int64_t past_cache_bytes = 8 << 20;
+
+// After writes past the cache, on the thread that made them, before anybody is told that they are there.
+inline void end_of_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 // Calls f(begin, end) for each thread's part of [0, n).

@@ -16,9 +16,13 @@ bool usable(const QuantSpec &s, const QuantRows &q) {
   return q.base || q.rows * q.cols == 0;
 }
 
+bool past_cache(std::int64_t rows, std::int64_t cols, Dtype dtype) {
+  return rows * cols * size_of(dtype) >= past_cache_bytes;
+}
+
 // Calls f(row, group, first, n, thread) for every group of every row: elements [first, first + n) of the row.
 template <class F>
-void each_group(const QuantSpec &s, std::int64_t rows, std::int64_t cols, int threads, const F &f) {
+void each_group(const QuantSpec &s, std::int64_t rows, std::int64_t cols, bool streaming, int threads, const F &f) {
   const std::int64_t groups = quant_groups(s, cols);
   on_threads(useful_threads(rows * cols, threads), [&](int i, int parts) {
     const Range r = part_of(rows * groups, 1, i, parts);
@@ -26,6 +30,7 @@ void each_group(const QuantSpec &s, std::int64_t rows, std::int64_t cols, int th
       const std::int64_t row = unit / groups, group = unit % groups, first = group * s.group;
       f(row, group, first, cols - first < s.group ? cols - first : s.group, i);
     }
+    if (streaming) end_of_streaming();
   });
 }
 
@@ -44,7 +49,7 @@ Status quantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *orde
                 int threads) {
   if (!usable(s, q) || (!x && q.rows * q.cols > 0)) return Status::bad_argument;
   const Kernels &k = kernels();
-  each_group(s, q.rows, q.cols, threads,
+  each_group(s, q.rows, q.cols, false, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
                const std::int64_t i = row * q.cols + first;
                const void *from = static_cast<const char *>(x) + i * size_of(dtype);
@@ -59,9 +64,10 @@ Status dequantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *in
   for (std::int64_t i = 0; i < count; i++)
     if (index ? index[i] < 0 || index[i] >= q.rows : i >= q.rows) return Status::bad_argument;
   const Kernels &k = kernels();
-  each_group(s, count, q.cols, threads,
+  const bool streaming = past_cache(count, q.cols, dtype);
+  each_group(s, count, q.cols, streaming, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
-               const QuantSources from = {q.base + (index ? index[row] : row) * q.row_bytes, 1, 0, q.params_at};
+               const QuantSources from = {q.base + (index ? index[row] : row) * q.row_bytes, 1, 0, q.params_at, streaming};
                void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
                k.dequantize_group(s, from, group, 1.0f, to, dtype, n);
              });
@@ -74,9 +80,11 @@ Status reduce(const QuantSpec &s, const QuantRows &q, std::int64_t sources, floa
   const std::int64_t rows = q.rows / sources;
   if (!out && rows * q.cols > 0) return Status::bad_argument;
   const Kernels &k = kernels();
-  each_group(s, rows, q.cols, threads,
+  const bool streaming = past_cache(rows, q.cols, dtype);
+  each_group(s, rows, q.cols, streaming, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
-               const QuantSources from = {q.base + row * q.row_bytes, sources, rows * q.row_bytes, q.params_at};
+               const QuantSources from = {q.base + row * q.row_bytes, sources, rows * q.row_bytes, q.params_at,
+                                          streaming};
                void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
                k.dequantize_group(s, from, group, factor, to, dtype, n);
              });
@@ -90,10 +98,11 @@ Status reduce_quantized(const QuantSpec &s, const QuantRows &q, std::int64_t sou
     return Status::bad_argument;
   const Kernels &k = kernels();
   const std::int64_t inner = so.group / s.group;
-  each_group(so, out.rows, out.cols, threads,
+  each_group(so, out.rows, out.cols, false, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int thread) {
                float *sum = scratch + thread * so.group;
-               const QuantSources from = {q.base + row * q.row_bytes, sources, out.rows * q.row_bytes, q.params_at};
+               const QuantSources from = {q.base + row * q.row_bytes, sources, out.rows * q.row_bytes, q.params_at,
+                                          false};
                for (std::int64_t g = 0, i = 0; i < n; g++, i += s.group)
                  k.dequantize_group(s, from, group * inner + g, factor, sum + i, Dtype::f32,
                                     n - i < s.group ? n - i : s.group);

@@ -4,7 +4,6 @@
 namespace ds {
 namespace {
 // Beyond this the written lines would not be read from the cache again: write past it.
-constexpr std::int64_t streaming_bytes = 8 << 20;
 }  // namespace
 
 Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, double *out, int threads) {
@@ -27,7 +26,7 @@ Status convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, f
   if (n < 0 || (n > 0 && (!dst || !src))) return Status::bad_argument;
   if (n > 0 && dst == src && size_of(dd) != size_of(sd)) return Status::bad_argument;
   const Kernels &k = kernels();
-  const bool streaming = dst != src && n * size_of(dd) >= streaming_bytes;
+  const bool streaming = dst != src && n * size_of(dd) >= past_cache_bytes;
   split(n, 4096, threads, [&](std::int64_t begin, std::int64_t end) {
     k.convert(static_cast<char *>(dst) + begin * size_of(dd), dd, static_cast<const char *>(src) + begin * size_of(sd),
               sd, end - begin, scale, streaming);

@@ -14,19 +14,15 @@ struct Mapping {  // codes = f(x * inverse) of one group
   bool finite;
 };
 
-DS_FN std::uint32_t mix(std::uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
 DS_FN float draw(const QuantSpec &s, std::int64_t index) {
-  const std::uint32_t lo = static_cast<std::uint32_t>(index);
   const std::uint32_t hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32);
-  const std::uint32_t h = mix(mix(lo ^ s.key[0]) + hi * 0x9e3779b9u + s.key[1]);
-  return static_cast<float>(h >> 8) * 5.9604644775390625e-8f;
+  std::uint32_t x = static_cast<std::uint32_t>(index) ^ s.key[0];
+  x = (x ^ (x >> 16)) * 0x7feb352du + s.key[1] + hi * 0x9e3779b9u;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return (static_cast<float>(static_cast<std::int32_t>(x ^ (x >> 16)) >> 8) + 0.5f) * 5.9604644775390625e-8f;
 }
 DS_FN int round_to_int(const QuantSpec &s, float y, std::int64_t index) {
-  return static_cast<int>(s.stochastic ? floorf(y + draw(s, index)) : rintf(y));
+  return static_cast<int>(rintf(s.stochastic ? y + draw(s, index) : y));
 }
 
 DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::int64_t index) {

@@ -137,10 +137,10 @@ void quantizers_agree(const ds::Kernels *const *levels, int num_levels) {
         std::vector<unsigned char> row(712), other(712);
         float *params = reinterpret_cast<float *>(row.data() + 704), *other_params = reinterpret_cast<float *>(other.data() + 704);
         levels[0]->quantize_group(s, row.data(), params, x.data(), Dtype::f32, n, s.offset);
-        levels[0]->dequantize_group(s, {row.data(), 1, 0, 704}, 0, 0.5f, back.data(), Dtype::f32, n);
+        levels[0]->dequantize_group(s, {row.data(), 1, 0, 704, false}, 0, 0.5f, back.data(), Dtype::f32, n);
         for (int l = 1; l < num_levels; l++) {
           levels[l]->quantize_group(s, other.data(), other_params, x.data(), Dtype::f32, n, s.offset);
-          levels[l]->dequantize_group(s, {other.data(), 1, 0, 704}, 0, 0.5f, other_back.data(), Dtype::f32, n);
+          levels[l]->dequantize_group(s, {other.data(), 1, 0, 704, true}, 0, 0.5f, other_back.data(), Dtype::f32, n);
           CHECK(row == other);
           CHECK(!std::memcmp(back.data(), other_back.data(), static_cast<std::size_t>(n) * 4));
         }

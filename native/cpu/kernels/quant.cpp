@@ -123,29 +123,26 @@ static Mapping map_group(const QuantSpec &s, const Extent &e, float *params) {
   return {inverse, static_cast<std::int32_t>(params[1]), true};
 }
 
-// Uniform in [0, 1) from the index of an element and a key: two rounds of a 32-bit mixing function (multipliers found
-// by C. Wellons, "lowbias32"), so that an element's draw does not depend on how the tensor was cut.
-DS_INLINE vu mix(vu x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
+// Uniform in (-1/2, 1/2), odd multiples of 2^-25, from the index of an element and two keys: the 32-bit mixing function
+// "lowbias32" found by C. Wellons, a key before and a key between its multiplications, so that an element's draw does
+// not depend on how the tensor was cut.
 alignas(64) const std::uint32_t steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 DS_INLINE vf draw(const QuantSpec &s, std::int64_t index) {
+  constexpr std::uint32_t stride = 0x9e3779b9u;  // between the keys of one run of 2^32 elements and the next
   const std::uint32_t first = static_cast<std::uint32_t>(index);
-  const vu lo = first + load<vu>(steps);
-  const vu hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32) - (vu)(lo < first);  // a carry
-  const vu h = mix(mix(lo ^ s.key[0]) + hi * 0x9e3779b9u + s.key[1]);
-  return __builtin_convertvector((vi)(h >> 8), vf) * 5.9604644775390625e-8f;
+  const std::uint32_t run = s.key[1] + static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32) * stride;
+  const vu lo = first + load<vu>(steps), x = lo ^ s.key[0];
+  const vu keyed = (x ^ (x >> 16)) * 0x7feb352du + run + ((vu)(lo < first) & stride);  // lo wrapped: the next run
+  const vu mixed = (keyed ^ (keyed >> 15)) * 0x846ca68bu;
+  return (__builtin_convertvector((vi)(mixed ^ (mixed >> 16)) >> 8, vf) + 0.5f) * 5.9604644775390625e-8f;
 }
 
-// y rounded to an integer, |y| < 2^22. Adding 1.5 * 2^23 leaves the integer in the low bits, rounded to even.
-DS_INLINE vi round_even(vf y) { return (vi)bits(y + 12582912.0f) - 0x4b400000; }
+// y rounded to an integer, |y| < 2^22: to the nearest one, or up with the probability of its fraction, which is rounding
+// y + draw to the nearest. Adding 1.5 * 2^23 leaves the integer in the low bits, rounded to even.
 template <bool stochastic>
 DS_INLINE vi round_to_int(const QuantSpec &s, vf y, std::int64_t index) {
-  if (!stochastic) return round_even(y);
-  const vf t = y + draw(s, index), r = (t + 12582912.0f) - 12582912.0f;
-  return ((vi)bits(t + 12582912.0f) - 0x4b400000) + (vi)(r > t);  // floor: a true comparison is -1
+  if (stochastic) y = y + draw(s, index);
+  return (vi)bits(y + 12582912.0f) - 0x4b400000;
 }
 
 template <bool stochastic>
@@ -192,18 +189,69 @@ static void encode(const QuantSpec &spec, const Mapping &mapping, std::uint8_t *
     each_code(codes, x, n, index, [=](vf v, std::int64_t i) { return float_code<stochastic>(s, m, v, i); });
 }
 
+// The vector parts of pack() and unpack(), 16 bytes at a time: how many of the packed bytes are done. Neighbours are joined
+// by multiplying and adding; a shuffle then closes the gaps. Scalar code took as long as everything else together.
+static std::int64_t pack_vectors(std::uint8_t *out, const std::uint8_t *codes, std::int64_t bytes, int width) {
+  std::int64_t o = 0;
+#if defined(__SSSE3__)
+  const __m128i low = _mm_set1_epi8(15), one_and_16 = _mm_set1_epi16(0x1001);
+  const __m128i one_and_64 = _mm_set1_epi16(0x4001), one_and_4096 = _mm_set1_epi32(0x10000001);
+  const __m128i close = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
+  if (width == 4)
+    for (; o + 16 <= bytes; o += 16) {
+      const __m128i a = _mm_and_si128(load<__m128i>(codes + 2 * o), low);
+      const __m128i b = _mm_and_si128(load<__m128i>(codes + 2 * o + 16), low);
+      store(out + o, _mm_packus_epi16(_mm_maddubs_epi16(a, one_and_16), _mm_maddubs_epi16(b, one_and_16)));
+    }
+  else  // writes 16 bytes for 12; the next step, or the scalar rest, writes the last four again
+    for (; o + 16 <= bytes; o += 12) {
+      const __m128i pairs = _mm_maddubs_epi16(load<__m128i>(codes + o / 3 * 4), one_and_64);
+      store(out + o, _mm_shuffle_epi8(_mm_madd_epi16(pairs, one_and_4096), close));
+    }
+#else
+  (void)out, (void)codes, (void)bytes, (void)width;
+#endif
+  return o;
+}
+
+static std::int64_t unpack_vectors(std::uint8_t *codes, const std::uint8_t *in, std::int64_t bytes, int width) {
+  std::int64_t o = 0;
+#if defined(__SSSE3__)
+  const __m128i low = _mm_set1_epi8(15), open = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
+  if (width == 4)
+    for (; o + 16 <= bytes; o += 16) {
+      const __m128i x = load<__m128i>(in + o);
+      const __m128i even = _mm_and_si128(x, low), odd = _mm_and_si128(_mm_srli_epi16(x, 4), low);
+      store(codes + 2 * o, _mm_unpacklo_epi8(even, odd));
+      store(codes + 2 * o + 16, _mm_unpackhi_epi8(even, odd));
+    }
+  else
+    for (; o + 16 <= bytes; o += 12) {
+      const __m128i w = _mm_shuffle_epi8(load<__m128i>(in + o), open);
+      const __m128i a = _mm_and_si128(w, _mm_set1_epi32(0x3f));
+      const __m128i b = _mm_and_si128(_mm_slli_epi32(w, 2), _mm_set1_epi32(0x3f00));
+      const __m128i c = _mm_and_si128(_mm_slli_epi32(w, 4), _mm_set1_epi32(0x3f0000));
+      const __m128i d = _mm_and_si128(_mm_slli_epi32(w, 6), _mm_set1_epi32(0x3f000000));
+      store(codes + o / 3 * 4, _mm_or_si128(_mm_or_si128(a, b), _mm_or_si128(c, d)));
+    }
+#else
+  (void)codes, (void)in, (void)bytes, (void)width;
+#endif
+  return o;
+}
+
 // Bytes to codes of 4 or 6 bits, first element in the lowest bits. `codes` is writable up to a multiple of four.
 static void pack(std::uint8_t *__restrict out, std::uint8_t *__restrict codes, std::int64_t n, int width) {
   for (std::int64_t i = n; i % 4 != 0; i++) codes[i] = 0;
   const std::int64_t bytes = (n * width + 7) / 8;
+  std::int64_t o = pack_vectors(out, codes, bytes, width);
   if (width == 4) {
-    for (std::int64_t i = 0; i < bytes; i++)
-      out[i] = static_cast<std::uint8_t>((codes[2 * i] & 15) | (codes[2 * i + 1] << 4));
+    for (; o < bytes; o++) out[o] = static_cast<std::uint8_t>((codes[2 * o] & 15) | (codes[2 * o + 1] << 4));
     return;
   }
-  for (std::int64_t i = 0, o = 0; o < bytes; i += 4, o += 3) {
+  for (; o < bytes; o += 3) {
     std::uint32_t w;
-    std::memcpy(&w, codes + i, 4);
+    std::memcpy(&w, codes + o / 3 * 4, 4);
     w = (w & 0x3fu) | (w >> 2 & 0xfc0u) | (w >> 4 & 0x3f000u) | (w >> 6 & 0xfc0000u);
     std::memcpy(out + o, &w, static_cast<std::size_t>(bytes - o < 3 ? bytes - o : 3));
   }
@@ -211,23 +259,19 @@ static void pack(std::uint8_t *__restrict out, std::uint8_t *__restrict codes, s
 
 static void unpack(std::uint8_t *__restrict codes, const std::uint8_t *__restrict in, std::int64_t n, int width) {
   const std::int64_t bytes = (n * width + 7) / 8;
+  std::int64_t o = unpack_vectors(codes, in, bytes, width);
   if (width == 4) {
-    for (std::int64_t i = 0; i < bytes; i++) {
-      codes[2 * i] = in[i] & 15;
-      codes[2 * i + 1] = static_cast<std::uint8_t>(in[i] >> 4);
+    for (; o < bytes; o++) {
+      codes[2 * o] = in[o] & 15;
+      codes[2 * o + 1] = static_cast<std::uint8_t>(in[o] >> 4);
     }
     return;
   }
-  auto spread = [&](std::uint32_t w, std::int64_t i) {
-    w = (w & 0x3fu) | (w & 0xfc0u) << 2 | (w & 0x3f000u) << 4 | (w & 0xfc0000u) << 6;
-    std::memcpy(codes + i, &w, 4);
-  };
-  std::int64_t i = 0, o = 0;
-  for (; o + 4 <= bytes; i += 4, o += 3) spread(load<std::uint32_t>(in + o), i);
-  for (; o < bytes; i += 4, o += 3) {
+  for (; o < bytes; o += 3) {
     std::uint32_t w = 0;
     std::memcpy(&w, in + o, static_cast<std::size_t>(bytes - o < 3 ? bytes - o : 3));
-    spread(w, i);
+    w = (w & 0x3fu) | (w & 0xfc0u) << 2 | (w & 0x3f000u) << 4 | (w & 0xfc0000u) << 6;
+    std::memcpy(codes + o / 3 * 4, &w, 4);
   }
 }
 
@@ -296,6 +340,13 @@ static void sum_piece(const QuantSpec &s, const QuantSources &q, std::int64_t gr
   }
 }
 
+static void copy_past_cache(float *out, const float *x, std::int64_t n) {
+  std::int64_t i = 0;
+  for (; i < n && reinterpret_cast<std::intptr_t>(out + i) % (lanes * 4) != 0; i++) out[i] = x[i];
+  for (; i + lanes <= n; i += lanes) stream(out + i, load<vf>(x + i));
+  for (; i < n; i++) out[i] = x[i];
+}
+
 }  // namespace
 
 namespace ds::DS_ISA {
@@ -332,10 +383,15 @@ void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t gr
   alignas(64) float wide[piece];
   for (std::int64_t i = 0; i < n; i += piece) {
     const std::int64_t m = n - i < piece ? n - i : piece;
-    float *acc = dtype == Dtype::f32 ? static_cast<float *>(out) + i : wide;
+    float *acc = dtype == Dtype::f32 && !q.streaming ? static_cast<float *>(out) + i : wide;
     sum_piece(s, q, group, i, m, acc);
     if (factor != 1.0f) scale_block(acc, m, factor);
-    stage_out(out, dtype, i, m, acc);
+    if (!q.streaming)
+      stage_out(out, dtype, i, m, acc);
+    else if (dtype == Dtype::f32)
+      copy_past_cache(static_cast<float *>(out) + i, acc, m);
+    else
+      narrow_streaming(at(out, dtype, i), dtype, acc, m);
   }
 }
 

@@ -8,10 +8,12 @@
 
 namespace ds {
 
-// One row of each of `count` quantized sources, `stride` bytes apart.
+// One row of each of `count` quantized sources, `stride` bytes apart. streaming: results are written past the cache; the
+// caller ends with end_of_streaming().
 struct QuantSources {
   const unsigned char *row;
   std::int64_t count, stride, params_at;
+  bool streaming;
 };
 
 struct Kernels {

@@ -13,10 +13,12 @@ enum class CrcLevel : int { table = 0, clmul = 1, vclmul = 2 };
 // The best level of this machine.
 CrcLevel crc32_best();
 
-// Continues from `value` (0 at the start), as zlib's crc32 does. `level` must be at most crc32_best().
+// Remainder of the bytes data [nbytes] as a polynomial over GF(2), modulo 0x104c11db7. Continues from `value` (0 at the
+// start), as zlib's crc32 does. `level` must be at most crc32_best(). Cost: one read. Source: Gopal et al. 2009 (folding).
 std::uint32_t crc32(std::uint32_t value, const unsigned char *data, std::size_t nbytes, CrcLevel level);
 
-// Copies `nbytes` and returns the checksum of the bytes it copied. The ranges must not overlap.
+// target [nbytes] = source [nbytes], any bytes; returns crc32() of what was copied. The ranges must not overlap.
+// Cost: one read, one write. Source: Gopal et al. 2009.
 std::uint32_t copy_crc32(std::uint32_t value, unsigned char *target, const unsigned char *source, std::size_t nbytes,
                          CrcLevel level);
 

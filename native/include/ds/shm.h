@@ -103,7 +103,8 @@ class Channel {
 // Results of at least this size are written past the cache.
 constexpr std::int64_t streaming_bytes = 4 << 20;
 
-// dst[i] = op over k of src[k][i], in order of k; average divides by count. dst may be one of the sources.
+// dst[i] = op over k of src[k][i], k < count, i < n, dst [n] of `element`; in order of k, 16-bit floats in fp32; average
+// divides by count. dst may be one of the sources. Source: MPI 4.0 (2021), section 6.9, in rank order.
 // Cost: (count + 1) * n * size_of(element) bytes.
 void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n);
 

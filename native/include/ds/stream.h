@@ -19,7 +19,7 @@ Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials,
 // bit (written past the cache from 8 MiB on). Source: IEEE 754; bf16 is the upper half of fp32.
 Status convert(void *dst, Dtype dst_dtype, const void *src, Dtype src_dtype, std::int64_t n, float scale, int threads);
 
-// dst[i] = cast(value). Cost: one write.
+// dst[i] = cast(value). dst [n] f32, bf16 or f16. Cost: one write, 4 or 2 bytes an element. Source: IEEE 754.
 Status fill(void *dst, Dtype dtype, std::int64_t n, float value, int threads);
 
 // a[i] = b[i] + s * c[i], all f32. `streaming` stores past the cache. Cost: 12 bytes an element (16 of traffic without

@@ -64,7 +64,8 @@ struct Update {
 // so that converting one block overlaps with the memory traffic of the next (512: 54 GB/s, 2048: 43, 128: 47).
 constexpr std::int64_t update_block = 512;
 
-// Runs `u` on `threads` threads. Cost: one read of every column and one write of every changed column.
+// (p, s0, s1) = rule(p, grad_scale * grad, s0, s1) for every element of `u.list` [count], on `threads` threads.
+// Types and cost in bytes: above. Source: beside each rule.
 Status update(const Update &u, int threads);
 
 }  // namespace ds

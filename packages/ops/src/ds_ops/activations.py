@@ -19,7 +19,7 @@ __all__ = ["bias_gelu", "geglu", "swiglu"]
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x + bias), by the tanh formula (Hendrycks and Gimpel 2016).
+    """gelu(h) = h / 2 * (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) of h = x + bias (Hendrycks and Gimpel 2016).
 
     Args:
         x: [..., n] floats. bias: [n], same dtype and device.
@@ -48,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, exact gelu (by erf). Else as `swiglu`."""
+    """gelu(gate) * up with gelu(x) = x / 2 * (1 + erf(x / sqrt(2))) (Shazeer 2020). Else as `swiglu`."""
     return _gated(gate, up, functional.gelu)
 
 

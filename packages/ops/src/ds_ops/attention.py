@@ -28,6 +28,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float =
     """
     if scores.dim() < 2 or not scores.is_floating_point():
         raise _bad(f"scores: expected floats [..., queries, keys]; found {_call.describe(scores)}.")
+    if mask is not None:
+        _require_mask(scores, mask)
     out: Tensor = choose(_SOFTMAX, scores.device.type, scores.dtype).backend.run(scores, mask, scale, causal)
     return out
 
@@ -38,8 +40,8 @@ def evoformer_attention(
     """softmax(q k^T / sqrt(d) + mask_bias + pair_bias) v, for alignments (Jumper et al. 2021).
 
     Args:
-        q, k, v: [batch, rows, length, heads, d].
-        mask_bias: [batch, rows, 1, 1, length], or None.
+        q, k, v: floats [batch, rows, length, heads, d], all of one dtype.
+        mask_bias: floats [batch, rows, 1, 1, length], or None.
         pair_bias: [batch, 1, heads, length, length], or None.
     Returns: like q. Gradients reach both biases.
 
@@ -56,16 +58,26 @@ def _bad(message: str) -> KernelError:
     return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
 
 
-def _require_evoformer(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None) -> None:
-    if q.dim() != 5 or k.shape != q.shape or v.shape != q.shape:
+def _require_mask(scores: Tensor, mask: Tensor) -> None:
+    fits = len(mask.shape) <= scores.dim() and all(
+        m in (1, s) for m, s in zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+    )
+    if not fits or mask.device != scores.device or not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise _bad(
-            f"q, k, v: expected one shape of five dims; found {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
+            f"mask: expected booleans or floats that broadcast to {_call.describe(scores)}; found {_call.describe(mask)}."
         )
+
+
+def _require_evoformer(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None) -> None:
+    same = all((t.shape, t.dtype, t.device) == (q.shape, q.dtype, q.device) for t in (k, v))
+    if q.dim() != 5 or not q.is_floating_point() or not same:
+        shown = "; ".join(map(_call.describe, (q, k, v)))
+        raise _bad(f"q, k, v: expected floats of one shape of five dims; found {shown}.")
     batch, rows, length, heads, _ = q.shape
     wanted = {"mask_bias": [batch, rows, 1, 1, length], "pair_bias": [batch, 1, heads, length, length]}
     for name, t in (("mask_bias", mask_bias), ("pair_bias", pair_bias)):
-        if t is not None and list(t.shape) != wanted[name]:
-            raise _bad(f"{name}: expected {wanted[name]}; found {_call.describe(t)}.")
+        if t is not None and (list(t.shape) != wanted[name] or t.device != q.device or not t.is_floating_point()):
+            raise _bad(f"{name}: expected floats {wanted[name]} on {q.device}; found {_call.describe(t)}.")
 
 
 def _reference_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

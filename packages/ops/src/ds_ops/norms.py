@@ -23,7 +23,7 @@ __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight.
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
 
     Args:
         x: [..., n], fp32, bf16, fp16 (others through torch); copied if it is not contiguous.
@@ -42,7 +42,13 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias; weight and bias [n] of any float dtype. Else as `rms_norm`."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, the variance biased (Ba et al. 2016).
+
+    Args:
+        x: floats [..., n]. weight, bias: [n] of any float dtype, or None.
+    Returns: like x. Raises as `rms_norm`.
+    Cost: one read, one write.
+    """
     _require_vectors(x, weight, bias)
     out: Tensor = choose(_LAYER_NORM, x.device.type, x.dtype).backend.run(x, weight, bias, eps)
     return out
@@ -51,9 +57,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = x + residual, rounded to x's dtype: what pre-norm blocks do between layers.
+    """(rms_norm(s), s) with s = x + residual, rounded to x's dtype: what pre-norm blocks do between layers (Xiong et al. 2020).
 
-    residual: like x. Cost: two reads, two writes, in place of three and two in two passes.
+    x: [..., n], fp32, bf16, fp16. residual: like x. Cost: two reads, two writes, in place of three and two in two passes.
     """
     _require_vectors(x, weight, None)
     _require_like(x, residual)

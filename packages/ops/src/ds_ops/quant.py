@@ -65,7 +65,9 @@ def quantize(
     draw: Draw = _NO_DRAW,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """Quantize `x`; no gradient flows through it (`ds_ops.fake_quant` has one).
+    """Codes c = round(x / scale) of every group, by the formulas and sources of `ds_ops.formats` (ZeRO++, Wang et al. 2023).
+
+    No gradient flows through it (`ds_ops.fake_quant` has one).
 
     Args:
         x: contiguous fp32, bf16 or fp16 of any shape, seen as [rows, numel / rows]. Groups do not cross rows.
@@ -96,9 +98,9 @@ def quantize(
 def dequantize(
     q: QuantTensor, *, rows: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The values of `q` in its shape; with `rows` (int64 [k] of row numbers) only those, [k, cols].
+    """x' = (c - zero) * scale in the shape of `q`; with `rows` (int64 [k] of row numbers) only those, [k, cols].
 
-    Products are fp32, rounded once to dtype (default: of what was quantized).
+    Formulas and sources: `ds_ops.formats` (OCP 2023, Wang et al. 2023). Products are fp32, rounded once to dtype (default: of what was quantized).
 
     Raises:
         KernelError: "kernel-argument" for a bad dtype, `out`, or row number.
@@ -125,7 +127,7 @@ def reduce(
 ) -> Tensor:
     """Sum over sources: out[r] = factor * sum over k of row k * (rows / sources) + r, [rows / sources, cols].
 
-    Added in fp32 in the order of the sources. The mean over ranks is factor = 1 / ranks.
+    Added in fp32 in the order of the sources (qgZ: Wang et al. 2023). The mean over ranks is factor = 1 / ranks.
 
     Raises:
         KernelError: "kernel-argument" if `sources` does not divide the rows, or for a bad `out`.
@@ -148,11 +150,16 @@ def reduce_quantized(
     spec: QuantSpec | None = None,
     draw: Draw = _NO_DRAW,
 ) -> QuantTensor:
-    """The sum of `reduce`, quantized again as `spec` says (default: as before), in one pass.
+    """quantize(reduce(q, sources, factor=factor)), in one pass (qgZ: Wang et al. 2023).
+
+    Args:
+        q: codes of [rows, cols]. spec: how the sum is quantized; default: as before. draw: as in `quantize`.
+    Returns: codes of [rows / sources, cols], of the dtype of q.
 
     Raises:
         KernelError: "kernel-argument" if `sources` does not divide the rows; "quant-spec" if the new group is no multiple
             of the old one.
+    Cost: (sources + 1) * (bits/8 + 4/group) bytes an element of the sum; the sum itself stays in the cache.
     """
     count, spec = _rows_after(q, sources), spec or q.spec
     if spec.group % q.spec.group:

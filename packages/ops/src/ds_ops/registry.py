@@ -132,19 +132,27 @@ def cuda_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tupl
     return Backend("cuda", run, functools.partial(_native_obstacle, "_cuda", "cuda", dtypes))
 
 
-def reference_backend(run: Callable[..., Any]) -> Backend:
-    """The definition in plain torch; runs everywhere."""
-    return Backend("reference", run, lambda _device, _dtype: "")
+def reference_backend(run: Callable[..., Any], *, moves: bool = False) -> Backend:
+    """The definition in plain torch; runs on every device. moves: it computes nothing, so that any dtype will do."""
+    return Backend("reference", run, _anything if moves else _floats)
 
 
 def torch_backend(run: Callable[..., Any]) -> Backend:
     """Torch's own fused kernel, where it is as good as one of ours would be."""
-    return Backend("torch", run, lambda _device, _dtype: "")
+    return Backend("torch", run, _floats)
 
 
 def absent_backend(name: str, why: str) -> Backend:
     """A backend that was not written; `why` says what the reference costs in its place."""
     return Backend(name, _absent, lambda _device, _dtype: Obstacle(why))
+
+
+def _anything(_device: str, _dtype: torch.dtype) -> str:
+    return ""
+
+
+def _floats(_device: str, dtype: torch.dtype) -> str:
+    return "" if dtype.is_floating_point else Obstacle(f"does not take {dtype}", fix="convert to torch.float32")
 
 
 def _absent(*_arguments: object) -> None:

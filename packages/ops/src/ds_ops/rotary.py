@@ -27,7 +27,7 @@ def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first 2 * cos.shape[-1] features of x; the rest stays.
+    """(a, b) -> (a cos - b sin, b cos + a sin) of the first 2 * cos.shape[-1] features of x; the rest stays (Su et al. 2021).
 
     Args:
         x: [..., tokens, heads, features] floats.
@@ -39,10 +39,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         KernelError: "kernel-argument" if tables and x do not fit.
     Cost: about five passes over x; the backward is the opposite turn and keeps nothing but the tables.
     """
-    pairs = cos.shape[-1]
-    if cos.shape != sin.shape or x.dim() < 3 or 2 * pairs > x.shape[-1] or cos.shape[-2] != x.shape[-3]:
+    pairs = cos.shape[-1] if cos.dim() else 0
+    fits = cos.shape == sin.shape and x.dim() >= 3 and cos.dim() >= 2 and 2 * pairs <= x.shape[-1]
+    floats = all(t.is_floating_point() and t.device == x.device for t in (x, cos, sin))
+    if not fits or not floats or cos.shape[-2] != x.shape[-3]:
         raise KernelError(
-            f"tables {list(cos.shape)} and {list(sin.shape)} do not fit x [..., tokens, heads, features]:"
+            f"tables {_call.describe(cos)} and {_call.describe(sin)} do not fit x [..., tokens, heads, features]:"
             f" {_call.describe(x)}.",
             code="kernel-argument",
             fix="Make tables of [tokens, pairs] with rotary_tables(positions, dim), dim at most the features of a head.",

@@ -38,13 +38,14 @@ class Permutation:
 
 
 def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating:
-    """Softmax over all experts in fp32, the k largest of each token; of equal ones the lowest expert.
+    """p = softmax(logits) over all experts in fp32, the k largest of each token; of equal ones the lowest expert.
 
     Args:
-        logits: [T, E] floats. renormalize: divide the weights of a token by their sum.
+        logits: [T, E] floats. renormalize: w = p / sum of the k chosen p.
 
     Raises:
         KernelError: "kernel-argument" if k is not in 1..E.
+    Cost: a softmax (two passes) and a stable sort of [T, E]. Source: Shazeer et al. 2017, without its noise.
     """
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
         raise _bad(f"{k} of the experts of logits [tokens, experts] {_call.describe(logits)} cannot be chosen.")
@@ -53,7 +54,22 @@ def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating
 
 
 def sort_slots(experts: Tensor, num_experts: int) -> Permutation:
-    """Sort slots by expert, keeping the order of tokens. experts: [T, k] int64, each below num_experts."""
+    """Sort slots by expert, keeping the order of tokens (a stable sort: slots of row r ascend within an expert).
+
+    Args:
+        experts: int64 [T, k], each in 0..num_experts - 1.
+
+    Raises:
+        KernelError: "kernel-argument" for other shapes and dtypes.
+    Cost: a sort of T * k integers of 8 bytes, and three passes over them. Source: as torch.sort defines stable.
+    """
+    if experts.dim() != 2 or experts.dtype is not torch.int64:
+        raise _bad(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
+    out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts)
+    return out
+
+
+def _reference_sort(experts: Tensor, num_experts: int) -> Permutation:
     flat = experts.reshape(-1)
     slots = torch.sort(flat, stable=True).indices
     rows = torch.empty_like(slots)
@@ -63,19 +79,41 @@ def sort_slots(experts: Tensor, num_experts: int) -> Permutation:
 
 
 def permute(x: Tensor, p: Permutation) -> Tensor:
-    """Rows [T * k, n] of tokens x [T, n]. The gradient gathers by `p.rows`: no atomic additions, the same bits always."""
+    """Rows of tokens: out[r] = x[slot of row r / k]. The gradient gathers by `p.rows`, without atomic additions.
+
+    Args:
+        x: [T, n] of any dtype. p: of `sort_slots`, on the same device.
+    Returns: [T * k, n].
+
+    Raises:
+        KernelError: "kernel-argument" if they do not fit.
+    Cost: one read of x for each choice, one write. Source: Gale et al. 2022 (no padding, no dropping).
+    """
+    _require_permutation(x, p, tokens=True)
     out: Tensor = choose(_PERMUTE, x.device.type, x.dtype).backend.run(x, p)
     return out
 
 
 def unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
-    """[T, n]: the sum over choices of weights [T, k] times rows y [T * k, n], in fp32, rounded to y's dtype."""
+    """Tokens of rows: out[t] = the sum over choices c of weights[t, c] * y[row of (t, c)], in fp32, rounded to y's dtype.
+
+    Args:
+        y: floats [T * k, n]. weights: floats [T, k]. p: of `sort_slots`. All on one device.
+    Returns: [T, n].
+
+    Raises:
+        KernelError: "kernel-argument" if they do not fit.
+    Cost: y is read, gathered and written, multiplied and summed: four passes. Source: Gale et al. 2022.
+    """
+    _require_permutation(y, p, tokens=False)
+    if weights.shape != p.rows.shape or weights.device != y.device or not weights.is_floating_point():
+        raise _bad(f"weights: expected floats {list(p.rows.shape)}; found {_call.describe(weights)}.")
     out: Tensor = choose(_UNPERMUTE, y.device.type, y.dtype).backend.run(y, p, weights)
     return out
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x[rows of e] @ weights[e] for every expert.
+    """y[rows of e] = x[rows of e] @ weights[e] for every expert e (Gale et al. 2022).
 
     Args:
         x: [N, a]; weights: [E, a, b], same dtype; ends: [E] int64, ascending, the last one N.
@@ -86,8 +124,10 @@ def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Cost: one product per expert that has rows, each written into its part of one result. Reads `ends` on the host.
     """
     fits = x.dim() == 2 and weights.dim() == 3 and weights.shape[1] == x.shape[1] and ends.shape == weights.shape[:1]
-    if not fits or weights.dtype != x.dtype:
-        raise _bad(f"x {_call.describe(x)}, weights {_call.describe(weights)} and ends {list(ends.shape)} do not fit.")
+    alike = weights.dtype == x.dtype and weights.device == x.device and ends.dtype is torch.int64 and not ends.is_meta
+    if not fits or not alike:
+        shown = ", ".join(f"{n} {_call.describe(t)}" for n, t in (("x", x), ("weights", weights), ("ends", ends)))
+        raise _bad(f"{shown} do not fit.")
     bounds = ends.tolist()
     if bounds and (bounds[-1] != x.shape[0] or any(b < a for a, b in zip([0, *bounds], bounds, strict=False))):
         raise _bad(f"ends {bounds} do not cut {x.shape[0]} rows.")
@@ -97,6 +137,18 @@ def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def _bad(message: str) -> KernelError:
     return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
+
+
+def _require_permutation(x: Tensor, p: Permutation, *, tokens: bool) -> None:
+    """Whether x can be moved by p; its rows are tokens or slots."""
+    whole = p.slots.dim() == 1 and p.rows.dim() == 2 and p.slots.numel() == p.rows.numel()
+    kinds = all(t.dtype is torch.int64 and t.device == x.device for t in (p.slots, p.rows))
+    wanted = p.rows.shape[:1] if tokens else p.slots.shape
+    if not whole or not kinds or x.dim() != 2 or x.shape[:1] != wanted:
+        raise _bad(
+            f"x {_call.describe(x)} and the permutation, slots {_call.describe(p.slots)}, rows {_call.describe(p.rows)},"
+            " do not fit."
+        )
 
 
 def _reference_gating(logits: Tensor, k: int, renormalize: bool) -> Gating:
@@ -183,12 +235,18 @@ class _GroupedMatmul(torch.autograd.Function):
         return dx, dw, None
 
 
-def _composed(name: str, summary: str, why: str, run: Any) -> Op:
-    return register(Op(name, summary, (absent_backend("cpu", f"not written: {why}"), reference_backend(run))))
+def _composed(name: str, summary: str, why: str, run: Any, *, moves: bool = False) -> Op:
+    backends = (absent_backend("cpu", f"not written: {why}"), reference_backend(run, moves=moves))
+    return register(Op(name, summary, backends))
+
+
+_SORT = _composed("sort_slots", "slots by expert", "torch's stable sort", _reference_sort, moves=True)
 
 
 _GATING = _composed("top_k_gating", "softmax and the k best experts", "a token has few experts", _reference_gating)
-_PERMUTE = _composed("permute", "tokens to rows sorted by expert", "torch's gather is one pass", _reference_permute)
+_PERMUTE = _composed(
+    "permute", "tokens to rows sorted by expert", "torch's gather is one pass", _reference_permute, moves=True
+)
 _UNPERMUTE = _composed(
     "unpermute",
     "weighted sum of rows back to tokens",

@@ -19,7 +19,7 @@ __all__ = ["convert", "fill", "grad_norm", "sum_squares"]
 
 
 def sum_squares(x: Tensor) -> float:
-    """Sum of x^2 in fp64. The same bits on any number of threads and any instruction set.
+    """Sum of x^2 in fp64, in blocks (Higham 1993). The same bits on any number of threads and any instruction set.
 
     Args:
         x: any shape, contiguous; fp32, bf16, fp16 (others through torch).
@@ -34,7 +34,7 @@ def grad_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
-    """out = cast(x * scale), product in fp32, rounded to nearest even. Returns `out`.
+    """out[i] = cast(x[i] * scale), product in fp32, rounded to nearest even (IEEE 754-2019). Returns `out`.
 
     Args:
         out: as many elements as `x`; any of fp32, bf16, fp16. May be `x` itself; any other overlap is refused.
@@ -51,7 +51,7 @@ def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 def fill(out: Tensor, value: float) -> Tensor:
-    """Set every element to `value`, rounded to out's dtype. Returns `out`. Cost: one write."""
+    """out[i] = value for any shape, rounded to out's dtype (IEEE 754-2019). Returns `out`. Cost: one write."""
     return choose(_FILL, out.device.type, out.dtype).backend.run(out, value)
 
 

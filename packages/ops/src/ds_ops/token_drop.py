@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops import _call
+from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["gather_tokens", "sample_tokens", "scatter_tokens"]
 
@@ -29,17 +30,35 @@ def sample_tokens(
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """[batch, keep, n]: the tokens index [batch, keep] of x [batch, length, n]. One read and write of what is kept."""
+    """The tokens index[b] of each x[b]: out[b, i] = x[b, index[b, i]]. The gradient is scattered back.
+
+    Args:
+        x: [batch, length, n] of any dtype. index: int64 [batch, keep], each in 0..length - 1.
+
+    Raises:
+        KernelError: "kernel-argument" if shapes or devices do not fit, or an index is outside of x (on the CPU).
+    Cost: one read and write of what is kept. Source: Yao et al. 2022.
+    """
     _require(x, index)
-    return x.gather(1, index[..., None].expand(*index.shape, x.shape[2]))
+    out: Tensor = choose(_GATHER, x.device.type, x.dtype).backend.run(x, index)
+    return out
 
 
 def scatter_tokens(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
-    """x with the tokens index [batch, keep] replaced by part [batch, keep, n]; gradients reach both. Copies x once."""
+    """x with out[b, index[b, i]] = part[b, i]; gradients reach both.
+
+    Args:
+        x: [batch, length, n] of any dtype. part: [batch, keep, n], same dtype. index: int64 [batch, keep], no two equal.
+
+    Raises:
+        KernelError: as `gather_tokens`.
+    Cost: one read and write of x, and of what is kept. Source: Yao et al. 2022.
+    """
     _require(x, index)
-    if part.shape != (*index.shape, x.shape[2]) or part.dtype != x.dtype:
+    if part.shape != (*index.shape, x.shape[2]) or part.dtype != x.dtype or part.device != x.device:
         raise _bad(f"part: expected {x.dtype} {[*index.shape, x.shape[2]]}; found {_call.describe(part)}.")
-    return x.scatter(1, index[..., None].expand_as(part), part)
+    out: Tensor = choose(_SCATTER, x.device.type, x.dtype).backend.run(x, part, index)
+    return out
 
 
 def _bad(message: str) -> KernelError:
@@ -47,5 +66,34 @@ def _bad(message: str) -> KernelError:
 
 
 def _require(x: Tensor, index: Tensor) -> None:
-    if x.dim() != 3 or index.dim() != 2 or index.shape[0] != x.shape[0] or index.dtype is not torch.int64:
+    fits = x.dim() == 3 and index.dim() == 2 and index.shape[0] == x.shape[0] and index.device == x.device
+    if not fits or index.dtype is not torch.int64:
         raise _bad(f"x [batch, length, n] {_call.describe(x)} and index int64 [batch, keep] {_call.describe(index)}.")
+    # On a GPU torch's own kernel traps; asking there would wait for the device.
+    if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[1]:
+        raise _bad(f"index has {int(index.min())}..{int(index.max())}, of {x.shape[1]} tokens.")
+
+
+def _reference_gather(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(1, index[..., None].expand(*index.shape, x.shape[2]))
+
+
+def _reference_scatter(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
+    return x.scatter(1, index[..., None].expand_as(part), part)
+
+
+_WHY = "not written: torch's {} reads and writes each token once"
+_GATHER = register(
+    Op(
+        "gather_tokens",
+        "the tokens that a layer sees",
+        (absent_backend("cpu", _WHY.format("gather")), reference_backend(_reference_gather, moves=True)),
+    )
+)
+_SCATTER = register(
+    Op(
+        "scatter_tokens",
+        "the tokens that a layer saw, put back",
+        (absent_backend("cpu", _WHY.format("scatter")), reference_backend(_reference_scatter, moves=True)),
+    )
+)

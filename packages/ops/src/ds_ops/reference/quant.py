@@ -91,17 +91,15 @@ def _parameters(grouped: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tenso
 
 
 def uniform(index: Tensor, draw: Draw) -> Tensor:
-    """fp32 in [0, 1), multiples of 2^-24, from int64 indices: two rounds of the 32-bit mixing function "lowbias32"."""
+    """fp32 in (-1/2, 1/2), odd multiples of 2^-25, from int64 indices: the 32-bit mixing function "lowbias32" with a key
+    before and a key between its multiplications."""
     first, second = draw.keys
     low, high = index & _MASK, (index >> 32) & _MASK
-    h = _mix(((_mix(low ^ first)) + high * 0x9E3779B9 + second) & _MASK)
-    return (h >> 8).float() * 2.0**-24
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = low ^ first
+    x = ((x ^ (x >> 16)) * 0x7FEB352D + second + high * 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+    signed = (x ^ (x >> 16)).int() >> 8
+    return (signed.float() + 0.5) * 2.0**-24
 
 
 def encode(y: Tensor, spec: QuantSpec, noise: Tensor | None) -> Tensor:
@@ -115,7 +113,7 @@ def encode(y: Tensor, spec: QuantSpec, noise: Tensor | None) -> Tensor:
 
 
 def _rounded(y: Tensor, noise: Tensor | None) -> Tensor:
-    whole = torch.round(y) if noise is None else torch.floor(y + noise)
+    whole = torch.round(y if noise is None else y + noise)
     return torch.nan_to_num(whole).long()
 
 
