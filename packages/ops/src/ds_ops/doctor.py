@@ -266,6 +266,8 @@ def _files(m: Machine) -> Iterator[Check]:
         yield Check("files", f"{name} transfers", verdict, why or "works", fix)
     if stage.error and not m.stages.get("torch", Stage()).error:
         yield Check("files", "transfers", Verdict.BROKEN, stage.error, "ds ops build --force cpu")
+    if "gds" in stage.found:
+        yield _info("files", "GPUDirect Storage", stage.found["gds"] or "works")
     if m.memlock_bytes:
         soft, hard = (_limit(value) for value in m.memlock_bytes)
         yield _info("files", "locked memory", f"{soft}, may be raised to {hard} (ulimit -l); pinned buffers need it")

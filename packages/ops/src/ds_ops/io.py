@@ -2,7 +2,8 @@
 
 Words: a *transfer* moves one contiguous range of memory to or from one file at one offset; it is cut into *blocks* of which
 up to `queue_depth` a worker are in flight. A *backend* is how the kernel is asked: io_uring, libaio (kernel AIO), threads
-(pread/pwrite), or `python` (the same threads without the native module).
+(pread/pwrite), `python` (the same threads without the native module), or `gds` (`ds_ops.gds`: memory of a CUDA device,
+without a copy through the host, where NVIDIA's cuFile is installed).
 
     with AsyncIO() as io:
         saved = io.write_file("shard.bin", tensor, sync=True)   # returns at once
@@ -28,10 +29,11 @@ import torch
 from ds_config.errors import ConfigError, KernelError
 from ds_ops import _call
 from ds_ops import _native as _native_modules
+from ds_ops.gds import FIRST_OWN_ERROR, Flight, GdsEngine, find_library
 
 __all__ = ["AsyncIO", "Backend", "FileTransferError", "IOSettings", "Transfer", "backends"]
 
-Backend = Literal["auto", "io_uring", "libaio", "threads", "python"]
+Backend = Literal["auto", "io_uring", "libaio", "threads", "python", "gds"]
 _NATIVE_KINDS = {"io_uring": 0, "libaio": 1, "threads": 2}
 _END_OF_FILE = -1
 
@@ -53,7 +55,8 @@ class IOSettings:
         block_bytes: Bytes of one request to the kernel; a multiple of 4096.
         queue_depth: Requests in flight per worker.
         workers: Threads that submit and reap.
-        backend: `"auto"` takes the first of io_uring, libaio, threads, python that works here.
+        backend: `"auto"` takes the first of io_uring, libaio, threads, python that works here. `"gds"` is for tensors on a
+            CUDA device, and only for them.
         direct: Open files with O_DIRECT where the file system has it.
         single_submit: One system call a request, instead of one for all that are ready. io_uring and libaio.
         overlap: Refill the queue as requests end; false: when all of it has ended. io_uring and libaio.
@@ -75,14 +78,14 @@ class IOSettings:
             wrong.append(f"queue_depth must be between 1 and 4096, found {self.queue_depth}")
         if not 1 <= self.workers <= 64:
             wrong.append(f"workers must be between 1 and 64, found {self.workers}")
-        if self.backend not in ("auto", "python", *_NATIVE_KINDS):
-            wrong.append(f"backend must be auto, io_uring, libaio, threads or python, found {self.backend!r}")
+        if self.backend not in ("auto", "python", "gds", *_NATIVE_KINDS):
+            wrong.append(f"backend must be auto, io_uring, libaio, threads, python or gds, found {self.backend!r}")
         if wrong:
             raise ConfigError("\n".join(wrong), code="io-settings", fix="Change the aio section or the IOSettings.")
 
 
 def backends() -> dict[str, str]:
-    """Every backend with the reason why it does not work on this machine now, or an empty text. Asks the kernel."""
+    """Every backend for memory of the host with the reason why it does not work on this machine now, or an empty text. Asks the kernel."""
     return {name: _why_not(name) for name in (*_NATIVE_KINDS, "python")}
 
 
@@ -138,6 +141,7 @@ class AsyncIO:
 
     Raises:
         ConfigError: the backend asked for does not work here ("io-backend").
+        UnsupportedError: GPUDirect Storage was asked for and is not there ("io-gds").
         KernelError: the kernel gave no resources for it ("io-setup").
     """
 
@@ -205,7 +209,7 @@ class AsyncIO:
             raise KernelError(
                 f"offset {offset} of {os.fspath(path)} is negative", code="io-offset", fix="Count from 0."
             )
-        view, name = _bytes_of(memory, writable=not mode.write), os.fspath(path)
+        view, name = self._engine.view(memory, not mode.write), os.fspath(path)
         files = _open_files(name, mode, self.settings.direct, self._engine)
         try:
             flight = self._engine.submit(
@@ -294,6 +298,8 @@ def _failure(transfer: Transfer, code: int, at: int) -> FileTransferError:
     if code == _END_OF_FILE:
         text = f"{transfer!r}: the file ends at byte {at}, {transfer.offset + transfer.nbytes - at} bytes early"
         return _error(text, errnos.EIO, transfer.path, at, code="io-end-of-file")
+    if code >= FIRST_OWN_ERROR:
+        return _error(f"{transfer!r} failed at byte {at}: cuFile error {code}", errnos.EIO, transfer.path, at)
     text = f"{transfer!r} failed at byte {at}: {os.strerror(code)}"
     return _error(text, code, transfer.path, at)
 
@@ -319,9 +325,11 @@ class _Flight(Protocol):
 
 
 class _Engine(Protocol):
+    def view(self, memory: Any, writable: bool) -> Any: ...
+
     def submit(
         self,
-        memory: memoryview,
+        memory: Any,
         direct_fd: int,
         buffered_fd: int,
         alignment: int,
@@ -342,7 +350,7 @@ def _native() -> ModuleType | None:
 def _choose(wanted: Backend) -> str:
     if wanted == "auto":  # stops at the first that works: to ask for libaio alone takes 30 ms
         return next(name for name in (*_NATIVE_KINDS, "python") if not _why_not(name))
-    if why := _why_not(wanted):
+    if wanted != "gds" and (why := _why_not(wanted)):  # gds says so itself, when its library is opened
         raise ConfigError(
             f"I/O backend {wanted!r} was asked for: {why}",
             code="io-backend",
@@ -354,6 +362,8 @@ def _choose(wanted: Backend) -> str:
 def _open_engine(backend: str, settings: IOSettings) -> _Engine:
     if backend == "python":
         return _PythonEngine(settings)
+    if backend == "gds":
+        return GdsEngine(settings.block_bytes, settings.queue_depth * settings.workers, find_library())
     try:
         return _NativeEngine(backend, settings)
     except OSError as error:
@@ -378,6 +388,9 @@ class _NativeEngine:
             settings.overlap,
         )
 
+    def view(self, memory: Any, writable: bool) -> memoryview:
+        return _bytes_of(memory, writable=writable)
+
     def submit(
         self,
         memory: memoryview,
@@ -399,31 +412,15 @@ class _NativeEngine:
         self._engine.close()
 
 
-class _PythonFlight:
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._outcome = (0, 0)
-
-    def end(self, outcome: tuple[int, int]) -> None:
-        self._outcome = outcome
-        self._done.set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(None if seconds < 0 else seconds)
-
-    def ended(self) -> bool:
-        return self._done.is_set()
-
-    def outcome(self) -> tuple[int, int]:
-        return self._outcome
-
-
 class _PythonEngine:
     """preadv and pwrite on a thread pool: the fallback where nothing could be compiled. Buffered only."""
 
     def __init__(self, settings: IOSettings) -> None:
         self._block = settings.block_bytes
         self._pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="ds-io")
+
+    def view(self, memory: Any, writable: bool) -> memoryview:
+        return _bytes_of(memory, writable=writable)
 
     def direct_alignment(self, fd: int) -> int:
         return 0
@@ -442,14 +439,12 @@ class _PythonEngine:
         truncate: bool,
         sync: bool,
     ) -> _Flight:
-        flight = _PythonFlight()
+        flight = Flight()
         tail: Sequence[bool] = (write and truncate, write and sync)
         self._pool.submit(self._run, flight, memory, buffered_fd, offset, write, tail)
         return flight
 
-    def _run(
-        self, flight: _PythonFlight, memory: memoryview, fd: int, offset: int, write: bool, tail: Sequence[bool]
-    ) -> None:
+    def _run(self, flight: Flight, memory: memoryview, fd: int, offset: int, write: bool, tail: Sequence[bool]) -> None:
         at = 0
         try:
             try:

@@ -86,9 +86,10 @@ def _trial() -> dict[str, Any]:
 
 
 def _io() -> dict[str, Any]:
+    from ds_ops.gds import why_not
     from ds_ops.io import backends
 
-    return {"backends": backends()}
+    return {"backends": backends(), "gds": why_not()}
 
 
 def _ops() -> dict[str, Any]:
