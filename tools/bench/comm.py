@@ -1,6 +1,6 @@
 """Ranks of one host: `shm` against gloo and against one memcpy, shared arenas, DDP's overhead, and the recorder's.
 
-usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder
+usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder onebit
 
 Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
 """
@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "comm.json"
 WORKER = Path(__file__).parent / "workers" / "comm.py"
-MODES = ["collectives", "arena", "ddp", "recorder"]
+MODES = ["collectives", "arena", "ddp", "recorder", "onebit"]
 RANKS = 2
 
 
@@ -61,7 +61,11 @@ def print_rows(rows: list[dict[str, Any]], base: str) -> None:
                 ratio = row[base]["median_s"] / found["median_s"]
                 factor = "" if name == base else f" ({ratio:.1f}x)"
                 cells.append(f"{name} {show(found['median_s'], row['nbytes'])}{factor}")
-        print(f"  {row['op']:17} {size(row['nbytes']):>8}: {'; '.join(cells)}")
+        print(f"  {row['op']:17} {size(row['nbytes']):>8}: {'; '.join(cells)}{disturbed(row)}")
+
+
+def disturbed(row: dict[str, Any]) -> str:
+    return f"; others took {row['others']:.0%} of the machine" if row["others"] > 0.04 else ""
 
 
 def report(mode: str, found: dict[str, Any]) -> None:
@@ -75,12 +79,18 @@ def report(mode: str, found: dict[str, Any]) -> None:
             alone = row["alone"]["median_s"]
             over = {name: row[name]["median_s"] - alone for name in ("gloo", "shm")}
             print(f"  {batch}: forward + backward {alone * 1e3:.1f} ms; DDP adds {over['gloo'] * 1e3:.1f} ms on gloo, "
-                  f"{over['shm'] * 1e3:.1f} ms on shm ({over['shm'] / over['gloo']:.2f} of it)")  # fmt: skip
+                  f"{over['shm'] * 1e3:.1f} ms on shm ({over['shm'] / over['gloo']:.2f} of it){disturbed(row)}")  # fmt: skip
     if mode == "recorder":
         for what in ("step", "100 operations"):
             off, on = found[what]["off"]["median_s"], found[what]["on"]["median_s"]
             print(f"  {what}: {off * 1e3:.3f} ms without, {on * 1e3:.3f} ms with ({(on / off - 1) * 100:+.2f} %)")
         print(f"  memory of one rank's record: {found['recorder_bytes'] / 1024:.0f} KiB")
+    if mode == "onebit":
+        adam = found["rows"]["Adam"]["loss"]
+        for name, row in found["rows"].items():
+            print(
+                f"  {name:24} {row['loss']:.4f} nats a byte ({(row['loss'] / adam - 1) * 100:+.2f} %) in {row['seconds']:.0f} s"
+            )
 
 
 def main(modes: list[str]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,16 +83,40 @@ def test_the_newest_dump_of_a_rank_counts(folder: Path) -> None:
     assert len(read_dumps(folder)[2].stamps) == 9
 
 
-def test_bench_prints_a_table_and_writes_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_starts_ranks_that_print_a_table_and_write_json(
+    forked: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    class Started:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            assert command[:2] == [sys.executable, "-m"]
+            started.append((command[1:], env))
+
+        def wait(self) -> int:
+            return 0
+
     out = tmp_path / "bench.json"
     words = ["bench", "--ops", "all_reduce", "barrier", "--sizes", "1K", "0", "--dtypes", "float32", "bfloat16"]
-    assert cli.main(arguments(*words, "--seconds", "0.02", "--json", str(out))) == 0
-    lines = capfd.readouterr().out.splitlines()
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.subprocess, "Popen", Started)
+        patch.delenv("RANK", raising=False)
+        assert cli.main(arguments(*words, "--seconds", "0.02", "--json", str(out))) == 0
+    assert len(started) == 2
+    ranks = forked(started)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    lines = ranks[0].output.splitlines()
     assert lines[0].split()[:3] == ["op", "backend", "dtype"]
     assert len(lines) == 1 + 4 + 1
     timings = json.loads(out.read_text())
     assert {timing["case"]["op"] for timing in timings} == {"all_reduce", "barrier"}
     assert all(0 < timing["best_s"] <= timing["median_s"] <= timing["p99_s"] for timing in timings)
+
+
+@pytest.mark.slow
+def test_bench_as_a_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments("bench", "--ops", "barrier", "--seconds", "0.02")) == 0
+    assert len(capfd.readouterr().out.splitlines()) == 2
 
 
 def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

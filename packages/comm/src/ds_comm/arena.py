@@ -129,6 +129,20 @@ class Arena:
         self.barrier()
         combine(out, [part[self.rank * n : (self.rank + 1) * n] for part in parts], op)
 
+    def all_gather(self, out: Tensor, shared: Tensor) -> None:
+        """out = the shared tensor, with every rank's part as it was when the last one came.
+
+        Who can use `shared` itself needs `barrier` only.
+
+        Args:
+            out: As many elements as `shared`, contiguous, of its dtype.
+        Cost: one copy, past the cache when it is large. The shared tensor may be written again after the next barrier.
+        """
+        self.barrier()
+        wide = out.dtype in (torch.float32, torch.int64)  # what one source is "combined" as is copied as it is
+        plain = out.dtype if wide else torch.uint8
+        combine(out.view(-1).view(plain), [shared.view(plain)])
+
     def close(self) -> None:
         """End the channel. Tensors stay valid as long as they are referenced."""
         self._channel.close()

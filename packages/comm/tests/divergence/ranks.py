@@ -1,12 +1,7 @@
-"""Ranks that diverge: started by test_divergence.py, which tells on standard input what to run.
-
-A line in is a list of ranks, each a dict: the environment, the file for its output, the case. For each a child is forked
-that ends like any Python process does; a line out is their exit codes and seconds. Forking spares each the import of torch.
-"""
+"""One rank that diverges: `ranks.py CASE BACKEND DEADLINE_S`, with the variables of torchrun."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,28 +10,8 @@ import time
 import torch
 
 import ds_comm
-import ds_comm.mesh  # the children import nothing large
 
-
-def serve() -> tuple[str, str, float] | None:
-    """Fork what is asked for. Returns the case, backend and deadline in a child, None at the end of input."""
-    for line in sys.stdin:
-        began, children = time.monotonic(), []
-        for rank in json.loads(line):
-            child = os.fork()
-            if child == 0:
-                out = os.open(rank["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                os.environ.update(rank["env"])
-                return rank["case"], rank["backend"], rank["deadline_s"]
-            children.append(child)
-        ends = {}
-        while len(ends) < len(children):
-            child, status = os.wait()
-            ends[child] = (os.waitstatus_to_exitcode(status), time.monotonic() - began)
-        print(json.dumps([ends[child] for child in children]), flush=True)
-    return None
+WARM_UP_S = 120.0  # connections are made in the first collectives, which a busy machine may take long for
 
 
 def run(case: str, backend: str, deadline_s: float) -> None:
@@ -52,8 +27,9 @@ def run(case: str, backend: str, deadline_s: float) -> None:
     def save() -> None:
         ds_comm.barrier(unit="save")
 
-    for _ in range(steps):
-        forward()
+    with ds_comm.patience(WARM_UP_S):
+        for _ in range(steps):
+            forward()
     if case == "skips a submodule":
         forward(skip=1 if rank == 1 else -1)
         save()
@@ -103,6 +79,4 @@ def run(case: str, backend: str, deadline_s: float) -> None:
         raise SystemExit(f"no case {case!r}")
 
 
-task = serve()
-if task is not None:
-    run(*task)
+run(sys.argv[1], sys.argv[2], float(sys.argv[3]))

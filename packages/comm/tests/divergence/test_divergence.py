@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from ds_comm import shm
 from ds_comm.watchdog import EXIT_CODE
 
-DEADLINE_S = 2.0
+DEADLINE_S = 2.0  # from the end of a warm-up, so that it is for Python code only and not for making connections
 REPEATS = int(os.environ.get("DS_COMM_DIVERGENCE_REPEATS", "5"))
 
 
@@ -36,64 +34,40 @@ class Outcome:
     took_s: float
 
 
-class Ranks:
-    """A process that imported torch and forks ranks from itself."""
+Run = Callable[[list[tuple[list[str], dict[str, str]]]], list[Any]]  # conftest.Forked
 
-    def __init__(self, folder: Path) -> None:
-        script = Path(__file__).with_name("ranks.py")
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "RANK", "WORLD_SIZE"))}
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**env, "OMP_NUM_THREADS": "1", "DS_COMM_DUMP_DIR": str(folder / "dumps")},
-        )
-        self.folder = folder
 
-    def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Each case with its number of ranks, all at the same time: they mostly wait."""
-        tasks = [task for case in cases for task in self._tasks(case)]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(tasks) + "\n")
-        self._process.stdin.flush()
-        ends = iter(json.loads(self._process.stdout.readline()))
-        outcomes = []
-        for case in cases:
-            codes, times = zip(*(next(ends) for _ in range(case.world)), strict=True)
-            outputs = [self._out(case, rank).read_text() for rank in range(case.world)]
-            outcomes.append(Outcome(list(codes), outputs, max(times)))
-        return outcomes
+def diverge(forked: Run, cases: Sequence[Case], dumps: Path) -> list[Outcome]:
+    """Each case with its number of ranks, all at the same time: they mostly wait."""
+    ports = free_ports(len(cases))
+    commands = [command for case, port in zip(cases, ports, strict=True) for command in ranks_of(case, port, dumps)]
+    ends = iter(forked(commands))
+    outcomes = []
+    for case in cases:
+        ended = [next(ends) for _ in range(case.world)]
+        codes, outputs = [end.code for end in ended], [end.output for end in ended]
+        outcomes.append(Outcome(codes, outputs, max(end.took_s for end in ended)))
+    return outcomes
 
-    def _tasks(self, case: Case) -> list[dict[str, Any]]:
-        with socket.socket() as probe:
+
+def ranks_of(case: Case, port: int, dumps: Path) -> list[tuple[list[str], dict[str, str]]]:
+    words = [str(Path(__file__).with_name("ranks.py")), case.name, case.backend, str(DEADLINE_S)]
+    env = {
+        "WORLD_SIZE": str(case.world),
+        "LOCAL_WORLD_SIZE": str(case.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_COMM_DUMP_DIR": str(dumps),
+    }
+    return [(words, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(case.world)]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:  # all are held until the last is found: none is found twice
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {
-            "WORLD_SIZE": str(case.world),
-            "LOCAL_WORLD_SIZE": str(case.world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        return [
-            {
-                "case": case.name,
-                "backend": case.backend,
-                "deadline_s": DEADLINE_S,
-                "out": str(self._out(case, rank)),
-                "env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            }
-            for rank in range(case.world)
-        ]
-
-    def _out(self, case: Case, rank: int) -> Path:
-        return self.folder / f"{case.name} {case.backend} {rank} of {case.world}".replace(" ", "-")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def lines(output: str) -> list[str]:
@@ -160,17 +134,11 @@ FINE = ["asks for patience", "finishes early"]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
-    ranks = Ranks(tmp_path_factory.mktemp("divergence"))
+def outcomes(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     cases = [Case("sleeps", world=4), *map(Case, [*MATRIX, *FINE])]
     if not shm.available():
         cases += [Case(name, "shm") for name in [*MATRIX, *FINE]]
-    found: dict[Case, Outcome] = {}
-    for start in range(0, len(cases), 10):
-        batch = cases[start : start + 10]
-        found |= zip(batch, ranks.run(batch), strict=True)
-    yield found
-    ranks.close()
+    return dict(zip(cases, diverge(forked, cases, tmp_path_factory.mktemp("dumps")), strict=True))
 
 
 @pytest.mark.parametrize("case", MATRIX)
@@ -226,25 +194,20 @@ ISSUE = ["skips a submodule", "one forward fewer", "shorter loader", "raises", "
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_no_repeat_hangs(tmp_path: Path) -> None:
+def test_no_repeat_hangs(forked: Run, tmp_path: Path) -> None:
     """The recorded 100 repeats are DS_COMM_DIVERGENCE_REPEATS=100; `-s` shows how soon they ended."""
     cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm.available() else ["gloo", "shm"])]
-    ranks, times = Ranks(tmp_path), []
+    times = []
     for repeat in range(REPEATS):
-        for start in range(0, len(cases), 6):
-            batch = cases[start : start + 6]
-            for case, outcome in zip(batch, ranks.run(batch), strict=True):
-                times.append(outcome.took_s)
-                assert outcome.took_s < 60, (repeat, case)
-                ended_first = 1 if case.name in ("shorter loader", "raises") else None
-                for rank, (code, output) in enumerate(zip(outcome.codes, outcome.outputs, strict=True)):
-                    if rank != ended_first:
-                        assert code != 0, (repeat, case, rank)
-                        assert any(re.search(rf"rank {rank} .*rank {1 - rank} ", line) for line in lines(output)), (
-                            output
-                        )
-                        assert re.search(r"all_reduce|barrier", output), output
-    ranks.close()
+        for case, outcome in zip(cases, diverge(forked, cases, tmp_path), strict=True):
+            times.append(outcome.took_s)
+            assert outcome.took_s < 60, (repeat, case)
+            ended_first = 1 if case.name in ("shorter loader", "raises") else None
+            for rank, (code, output) in enumerate(zip(outcome.codes, outcome.outputs, strict=True)):
+                if rank != ended_first:
+                    assert code != 0, (repeat, case, rank)
+                    assert any(re.search(rf"rank {rank} .*rank {1 - rank} ", line) for line in lines(output)), output
+                    assert re.search(r"all_reduce|barrier", output), output
     times.sort()
     print(
         f"{len(times)} worlds of two diverged and ended; median {times[len(times) // 2]:.1f} s, last {times[-1]:.1f} s"

@@ -32,8 +32,12 @@ def check(arena: Arena) -> None:
             total = total + other.float()
         assert torch.equal(out, total.bfloat16()[rank * n : (rank + 1) * n])
         full[rank * n : (rank + 1) * n] = rank + step
-        arena.barrier()
+        copy = torch.empty(size, n)
+        arena.all_gather(copy, full)
         assert torch.equal(full, (torch.arange(size) + step).repeat_interleave(n).float())
+        assert torch.equal(copy.view(-1), full)
+        arena.all_gather(halves := torch.empty(n * size, dtype=torch.bfloat16), grads[0])
+        assert torch.equal(halves, grads[0])
         arena.barrier()
     arena.close()
     assert full[0] == 2.0  # tensors outlive the arena
