@@ -9,7 +9,7 @@ from torch import nn
 
 import ds_engine
 import ds_ops
-from ds_comm.onebit import OnebitAdam
+from ds_comm.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ds_config.errors import DsError
 from ds_engine import load_config
 from ds_engine.optimizers import NOT_BUILT, check_optimizer, make_optimizer, takes_whole
@@ -36,6 +36,9 @@ def made(section: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
         ({"type": "Adagrad", "params": {"eps": 1e-5}}, ds_ops.optim.Adagrad, {"lr": 1e-2, "eps": 1e-5}),
         ({"type": "lion", "params": {"betas": [0.8, 0.9]}}, ds_ops.optim.Lion, {"betas": (0.8, 0.9)}),
         ({"type": "LAMB", "params": {"max_coeff": 5.0}}, ds_ops.optim.Lamb, {"max_coeff": 5.0, "min_coeff": 0.01}),
+        ({"type": "OneBitAdam", "params": {"lr": 0.5, "bias_correction": False}}, OnebitAdam, {"lr": 0.5}),
+        ({"type": "ZeroOneAdam", "params": {"betas": [0.5, 0.9]}}, ZeroOneAdam, {"betas": (0.5, 0.9)}),
+        ({"type": "onebitlamb", "params": {"max_coeff": 0.3}}, OnebitLamb, {"max_coeff": 0.3, "min_coeff": 0.01}),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"momentum": 0.9}),
         ({"type": "RMSprop", "params": {"alpha": 0.5}}, torch.optim.RMSprop, {"alpha": 0.5}),
         ({"type": "Adamax", "params": {"betas": [0.5, 0.9]}}, torch.optim.Adamax, {"betas": (0.5, 0.9)}),
@@ -106,7 +109,7 @@ def test_training_with_each(make_model: Make, config: Settings, rows: Any, name:
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT))
 def test_what_is_not_built_says_what_to_use(name: str) -> None:
-    section = load_config({"optimizer": {"type": name, "params": {"freeze_step": 3}}}).optimizer
+    section = load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}}).optimizer
     assert section is not None
     with pytest.raises(DsError) as caught:
         check_optimizer(section)
@@ -114,10 +117,14 @@ def test_what_is_not_built_says_what_to_use(name: str) -> None:
     assert NOT_BUILT[name] in caught.value.fix
 
 
-def test_who_reduces_gradients_alone_is_refused(make_model: Make, config: Settings) -> None:
+def test_who_reduces_gradients_alone_is_refused_where_state_is_sharded(make_model: Make, config: Settings) -> None:
     model = make_model()
-    asked = {key: value for key, value in config().items() if key != "optimizer"}
+    asked = {key: value for key, value in config(zero_optimization={"stage": 1}).items() if key != "optimizer"}
     for optimizer in (OnebitAdam(model.parameters()), lambda params: OnebitAdam(params)):
         with pytest.raises(DsError) as caught:
             ds_engine.initialize(model=model, config=asked, optimizer=optimizer)
         assert caught.value.code == "optimizer-owns-reduction"
+    assert type(model.first.weight) is nn.Parameter
+    engine = ds_engine.initialize(model=model, config=asked | {"zero_optimization": {}}, optimizer=optimizer)[0]
+    assert not engine.plan.residency.shard_optim
+    engine.close()

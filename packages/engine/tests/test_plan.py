@@ -135,7 +135,20 @@ def broken(world: int = 2, **changes: Any) -> DsError:
         ({"train_batch_size": -4}, "batch-positive", "train_batch_size = -4"),
         ({"optimizer": {"type": "AdamWW", "params": {}}}, "optimizer-type", "AdamWW"),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, "optimizer-params", "momentun"),
-        ({"optimizer": {"type": "OneBitLamb", "params": {}}}, "optimizer-unbuilt", "OneBitLamb"),
+        ({"optimizer": {"type": "MuSGD", "params": {}}}, "optimizer-unbuilt", "MuSGD"),
+        *(
+            ({"optimizer": {"type": "OneBitLamb"}} | changes, "optimizer-owns-reduction", said)
+            for changes, said in (
+                ({"zero_optimization": {"stage": 1}}, "stage = 1"),
+                ({"communication_data_type": "bf16"}, "communication_data_type = bf16"),
+                ({"prescale_gradients": True}, "prescale_gradients"),
+                ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+                (
+                    {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+                    "bf16_optimizer_states",
+                ),
+            )
+        ),
         ({"scheduler": {"type": "StepLRR", "params": {}}}, "schedule-type", "StepLRR"),
         ({"scheduler": {"type": "StepLR", "params": {"step": 1}}}, "schedule-params", "'step'"),
     ],
@@ -156,7 +169,7 @@ def test_all_broken_rules_are_one_error() -> None:
 
 
 def test_only_unbuilt_things_are_an_unsupported_error() -> None:
-    assert isinstance(broken(optimizer={"type": "OneBitAdam", "params": {}}), UnsupportedError)
+    assert isinstance(broken(optimizer={"type": "MuAdam", "params": {}}), UnsupportedError)
 
 
 def test_shapes_come_from_meta_too() -> None:

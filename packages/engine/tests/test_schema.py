@@ -147,6 +147,7 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     if config.optimizer is not None:
         optimizer = make_optimizer(config.optimizer, list(MODEL.parameters()), MODEL, plan.states)
         seen += [type(optimizer), optimizer.defaults]
+        seen += [(k, v) for k, v in vars(optimizer).items() if isinstance(v, int | float | tuple)]
         seen += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     if config.scheduler is not None and isinstance(config.scheduler.params, Schedule):
         scheduler = Scheduler(config.scheduler.params, [{"lr": 0.5, "betas": (0.9, 0.9)}])
@@ -188,7 +189,8 @@ BASES: dict[str, Mapping[str, Any]] = {
 TYPES = {
     "AdamParams": "Adam", "AdamSection": "Adam", "AdamWSection": "AdamW", "AdagradParams": "Adagrad", "AdagradSection": "Adagrad",
     "LionParams": "Lion", "LionSection": "Lion", "LambParams": "Lamb", "LambSection": "Lamb", "MuonParams": "Muon",
-    "MuonSection": "Muon",
+    "MuonSection": "Muon", "OneBitAdamParams": "OneBitAdam", "OneBitAdamSection": "OneBitAdam", "OneBitLambParams": "OneBitLamb",
+    "OneBitLambSection": "OneBitLamb", "ZeroOneAdamParams": "ZeroOneAdam", "ZeroOneAdamSection": "ZeroOneAdam",
 }  # fmt: skip
 SCHEDULES: dict[str, Mapping[str, Any]] = {
     "LRRangeTest": {"lr_range_test_step_size": 7},

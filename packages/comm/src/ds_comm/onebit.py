@@ -43,9 +43,11 @@ class _OneBit(Optimizer):
     """What the three have in common: flat messages, errors, checks.
 
     owns_reduction: gradients must reach `step` as each rank computed them.
+    elementwise: whether parameters may be given cut up or joined; if not, as they are.
     """
 
     owns_reduction: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, params: Params, defaults: dict[str, Any], group: GroupLike, *, amsgrad: bool) -> None:
@@ -274,6 +276,16 @@ class ZeroOneAdam(_OneBit):
         """Whether parameters are the same on all ranks now."""
         return all(group["rates"] == 0.0 for group in self.param_groups)
 
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Make the ranks equal now, as the next synchronisation would; nothing to do where they are. Collective.
+
+        Before a save or a comparison. The steps that follow are those of a run that synchronised here, too.
+        """
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if params and not self.synchronised:
+            self._synchronise(params)
+
     def _step(self, params: Sequence[Tensor]) -> None:
         for group in self.param_groups:
             group["step"] += 1
@@ -365,6 +377,7 @@ class OnebitLamb(_OneBit):
     Cost: as 1-bit Adam. State: 12 bytes an element, and errors.
     """
 
+    elementwise: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
     def __init__(

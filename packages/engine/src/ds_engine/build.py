@@ -20,14 +20,14 @@ from torch import nn
 import ds_monitor
 from ds_accel import get_accelerator
 from ds_ckpt.config import make_engine
-from ds_comm import Mesh, init_distributed, world_group
+from ds_comm import Group, Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine.config import load_config, source_of
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
-from ds_engine.optimizers import check_client, make_optimizer, make_torch_scheduler, takes_whole
+from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
 from ds_engine.plan import Plan, Shapes, make_plan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
@@ -141,7 +141,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     model.to(device)
     _cast_buffers(model, plan.casting.buffers)
     # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
-    inner = _optimizer(plan, model, parts)
+    inner = _optimizer(plan, model, parts, mesh["gradient"])
     options: dict[str, Any] = {
         "stage": plan.residency,
         "group": mesh["gradient"],
@@ -203,22 +203,20 @@ def _check_arguments(model: object, mpu: object, mesh_param: tuple[int, int] | N
         )
 
 
-def _optimizer(plan: Plan, model: nn.Module, parts: Parts) -> torch.optim.Optimizer | None:
+def _optimizer(plan: Plan, model: nn.Module, parts: Parts, group: Group) -> torch.optim.Optimizer | None:
     params = list(parts.params) if parts.params is not None else [p for p in model.parameters() if p.requires_grad]
     if isinstance(parts.optimizer, torch.optim.Optimizer):
-        check_client(parts.optimizer)
         return parts.optimizer
     if callable(parts.optimizer):
-        made = parts.optimizer(params)
-        check_client(made)
-        return made
+        return parts.optimizer(params)
     if parts.optimizer is not None:
         raise PlanError(
             f"optimizer is a {type(parts.optimizer).__name__}",
             code="engine-optimizer",
             fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
         )
-    return None if plan.config.optimizer is None else make_optimizer(plan.config.optimizer, params, model, plan.states)
+    section = plan.config.optimizer
+    return None if section is None else make_optimizer(section, params, model, plan.states, group)
 
 
 def _scheduler(

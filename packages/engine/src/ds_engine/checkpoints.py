@@ -61,6 +61,8 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
     Args:
         frozen: Whether parameters that need no gradient are in it, too.
     """
+    if run.optimizer is not None:
+        run.optimizer.synchronise()
     counters, loader = run.progress(), run.training_dataloader
     meta = {
         "format": _FORMAT,

@@ -403,6 +403,8 @@ class Engine(nn.Module):
     def whole_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
         """The model's state dict in host memory on rank 0, {} elsewhere. Collective. See `exporting.whole_state`."""
         self._present("whole_state_dict")
+        if self.optimizer is not None:
+            self.optimizer.synchronise()
         return whole_state(self.module, self.sharding, dtype=dtype, exclude_frozen=exclude_frozen)
 
     def load_whole_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:

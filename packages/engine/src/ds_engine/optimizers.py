@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ds_ops
+from ds_comm import Group, onebit
 from ds_config import nearest
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.sections import (
@@ -19,10 +20,13 @@ from ds_engine.sections import (
     LambSection,
     LionSection,
     MuonSection,
+    OneBitAdamSection,
+    OneBitLambSection,
     OptimizerSection,
     SchedulerSection,
     TorchOptimizerSection,
     TorchSchedulerSection,
+    ZeroOneAdamSection,
 )
 
 __all__ = [
@@ -31,14 +35,12 @@ __all__ = [
     "check_scheduler",
     "make_optimizer",
     "make_torch_scheduler",
+    "reduces_itself",
     "state_tensors",
     "takes_whole",
 ]
 
 NOT_BUILT: Mapping[str, str] = {
-    "onebitadam": "ds_comm.onebit.OnebitAdam in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
-    "zerooneadam": "ds_comm.onebit.ZeroOneAdam in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
-    "onebitlamb": "ds_comm.onebit.OnebitLamb in a loop of your own, or AdamW with zero_optimization.stage 1 or 2",
     "muadam": "an optimizer of the package mup, passed to initialize()",
     "muadamw": "an optimizer of the package mup, passed to initialize()",
     "musgd": "an optimizer of the package mup, passed to initialize()",
@@ -81,6 +83,18 @@ def _muon(section: MuonSection, states: dict[str, Any]) -> Made:
     return ds_ops.optim.Muon, rates | rest | states | {"momentum": p.momentum, "weight_decay": p.weight_decay}
 
 
+_ONEBIT: Mapping[type, type[torch.optim.Optimizer]] = {
+    OneBitAdamSection: onebit.OnebitAdam,
+    ZeroOneAdamSection: onebit.ZeroOneAdam,
+    OneBitLambSection: onebit.OnebitLamb,
+}
+
+
+def _onebit(section: OneBitAdamSection | ZeroOneAdamSection | OneBitLambSection, states: dict[str, Any]) -> Made:
+    del states  # always fp32
+    return _ONEBIT[type(section)], section.params.model_dump()
+
+
 def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
     del states
     check_optimizer(section)
@@ -94,12 +108,17 @@ _TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
     LionSection: _lion,
     LambSection: _lamb,
     MuonSection: _muon,
+    **dict.fromkeys(_ONEBIT, _onebit),
     TorchOptimizerSection: _torch,
 }
 
 
 def make_optimizer(
-    section: OptimizerSection, params: Sequence[Any], model: nn.Module, states: torch.dtype | None = None
+    section: OptimizerSection,
+    params: Sequence[Any],
+    model: nn.Module,
+    states: torch.dtype | None = None,
+    group: Group | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that `section` describes.
 
@@ -107,6 +126,7 @@ def make_optimizer(
         params: Parameters of `model`, or groups of them with values of their own.
         model: Where their names come from; Muon takes other parameters than embeddings and heads.
         states: Format of its state; None for fp32. Optimizers of torch have the format of what they update.
+        group: Ranks over which an optimizer averages that reduces gradients itself; None for all.
     Raises:
         ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
         UnsupportedError: the type is known and not built here ("optimizer-unbuilt").
@@ -114,14 +134,26 @@ def make_optimizer(
     kind, arguments = _TABLE[type(section)](section, {} if states is None else {"state_dtype": states})
     if isinstance(section, MuonSection):
         params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
+    if reduces_itself(section):
+        arguments["group"] = group
     return kind(params, **arguments)
 
 
-_STATE_TENSORS: Mapping[type, int] = {AdagradSection: 1, LionSection: 1, MuonSection: 1}
+def reduces_itself(section: OptimizerSection | None) -> bool:
+    """Whether an optimizer takes each rank's own gradients and averages what it makes of them."""
+    return type(section) in _ONEBIT
+
+
+_STATE_TENSORS: Mapping[type, int] = {
+    AdagradSection: 1, LionSection: 1, MuonSection: 1, OneBitAdamSection: 3, OneBitLambSection: 4, ZeroOneAdamSection: 5,
+}  # fmt: skip
 
 
 def state_tensors(section: OptimizerSection | None) -> int:
-    """Tensors of a parameter's size that an optimizer keeps. Of an optimizer that is not known: 2, as Adam's."""
+    """Tensors of a parameter's size that an optimizer keeps. Of an optimizer that is not known: 2, as Adam's.
+
+    Of the 1-bit ones: with what the ranks' signs left out so far; what their mean left out is 1/N of a tensor more.
+    """
     if isinstance(section, TorchOptimizerSection) and section.type == "SGD":
         return 1 if section.params.get("momentum") else 0
     return _STATE_TENSORS.get(type(section), 2)
@@ -183,20 +215,6 @@ def check_optimizer(section: OptimizerSection) -> None:
     if section.type not in known:
         raise _unknown("optimizer", section.type, [*known, *NOT_BUILT], "torch.optim")
     _check_arguments("optimizer", section.type, section.params, known[section.type])
-
-
-def check_client(optimizer: torch.optim.Optimizer) -> None:
-    """Whether an optimizer that the caller made can be sharded.
-
-    Raises:
-        UnsupportedError: it reduces gradients itself, which the engine does ("optimizer-owns-reduction").
-    """
-    if getattr(optimizer, "owns_reduction", False):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} reduces gradients itself, and so does the engine",
-            code="optimizer-owns-reduction",
-            fix="Use it in a loop of your own: loss.backward(); optimizer.step().",
-        )
 
 
 def check_scheduler(section: SchedulerSection) -> None:

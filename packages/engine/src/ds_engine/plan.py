@@ -15,7 +15,7 @@ from ds_comm.config import CommsLoggerConfig
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
-from ds_engine.optimizers import state_tensors
+from ds_engine.optimizers import reduces_itself, state_tensors
 from ds_engine.precision import Casting, casting_of, precision_of, precision_text
 from ds_engine.rules import asked_batch, check_rules
 from ds_pipe import Program, accumulation, mark_reduce, verify
@@ -324,6 +324,7 @@ def _program_text(program: Program) -> str:
 
 def _gradients_text(plan: Plan) -> str:
     text = "summed over ranks" if plan.sums else "averaged over ranks"
+    text += ", by the optimizer" if reduces_itself(plan.config.optimizer) else ""
     text += f", divided by {plan.predivide:g} before" if plan.predivide != 1.0 else ""
     return text if plan.managed else f"{text}; every step() is the end of a step"
 

@@ -12,7 +12,7 @@ from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.elastic import elastic_batch
-from ds_engine.optimizers import check_optimizer, check_scheduler
+from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itself
 
 __all__ = ["RULES", "Rule", "asked_batch", "check_rules"]
 
@@ -72,6 +72,12 @@ RULES: tuple[Rule, ...] = (
         "Keep one.",
     ),
     Rule(
+        "optimizer-owns-reduction",
+        lambda c, world: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
+        lambda c, world: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
+        "Remove the key, or use AdamW; with a 1-bit optimizer stage 0 is the only one.",
+    ),
+    Rule(
         "elasticity-batch",
         lambda c, world: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
         lambda c, world: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
@@ -106,6 +112,19 @@ def _scalings(config: Config) -> list[str]:
         "prescale_gradients = true": config.prescale_gradients,
         f"gradient_predivide_factor = {config.gradient_predivide_factor:g}": config.gradient_predivide_factor != 1.0,
         'gradient_allreduce_op = "sum"': config.gradient_allreduce_op == "sum",
+    }
+    return [said for said, asked in found.items() if asked]
+
+
+def _of_the_reduction(config: Config) -> list[str]:
+    """Keys that would do nothing, or break it, where the optimizer reduces gradients itself."""
+    stage, travel = config.zero_optimization.stage, config.communication_data_type
+    found = {
+        f"zero_optimization.stage = {stage} shards its state": stage > 0,
+        f"communication_data_type = {travel} speaks of gradients that do not travel": travel is not None,
+        "prescale_gradients = true speaks of sums that are not made": config.prescale_gradients,
+        "gradient_predivide_factor speaks of sums that are not made": config.gradient_predivide_factor != 1.0,
+        "bf16.bf16_optimizer_states = true would make its state narrow": config.bf16.bf16_optimizer_states,
     }
     return [said for said, asked in found.items() if asked]
 

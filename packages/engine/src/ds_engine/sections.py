@@ -7,9 +7,9 @@ Every other type is looked up in torch and gets its parameters as they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ds_config import Dead, StrictModel, Unbuilt
 from ds_engine.schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -27,6 +27,10 @@ __all__ = [
     "LionSection",
     "MuonParams",
     "MuonSection",
+    "OneBitAdamParams",
+    "OneBitAdamSection",
+    "OneBitLambParams",
+    "OneBitLambSection",
     "OneCycleSection",
     "OptimizerSection",
     "SchedulerSection",
@@ -35,10 +39,16 @@ __all__ = [
     "WarmupCosineLRSection",
     "WarmupDecayLRSection",
     "WarmupLRSection",
+    "ZeroOneAdamParams",
+    "ZeroOneAdamSection",
 ]
 
 Rate = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "lamb", "muon", "onebitadam", "zerooneadam", "onebitlamb")
+Steps = Annotated[int, Field(ge=1)]
 
 
 def _tag(section: Any, known: Collection[str]) -> str:
@@ -48,7 +58,7 @@ def _tag(section: Any, known: Collection[str]) -> str:
 
 
 def _optimizer_tag(section: Any) -> str:
-    return _tag(section, ("adam", "adamw", "adagrad", "lion", "lamb", "muon"))
+    return _tag(section, _OPTIMIZERS)
 
 
 def _scheduler_tag(section: Any) -> str:
@@ -130,6 +140,55 @@ class MuonParams(_StateParams):
     ns_method: Literal["gram", "standard"] = Field(default="gram", description="How matrices are orthogonalized.")
 
 
+class _OneBitParams(_OptimizerParams):
+    # State is fp32 in any case: it is what the signs are relative to.
+    lr: Rate = Field(default=1e-3, description="Learning rate.")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="Decay of the running means of gradient and its square."
+    )
+    eps: Rate = Field(default=1e-8, description="Added to the root of the second mean.")
+    weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+    bias_correction: bool = Field(default=True, description="Correct the means for their start at zero.")
+    amsgrad: Annotated[bool, Unbuilt("false; a maximum of variances has no frozen phase")] = False
+    cuda_aware: Annotated[bool, Dead("signs travel in the collectives of the process group")] = False
+    comm_backend_name: Annotated[str, Dead("signs travel in the collectives of the process group")] = "nccl"
+
+
+class OneBitAdamParams(_OneBitParams):
+    """Tang et al. 2021: Adam, then momentum as signs."""
+
+    freeze_step: Steps = Field(default=100_000, description="Steps with exact gradients, 15 to 20 % of a run.")
+    eps_inside_sqrt: bool = Field(default=False, description="Add eps to the second mean before its root is taken.")
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """Lu et al. 2022: ever rarer updates of the variance, then ever rarer synchronisations."""
+
+    var_freeze_step: Steps = Field(default=100_000, description="Steps in which the variance is learnt.")
+    var_update_scaler: Steps = Field(default=16, description="Variance updates until their interval doubles.")
+    local_step_scaler: Steps = Field(default=32_678, description="Steps until the interval of local steps doubles.")
+    local_step_clipper: Steps = Field(default=16, description="Largest interval of local steps.")
+
+
+class OneBitLambParams(_OneBitParams):
+    """Li et al. 2021: LAMB, then momentum as signs and layer rates that follow the variance."""
+
+    freeze_step: Steps = Field(default=100_000, description="Steps with exact gradients.")
+    max_coeff: float = Field(default=10.0, ge=0, description="Largest trust ratio; 0 for no bound.")
+    min_coeff: float = Field(default=0.01, ge=0, description="Smallest trust ratio.")
+    coeff_beta: Beta = Field(default=0.9, description="Averaging of trust ratios before the freeze.")
+    factor_max: float = Field(default=4.0, gt=0, description="Largest factor of a layer's rate after the freeze.")
+    factor_min: float = Field(default=0.5, gt=0, description="Smallest factor of a layer's rate after the freeze.")
+    factor_threshold: float = Field(default=0.1, gt=0, lt=1, description="Largest relative change of it in a step.")
+    eps_inside_sqrt: bool = Field(default=False, description="Add eps to the second mean before its root is taken.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.factor_min > self.factor_max:
+            raise ValueError(f"factor_min = {self.factor_min} is more than factor_max = {self.factor_max}")
+        return self
+
+
 class _Optimizer(StrictModel):
     legacy_fusion: Annotated[bool, Dead("there is one implementation of each optimizer")] = False
 
@@ -176,6 +235,27 @@ class MuonSection(_Optimizer):
     params: MuonParams = MuonParams()
 
 
+class OneBitAdamSection(_Optimizer):
+    """Adam that sends one bit an element once its variance is frozen. At ZeRO stage 0."""
+
+    type: Literal["OneBitAdam", "OnebitAdam", "onebitadam", "ONEBITADAM"]
+    params: OneBitAdamParams = OneBitAdamParams()
+
+
+class ZeroOneAdamSection(_Optimizer):
+    """Adam that sends one bit an element, at ever fewer steps. At ZeRO stage 0."""
+
+    type: Literal["ZeroOneAdam", "zerooneadam", "ZEROONEADAM"]
+    params: ZeroOneAdamParams = ZeroOneAdamParams()
+
+
+class OneBitLambSection(_Optimizer):
+    """LAMB that sends one bit an element once its variance is frozen. At ZeRO stage 0."""
+
+    type: Literal["OneBitLamb", "OnebitLamb", "onebitlamb", "ONEBITLAMB"]
+    params: OneBitLambParams = OneBitLambParams()
+
+
 class TorchOptimizerSection(_Optimizer):
     """Any class of torch.optim, by its exact name, with its own parameters."""
 
@@ -190,6 +270,9 @@ OptimizerSection = Annotated[
     | Annotated[LionSection, Tag("lion")]
     | Annotated[LambSection, Tag("lamb")]
     | Annotated[MuonSection, Tag("muon")]
+    | Annotated[OneBitAdamSection, Tag("onebitadam")]
+    | Annotated[ZeroOneAdamSection, Tag("zerooneadam")]
+    | Annotated[OneBitLambSection, Tag("onebitlamb")]
     | Annotated[TorchOptimizerSection, Tag("torch")],
     Discriminator(_optimizer_tag),
 ]
