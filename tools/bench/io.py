@@ -1,7 +1,8 @@
 """`nox -s bench -- io [FOLDER]`: our transfers as a share of fio, same block size, depth and bytes, in one run.
 
-fio (Debian package `fio`) uses the same kernel interface (io_uring, libaio, psync) with O_DIRECT. Runs alternate; medians of
-the ratio's two sides are compared. Without fio the script says so and measures only ours.
+fio (Debian package `fio`) uses the same kernel interface (io_uring, libaio, psync) with O_DIRECT, and the same block size and
+depth; it moves all blocks through depth x block bytes of memory, we move 512 MiB of it, in huge pages as `PinnedPool` and
+`zeros_huge` have them. Runs alternate; the share is the median of pairwise ratios. Without fio only ours is measured.
 """
 
 from __future__ import annotations

@@ -64,13 +64,13 @@ def train(optimizers: list[torch.optim.Optimizer], lists: list[list[nn.Parameter
 def test_ten_steps_equal_torch(
     backend: str, ours: Any, theirs: Any, options: dict[str, Any], ulps: Callable[[Tensor, Tensor], int]
 ) -> None:
+    # Torch's loop over tensors takes a square root that may be one ulp off, which is many where a parameter is near zero;
+    # its fused kernel takes the instruction, as ours does.
+    exact = {"fused": True} if ours is Adagrad and backend == "native" else {"foreach": False}
     a, b = params(), params()
-    train([ours(a, **options), theirs(b, **options, foreach=False)], [a, b])
+    train([ours(a, **options), theirs(b, **options, **exact)], [a, b])
     for p, q in zip(a, b, strict=True):
-        if ours is SGD:
-            assert ulps(p, q) <= 2
-        # torch's square root may be one ulp off; near zero that is many ulp of a parameter.
-        torch.testing.assert_close(p, q, rtol=3e-7, atol=3e-7)
+        assert ulps(p, q) <= 2
 
 
 def test_lion_is_the_formula(backend: str) -> None:
