@@ -66,11 +66,29 @@ def run(engine: str, config: str, world: int) -> dict | None:
 
 
 def summary(runs: list[dict]) -> dict:
-    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb")
+    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb", "psi_mb")
     return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
         "rounds": len(runs),
         "losses": runs[0]["losses"],
     }
+
+
+def floor_mb(engine: str, rows: dict[str, dict], world: int) -> float | None:
+    """Least memory of a node for what an engine keeps, each rank for itself: activations, parameters, gradients, two moments.
+
+    Activations (and workspace) are what forward + backward alone take beyond parameters and gradients. A stage-3 rank has half
+    of the parameters and the largest block (the embedding, with its gradient's share counted as a whole gradient).
+    """
+    psi, alone = rows["fwdbwd"]["psi_mb"], rows["fwdbwd"]["node_mb"] / world
+    stage = {"fsdp2": 3, "fsdp2_keep": 2, "zero_redundancy": 1, "ddp": 0, "local": 0}.get(engine.partition("@")[0])
+    if stage is None:
+        stage = next((int(c) for c in engine if c.isdigit()), None)
+    if stage is None or psi < 10:
+        return None
+    block = 8192 * 384 * 4 / 1e6
+    params = psi if stage < 3 else psi / world + block
+    moments = 2 * psi / (world if stage else 1)
+    return world * (alone - 2 * psi + params + psi + moments)
 
 
 def agrees(row: dict, reference: dict) -> bool:
@@ -78,14 +96,18 @@ def agrees(row: dict, reference: dict) -> bool:
     return all(abs(a - b) <= 1e-4 * abs(b) + 1e-6 for a, b in pairs)
 
 
-def table(rows: dict[str, dict]) -> None:
+def table(rows: dict[str, dict], world: int) -> None:
     floor, reference = rows["fwdbwd"]["step_ms"], rows.get("ddp", rows.get("local"))
-    print(f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'node MB':>8}  losses")
+    print(
+        f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'node MB':>8} {'/ floor':>8}  losses"
+    )
     for engine, row in rows.items():
         row["over_ms"] = round(row["step_ms"] - floor, 2)
         row["agrees"] = engine == "fwdbwd" or agrees(row, reference)
+        floor_of = floor_mb(engine, rows, world)
+        row["over_floor"] = None if floor_of is None else round(row["node_mb"] / floor_of, 2)
         print(f"  {engine:18} {row['step_ms']:9.2f} {row['over_ms']:9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
-              f"{row['node_mb']:8.1f}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
+              f"{row['node_mb']:8.1f} {row['over_floor'] or '':8}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
     for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
         mine, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
         if mine and peer:
@@ -113,7 +135,7 @@ def main(rounds: int, configs: list[str], chosen: list[str]) -> None:
                 f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory; load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-            table(rows)
+            table(rows, world)
             found[f"{config}-{world}"] = rows
     DATA.parent.mkdir(parents=True, exist_ok=True)
     machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from ds_config import StrictModel, UnsupportedConfigError, load
+from ds_config import Dead, Deprecated, StrictModel, Unbuilt, UnsupportedConfigError, load
+from ds_zero import ShardOptions, UnitPolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
+from ds_zero.units import ModuleInfo, ParamInfo
 
 
 class Document(StrictModel):
@@ -91,3 +93,69 @@ def test_switched_off_sections_are_fine() -> None:
 def test_values_are_checked(document: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         load(Document, document)
+
+
+def retired(name: str) -> object | None:
+    """Why a key of the section does nothing; None if it does something."""
+    found = [m for m in ZeroConfig.model_fields[name].metadata if isinstance(m, Dead | Deprecated | Unbuilt)]
+    return found[0] if found else None
+
+
+def another(name: str) -> Any:
+    """A value that is not the key's default."""
+    default = ZeroConfig.model_fields[name].default
+    special = {"zeropp_loco_param": {"err_beta": 0.8}, "zenflow": {"topk_ratio": 0.1}, "mics_shard_size": 8}
+    if name in special:
+        return special[name]
+    return (not default) if isinstance(default, bool) else default + 1
+
+
+KEYS = list(ZeroConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), Dead)])
+def test_every_key_without_effect_says_what_took_its_place(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        zero(**{name: another(name)})
+    assert [name in r.getMessage() and "has no effect: " in r.getMessage() for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), Unbuilt)])
+def test_every_key_that_is_not_built_is_an_error(name: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=name):
+        zero(**{name: another(name)})
+
+
+def units(stage: int = 3, **policy: Any) -> Any:
+    """What is observed of a policy: the units of one model."""
+    params = [ParamInfo(f"{m}.{i}", (10, 10), "float32", m, 0) for m in ("a.x", "a.y", "b.x") for i in range(3)]
+    modules = [ModuleInfo(m) for m in ("", "a", "a.x", "a.y", "b", "b.x")]
+    chosen = UnitPolicy(**{"max_numel": 400, "persist_numel": 0, **policy})
+    return plan(params, 4, ShardOptions(stage=stage, policy=chosen), modules=modules)
+
+
+CHANGES = {
+    "stage": lambda: (units(1).kept, units(3).kept),
+    "reduce_bucket_size": lambda: (len(units().units), len(units(max_numel=100).units)),
+    "param_persistence_threshold": lambda: (units().kept["full"], units(persist_numel=100).kept["full"]),
+    "model_persistence_threshold": lambda: (
+        units(persist_numel=100).kept["full"],
+        units(persist_numel=100, persist_total=250).kept["full"],
+    ),
+    "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
+}
+ELSEWHERE = {  # seen by tests that need ranks or another object
+    "overlap_comm": "test_order.py: nothing is issued early without it",
+    "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
+    "offload_param": "above: an object of its own, each of its devices is an error",
+    "offload_optimizer": "above: an object of its own, each of its devices is an error",
+}
+
+
+def test_every_other_key_changes_what_is_done() -> None:
+    assert {n for n in KEYS if retired(n) is None} == set(CHANGES) | set(ELSEWHERE)
+    for name, observe in CHANGES.items():
+        before, after = observe()
+        assert before != after, name
+    deprecated = {n for n in KEYS if isinstance(retired(n), Deprecated)}
+    assert deprecated == {"cpu_offload", "cpu_offload_param"}

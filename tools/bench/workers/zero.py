@@ -286,11 +286,14 @@ def main(engine: str, name: str, steps: int) -> None:
         importlib.import_module(module)
     base = pss_bytes()
     model = config.model()
-    began = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
-        step = ENGINES[engine](config, model)
-    made = time.perf_counter() - began
+    psi = sum(p.nbytes for p in model.parameters())
+    if world > 1:
+        dist.barrier()
     with burst():
+        began = time.perf_counter()
+        with contextlib.redirect_stdout(sys.stderr):
+            step = ENGINES[engine](config, model)
+        made = time.perf_counter() - began
         times, losses, cpu = timed(config, step, steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sampler = Sampler()
@@ -301,7 +304,7 @@ def main(engine: str, name: str, steps: int) -> None:
     skip = min(3, steps - 1)
     facts = {"engine": engine, "config": name, "world": world, "rank": rank, "step_ms": statistics.median(times[skip:]) * 1e3,
              "min_ms": min(times[skip:]) * 1e3, "cpu_ms": statistics.median(cpu[skip:]) * 1e3, "init_ms": made * 1e3,
-             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
+             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
     print(json.dumps(facts), flush=True)
     if dist.is_initialized():
         dist.barrier()

@@ -151,7 +151,7 @@ class ZeroConfig(StrictModel):
     zero_quantized_nontrainable_weights: Annotated[bool, Unbuilt("false")] = False
     zero_quantized_gradients: Annotated[bool, Unbuilt("communication_data_type = bf16")] = False
     zeropp_loco_param: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
-    mics_shard_size: Annotated[int, Unbuilt("-1; all ranks share one copy")] = -1
+    mics_shard_size: Annotated[int, Unbuilt("-1; replicas are made by ds_zero.shard(..., shard_size=...)")] = -1
     mics_hierarchical_params_gather: Annotated[bool, Unbuilt("false")] = False
 
     @model_validator(mode="before")

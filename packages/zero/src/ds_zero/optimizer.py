@@ -33,6 +33,7 @@ from ds_zero.elementwise import needed_layouts, owns_reduction
 from ds_zero.layout import Kind
 from ds_zero.moving import KINDS
 from ds_zero.precision import ScaleState, next_scale
+from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.unit import Part, Unit
 
@@ -125,11 +126,12 @@ class ShardedOptimizer(Optimizer):
 
         Parameters that were thawed get optimizer state in the next step, the state of frozen ones is dropped, the state of
         all others stays. Gradients that were not stepped are dropped. Only parameters that the optimizer was made with can be
-        trained. Cost: one gather of the model and of the optimizer's state.
+        trained. Cost: every rank holds the whole model and its share of the state twice for a moment, and sees the state of one
+        parameter at a time whole.
         """
-        state, scalars = self._whole_state(), self.state_dict()
+        mine, scalars = fragments(self.shards()), self.state_dict()
         self.zero_grad()
-        model, options = self.sharding.model, self.sharding.options
+        model, options, group = self.sharding.model, self.sharding.options, self.sharding.group
         for unit in self.sharding.units:
             unit.clear_grad()  # also those of units that were not trained
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -138,40 +140,30 @@ class ShardedOptimizer(Optimizer):
         self._cut(model, options, self._layouts)
         scalars["scalars"] = {k: {n: v for n, v in of.items() if n in trained} for k, of in scalars["scalars"].items()}
         self.load_state_dict(scalars)
-        self._fill_state({k: v for k, v in state.items() if k[0] in trained})
-
-    def _whole_state(self) -> dict[tuple[str, str], Tensor]:
-        """(parameter, key) -> whole tensor of the optimizer's state; one parameter's pieces from every rank."""
-        mine: list[tuple[str, str, int, tuple[int, ...], Tensor]] = []
-        for local in self.shards():
-            kind, _, rest = local.shard.name.partition("/")
-            name, _, key = rest.rpartition("/")
-            if kind == "optim":
-                start = local.shard.interval.start
-                mine.append((name, key, start, local.shard.shape, local.data.clone()))
-        everyone: list[Any] = [None] * self.sharding.group.size
-        comm.all_gather_object(everyone, mine, self.sharding.group, unit="replan")
-        whole: dict[tuple[str, str], Tensor] = {}
-        for name, key, start, shape, data in (entry for part in everyone for entry in part):
-            flat = whole.setdefault((name, key), torch.zeros(math.prod(shape), dtype=data.dtype))
-            flat[start : start + data.numel()] = data
-        return whole
-
-    def _fill_state(self, whole: Mapping[tuple[str, str], Tensor]) -> None:
+        known = names_of(mine, group) & trained
         for unit in self.sharding.units:
-            with_state = {p.name for p in unit.spec.params if any(name == p.name for name, _ in whole)}
-            if with_state and len(with_state) < len(unit.spec.params):
+            members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known}
+            if 0 < len(members) < len(unit.params):
                 self._split(unit)
-            for part in unit.parts:
-                names = {unit.spec.params[i].name for i in part.members}
-                for key in {key for name, key in whole if name in names}:
-                    self.inner.state[part.tensor][key] = torch.zeros_like(part.tensor, requires_grad=False)
-        for local in self.shards():
-            kind, _, rest = local.shard.name.partition("/")
-            name, _, key = rest.rpartition("/")
-            if kind == "optim" and (name, key) in whole:
-                place = local.shard.interval
-                local.data.copy_(whole[name, key][place.start : place.stop])
+            for member, name in members.items():
+                self._fill_state(unit, member, assemble(mine, name, group))
+
+    def _fill_state(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
+        """Give one parameter the state it had under another plan."""
+        info = unit.spec.params[member]
+        pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
+        for part in (p for p in unit.parts if member in p.members):
+            held = self.inner.state[part.tensor]
+            for key, whole in state.items():
+                if whole.numel() != info.numel:
+                    held[key] = whole
+                    continue
+                if not isinstance(held.get(key), Tensor):
+                    held[key] = torch.zeros_like(part.tensor, requires_grad=False, dtype=whole.dtype)
+                for piece in pieces:
+                    if part.start <= piece.start < part.stop:
+                        flat = held[key].view(-1)[piece.start - part.start : piece.stop - part.start]
+                        flat.copy_(whole.view(-1)[piece.interval.start : piece.interval.stop])
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """`Sharding.suspend`, with the optimizer's state."""

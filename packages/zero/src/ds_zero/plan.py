@@ -104,7 +104,7 @@ def plan_bytes(unit: UnitSpec, dtypes: Dtypes, world: int, state_tensors: int = 
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize
     if not unit.residency.shard_grads:
-        found["grads"] = arena + (apart if wide else 0)
+        found["grads"] = arena + (apart if shards > 1 or wide else 0)
     else:
         found["grads"] = apart if shards > 1 or wide else 0
         found["arena"] = arena

@@ -135,7 +135,9 @@ class Unit:
         # Parameters become views of one buffer; values and identity stay.
         device, numel = _device(self.params[0]), self.layout.numel
         if self.host is None:
-            self.full = self.home = torch.zeros(numel, dtype=self.dtypes.param, device=device)
+            self.full = self.home = torch.empty(numel, dtype=self.dtypes.param, device=device)
+            for gap in self._gaps:
+                self.full[gap.start : gap.stop].zero_()
         else:
             self.home, self.full = self.host.full(self.number)
         segments = self.layout.segments
@@ -162,6 +164,8 @@ class Unit:
     def _fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor) -> None:
         """Put one parameter's values where this unit keeps them. Those of meta parameters come later: `load_pretrained`."""
         if value.is_meta:
+            if self.host is None:
+                self.full[slot.offset : slot.offset + slot.numel].zero_()
             return
         flat = value.reshape(-1)
         if self.host is None:
@@ -205,13 +209,15 @@ class Unit:
         self._was_released = self.state is Full.RELEASED
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
-        self.publish()
-        if self.layout.world > 1 and self.host is None:
-            for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
-                out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
-                group = channel or self.seat.gathers
-                work = comm.all_gather_single(out, own, group, async_op=True, unit=self.spec.name)
-                self._gathering.append(work)
+        gathers = self.layout.world > 1 and self.host is None
+        if not (gathers and self.dtypes.same):
+            self.publish()
+        for segment, own in zip(self.layout.segments, self._own(self.full), strict=True) if gathers else ():
+            # Where formats agree the collective puts this rank's chunk in its place, too.
+            mine = self.shard[segment.at : segment.at + segment.chunk] if self.dtypes.same else own
+            out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
+            group = channel or self.seat.gathers
+            self._gathering.append(comm.all_gather_single(out, mine, group, async_op=True, unit=self.spec.name))
         self.state = Full.GATHERING
 
     def publish(self) -> None:
@@ -338,7 +344,8 @@ class Unit:
             return
         first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
         keeps = not self.spec.residency.shard_grads or self.layout.world == 1
-        in_place = first and fits and keeps and len(self.layout.segments) == 1
+        # A sum that is also one of its terms would need memory for the term that comes.
+        in_place = first and fits and self.layout.world == 1
         if in_place:
             out = self._own(arena)[0]
         else:

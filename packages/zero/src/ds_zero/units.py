@@ -174,9 +174,11 @@ def _subtrees(
     found: list[tuple[str, list[ParamInfo]]] = []
     _split(root, limits, found)
     units: list[UnitSpec] = []
+    limit, leaves = limits
     for module, members in found:
+        most = math.inf if module in leaves else limit
         for run in _by_key(sorted(members, key=lambda p: rank_of[p.name])):
-            units.extend(UnitSpec(part[0].name, module, tuple(part), residency) for part in _cut(run, limits[0]))
+            units.extend(UnitSpec(part[0].name, module, tuple(part), residency) for part in _cut(run, most))
     return units
 
 
@@ -218,7 +220,7 @@ def _by_key(params: Iterable[ParamInfo]) -> list[list[ParamInfo]]:
     return list(runs.values())
 
 
-def _cut(run: Sequence[ParamInfo], limit: int) -> list[list[ParamInfo]]:
+def _cut(run: Sequence[ParamInfo], limit: float) -> list[list[ParamInfo]]:
     parts: list[list[ParamInfo]] = [[]]
     for param in run:
         if parts[-1] and sum(p.numel for p in parts[-1]) + param.numel > limit:

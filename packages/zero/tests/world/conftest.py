@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 VOCAB, WIDTH = 31, 16
 
@@ -82,6 +83,21 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+def _keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Net):
+    """Matrix products are kept, the rest is computed again."""
+
+    def body(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
 class ReentrantReused(Reentrant):
     """A block in two checkpointed segments: its gradients arrive in two inner backwards."""
 
@@ -134,7 +150,7 @@ class SideOutput(Net):
 
 
 MODELS: dict[str, Callable[[], Net]] = {
-    "plain": Net, "tied": Tied, "reused": Reused, "unused": Unused, "frozen": Frozen, "checkpointed": Checkpointed,
+    "plain": Net, "tied": Tied, "reused": Reused, "unused": Unused, "frozen": Frozen, "checkpointed": Checkpointed, "selective": Selective,
     "reentrant": Reentrant, "reentrant_reused": ReentrantReused, "reentrant_frozen": ReentrantFrozen,
     "zero_size": ZeroSize, "mixed": Mixed, "external": External, "side_output": SideOutput,
 }  # fmt: skip
@@ -180,10 +196,19 @@ class Bench:
             optimizer.step()
         return [p.detach().clone() for p in net.parameters()]
 
-    def dense(self, kind: str, *, steps: int, micros: int, clip: float | None, world: int) -> list[Tensor]:
+    def dense(
+        self,
+        kind: str,
+        *,
+        steps: int,
+        micros: int,
+        clip: float | None,
+        world: int,
+        make: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    ) -> list[Tensor]:
         """Parameters after `steps` of one process that sees every rank's data, in fp64."""
         net = self.model(kind, torch.float64)
-        optimizer = self.adamw(net)
+        optimizer = (make or self.adamw)(net)
         for step in range(steps):
             optimizer.zero_grad()
             for micro in range(micros):

@@ -46,13 +46,11 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-@STAGES
-@world(2, timeout=120)
-def test_random_routing_for_many_steps(stage):
+def check_routing(stage, steps, memory="private"):
     net, twin = make(), make()
-    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL)
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL, memory=memory)
     plain = sgd(twin)
-    for step in range(120):
+    for step in range(steps):
         x, route = data(step, dist.get_rank())
         net(x, route).square().mean().backward()
         optimizer.step()
@@ -64,6 +62,19 @@ def test_random_routing_for_many_steps(stage):
     optimizer.close()
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@STAGES
+@world(2, timeout=120)
+def test_random_routing_for_many_steps(stage):
+    check_routing(stage, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "memory"), [*((s, "private") for s in range(4)), (2, "shared"), (3, "shared")])
+@world(2, timeout=300)
+def test_random_routing_for_500_steps(stage, memory):
+    check_routing(stage, 500, memory)
 
 
 @STAGES

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_zero
 from ds_testing import world
 
-KINDS = ["plain", "tied", "reused", "unused", "frozen", "checkpointed", "reentrant", "reentrant_reused",
+KINDS = ["plain", "tied", "reused", "unused", "frozen", "checkpointed", "selective", "reentrant", "reentrant_reused",
          "reentrant_frozen", "zero_size", "mixed", "external", "side_output"]  # fmt: skip
 BUCKETS = {"element": 1, "parameter": 600, "model": 1 << 30}
 GRID = list(itertools.product((1, 4), BUCKETS, (True, False), (None, 1.0)))
@@ -77,6 +77,15 @@ def test_memory_shared_by_a_host_equals_ddp_to_the_bit(bench, kind):
     number = KINDS.index(kind)
     check_bits(bench, kind, 1 + number % 3, [(list(BUCKETS)[number % 3], bool(number % 2))], "shared")
     check_close(bench, kind, 1 + number % 3, [GRID[(5 * number + 3) % len(GRID)]], "shared")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_autocast_equals_ddp_to_the_bit(bench, stage):
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = bench.ddp("tied", steps=2)
+        found = train(bench, "tied", options(stage, "parameter", True, None), steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("memory", ["private", "shared"])
