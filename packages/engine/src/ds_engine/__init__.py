@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_engine.plan import Plan, Shapes, make_plan
     from ds_engine.result import StepResult
     from ds_engine.schedules import Scheduler
+    from ds_engine.uneven import Share, even
 
 __all__ = [
     "Batch",
@@ -33,10 +34,12 @@ __all__ = [
     "Plan",
     "Scheduler",
     "Shapes",
+    "Share",
     "StepResult",
     "SumLoss",
     "add_config_arguments",
     "build",
+    "even",
     "explain_config",
     "initialize",
     "load_config",
@@ -51,6 +54,7 @@ _HOMES = {
     "build": ("Parts", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
+    "uneven": ("Share", "even"),
     "losses": ("SumLoss",),
     "plan": ("Plan", "Shapes", "make_plan"),
     "result": ("StepResult",),

@@ -38,6 +38,7 @@ from ds_engine.plan import Plan, rebatched
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Telemetry
+from ds_engine.uneven import Share
 from ds_pipe import Action, Op, run
 from ds_zero import ShardedOptimizer, Sharding
 
@@ -512,6 +513,8 @@ class Engine(nn.Module):
             )
 
     def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Share):
+            return batch.weigh(loss_of(self._call(batch.batch)))
         if isinstance(batch, Mapping):
             return self(**batch)
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import ds_comm
 import ds_engine
+from ds_config.errors import PlanError
 from ds_engine import Engine, SumLoss
 from ds_testing import world
 
@@ -214,15 +216,92 @@ def test_two_ranks_then_one_and_four(tmp_path: Path) -> None:
     _resume_on_four(str(tmp_path), expected)
 
 
-@world(2)
-def test_the_learning_rate_knows_nothing_of_ranks() -> None:
-    engine = start(configured(1))
-    seen = [engine.train_batch().lr[0] for _ in range(6)]
-    from ds_engine.schedules import WarmupDecayLR
+class Counted(nn.Module):
+    """Mean squared error of one linear layer, or its sum with the number of rows."""
 
-    schedule = WarmupDecayLR(warmup_num_steps=3, total_num_steps=12)
-    assert seen == [schedule.lr(t, 0.02) for t in range(-1, 5)]
-    engine.close()
+    def __init__(self, summed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.summed = nn.Linear(WIDTH, 1), summed
+
+    def forward(self, x: Tensor) -> Any:
+        errors = self.layer(x).square()
+        return SumLoss(errors.sum(), len(x)) if self.summed else errors.mean()
+
+
+MICROBATCHES = {0: (3, 1, 4, 1, 5), 1: (2, 6, 2)}  # rows of each, by rank
+
+
+def microbatches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(rows, WIDTH, generator=generator) for rows in MICROBATCHES[rank]]
+
+
+@pytest.mark.parametrize(("policy", "summed", "steps"), [("stop", False, 1), ("fill", False, 3), ("fill", True, 3)])
+@world(2)
+def test_data_that_end_on_one_rank_first(policy: Any, summed: bool, steps: int) -> None:
+    settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0, "scheduler": None}
+    config = configured(2, train_batch_size=4, train_micro_batch_size_per_gpu=1, **settings)
+    engine = ds_engine.initialize(model=Counted(summed), config=config)[0]
+    batches = ds_engine.even(microbatches(dist.get_rank()), engine.mesh["data"], policy, together=2)
+    losses = [engine.train_batch(batches).loss for _ in range(steps)]
+    with pytest.raises(StopIteration):
+        engine.train_batch(batches)
+
+    alone, expected = Counted(summed), []
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(steps):
+        found = [alone(x) for rank in range(2) for x in microbatches(rank)[2 * step : 2 * step + 2]]
+        loss = sum(f.total for f in found) / sum(f.count for f in found) if summed else torch.stack(found).mean()
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        expected.append(float(loss))
+    check(engine, losses, (expected, dict(alone.named_parameters())))
+
+
+@world(2)
+def test_data_that_end_on_one_rank_are_an_error_on_both() -> None:
+    group = ds_comm.world_group()
+    with pytest.raises(PlanError, match=r"rank 1 ended.*\[1, 0\]") as caught:
+        list(ds_engine.even(range(3 - group.rank), group, "error"))
+    assert caught.value.code == "data-uneven"
+    with pytest.raises(PlanError, match=r"\[1, -1\]") as caught:
+        list(ds_engine.even(range(1 - group.rank), group, "fill"))
+    assert caught.value.code == "data-none"
+    assert list(ds_engine.even(range(5), group, "error", together=2)) == [0, 1, 2, 3]
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_step_size": 3, "lr_range_test_step_rate": 0.7},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 0.03, "cycle_first_step_size": 3, "decay_step_size": 2, "decay_lr_rate": 0.3},
+    "WarmupLR": {"warmup_num_steps": 5},
+    "WarmupDecayLR": {"warmup_num_steps": 3, "total_num_steps": 7},
+    "WarmupCosineLR": {"warmup_num_steps": 3, "total_num_steps": 7},
+}  # fmt: skip
+
+
+def check_rates() -> None:
+    for name, params in SCHEDULES.items():
+        engine = start(configured(1, scheduler={"type": name, "params": params}, train_micro_batch_size_per_gpu=3))
+        schedule = engine.plan.config.scheduler.params  # type: ignore[union-attr]
+        assert [engine.train_batch().lr for _ in range(7)] == [(schedule.lr(t, 0.02),) for t in range(-1, 6)], name
+        engine.close()
+
+
+@world(1)
+def test_rates_are_the_formulas_on_one_rank() -> None:
+    check_rates()
+
+
+@world(2)
+def test_rates_are_the_formulas_on_two_ranks() -> None:
+    check_rates()
+
+
+@world(4)
+def test_rates_are_the_formulas_on_four_ranks() -> None:
+    check_rates()
 
 
 @world(4)
@@ -238,7 +317,7 @@ def test_a_default_run_says_nothing(tmp_path: Path) -> None:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         try:
-            quiet = start(configured(2, train_batch_size=16))
+            quiet = start(configured(2, train_batch_size=16, train_micro_batch_size_per_gpu=4))
             for _ in range(50):
                 quiet.train_batch()
             root.addHandler(handler)
