@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 2 deepspeed_run.py resume DIR STAGE DTYPE
 
 `write` trains three steps, saves, notes the full fp32 parameters (truth.pt), and then the losses
-of two more steps (losses.json). `resume` loads the universal checkpoint in DIR and notes its next two losses.
+of two more steps (losses.json). `resume` loads the universal checkpoint in DIR and notes its next two losses; `continue` does so
+with a checkpoint in the regular layout.
 """
 
 import json

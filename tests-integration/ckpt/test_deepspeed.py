@@ -10,6 +10,8 @@ import torch
 
 import ds_ckpt
 from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
+from ds_ckpt.convert.pickled import load_pt
+from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -17,12 +19,12 @@ HERE = Path(__file__).parent
 PEER = HERE.parents[1] / ".nox" / "peer-deepspeed" / "bin" / "python"
 
 
-def _run(action, folder, stage, dtype):
+def _run(action, folder, *rest, script="deepspeed_run.py"):
     if not PEER.exists():
         pytest.skip("DeepSpeed's environment is missing; make it with: python tools/bench/peers.py deepspeed")
     port = 29_000 + os.getpid() % 900
     command = [str(PEER), "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    command += [str(HERE / "deepspeed_run.py"), action, str(folder), str(stage), dtype]
+    command += [str(HERE / script), action, str(folder), *map(str, rest)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -124,3 +126,64 @@ def test_what_we_export_resumes_in_deepspeed_with_the_same_next_losses(written, 
     for name, entry in ours.entries.items():
         assert torch.equal(again.entries[name].read(), entry.read()), name
     assert again.meta["optimizer"]["scalars"] == ours.meta["optimizer"]["scalars"]
+
+
+def _flats(folder):
+    """Every flat tensor of the optimizer's files: file name -> tensors in order."""
+    out = {}
+    for file in sorted(folder.glob("*_optim_states.pt")):
+        body = load_pt(file)["optimizer_state_dict"]
+        inner = body.get("base_optimizer_state") or body["optimizer_state_dict"]
+        states = [v for _, s in sorted(inner["state"].items()) for _, v in sorted(s.items())]
+        found = [*(body.get("single_partition_of_fp32_groups") or body["fp32_flat_groups"]), *states]
+        out[file.name] = [torch.as_tensor(tensor) for tensor in found]
+    return out
+
+
+@pytest.mark.timeout(400)
+def test_the_regular_layout_is_written_as_deepspeed_writes_it_and_resumes_there(written, tmp_path):
+    """The same files with the same flat tensors, to the bit; and the same next losses."""
+    folder, stage, dtype = written
+    write_checkpoint(open_deepspeed(folder, allow_pickle=True), tmp_path / "ours")
+    out = tmp_path / "regular"
+    path = write_regular(open_checkpoint(tmp_path / "ours"), out, "step3", Regular(stage, 2, dtype), allow_pickle=True)
+    theirs, ours = folder / "step3", _flats(path)
+    assert {p.name for p in path.iterdir()} == {p.name for p in theirs.iterdir() if p.suffix == ".pt"}
+    for name, tensors in _flats(theirs).items():
+        assert len(tensors) == len(ours[name])
+        for ours_, theirs_ in zip(ours[name], tensors, strict=True):
+            assert torch.equal(ours_, theirs_), name
+    for file in sorted(theirs.glob("*_model_states.pt")):
+        wrote, made = load_pt(file)["module"], load_pt(path / file.name)["module"]
+        assert wrote.keys() == made.keys()
+        for name, tensor in wrote.items():
+            assert torch.equal(made[name], tensor), name
+            assert made[name].dtype == tensor.dtype
+    _run("continue", out, stage, dtype)
+    expected = torch.tensor(json.loads((folder / "losses-write.json").read_text()))
+    resumed = torch.tensor(json.loads((out / "losses-continue.json").read_text()))
+    assert torch.equal(resumed, expected)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("pipeline", Regular(1, 1, pipeline=(0, 2))), ("moe", Regular(2, 2, experts=2))]
+)
+def test_pipeline_stages_and_experts(tmp_path, kind, layout):
+    """What DeepSpeed wrote is read and written again: the same flat tensors, and the same next losses there."""
+    folder, out = tmp_path / "theirs", tmp_path / "regular"
+    folder.mkdir()
+    _run("write", folder, kind, script="deepspeed_parts.py")
+    write_checkpoint(open_deepspeed(folder, allow_pickle=True), tmp_path / "ours")
+    path = write_regular(open_checkpoint(tmp_path / "ours"), out, "step3", layout, allow_pickle=True)
+    theirs, ours = folder / "step3", _flats(path)
+    assert {p.name for p in path.iterdir()} == {p.name for p in theirs.iterdir()}
+    for name, tensors in _flats(theirs).items():
+        assert len(tensors) == len(ours[name])
+        assert all(torch.equal(a, b) for a, b in zip(ours[name], tensors, strict=True)), name
+    for file in [*theirs.glob("layer_*")]:
+        made = load_pt(path / file.name)
+        assert all(torch.equal(made[n], t) for n, t in load_pt(file).items()), file.name
+    _run("continue", out, kind, script="deepspeed_parts.py")
+    written = json.loads((folder / "losses-write.json").read_text())
+    assert json.loads((out / "losses-continue.json").read_text()) == written

@@ -1,11 +1,13 @@
-"""Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP and safetensors on the same state in one run.
+"""Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP, safetensors and DeepSpeed in one run.
 
 usage: nox -s bench -- ckpt [DIRECTORY] [REPEATS]
 
 All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
 Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device:
 as many bytes from aligned memory with O_DIRECT, by the same io_uring engine as ds-ops' own benchmark, and one fsync. Every save
-makes new files; those of the turn before are removed outside the timing, for all programs.
+makes new files; those of the turn before are removed outside the timing, for all programs. The state is parameters and Adam's
+moments in fp32; DeepSpeed (stage 2, one process, its own environment) adds a second copy of the parameters to its files.
+The export is of a model of 4 GB; what comes out is loaded by transformers in an environment of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import peers
 import psutil
 import torch
 import torch.distributed as dist
@@ -30,12 +34,28 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ds_ckpt
+from ds_ckpt.convert.tensors import Entry, Source, write_checkpoint
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_ops.io import AsyncIO, IOSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt.json"
+WORKERS = ROOT / "tools" / "bench" / "workers"
 TENSORS, NUMEL = 120, 1_025_000
+# A Llama of 2.07e9 parameters in bf16: 4.1 GB, the largest tensor 164 MB.
+HIDDEN, INNER, VOCAB, LAYERS = 2560, 6912, 32000, 24
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 
 def state(fill: float) -> dict[str, torch.Tensor]:
@@ -89,6 +109,87 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+ALONE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29556"}
+
+
+class DeepSpeed:
+    """A process in DeepSpeed's environment that saves and loads the same state, and times itself."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._process = subprocess.Popen(
+            [peers.ensure("deepspeed"), WORKERS / "ckpt_deepspeed.py", folder, str(TENSORS // 3), str(NUMEL)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **ALONE},
+        )
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise SystemExit(f"DeepSpeed's process ended with status {self._process.wait()}")
+        return answer
+
+    def run(self, order: str) -> float:
+        """`save` or `load`; seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def llama_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        own = f"model.layers.{layer}."
+        shapes |= {f"{own}self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"}
+        shapes |= {f"{own}mlp.{part}_proj.weight": (INNER, HIDDEN) for part in ("gate", "up")}
+        shapes |= {f"{own}mlp.down_proj.weight": (HIDDEN, INNER), f"{own}input_layernorm.weight": (HIDDEN,)}
+        shapes[f"{own}post_attention_layernorm.weight"] = (HIDDEN,)
+    return shapes
+
+
+def export(root: Path) -> dict[str, object]:
+    """Write a checkpoint of 4 GB, export it in a process of its own, load the result with transformers."""
+    shapes = llama_shapes()
+    values = {name: float(i % 200) for i, name in enumerate(shapes)}
+
+    def filled(name: str) -> torch.Tensor:
+        return torch.full(shapes[name], values[name], dtype=torch.bfloat16)
+
+    entries = {f"param/{n}": Entry(shape, "bfloat16", lambda n=n: filled(n)) for n, shape in shapes.items()}  # type: ignore[misc]
+    write_checkpoint(Source(entries), root / "llama")
+    out = root / "exported"
+    words = [sys.executable, str(WORKERS / "ckpt_export.py"), str(root / "llama"), str(out)]
+    done = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    (out / "config.json").write_text(json.dumps(LLAMA))
+    (out / "values.json").write_text(json.dumps(values))
+    words = [str(peers.ensure("transformers")), str(WORKERS / "ckpt_transformers.py"), str(out)]
+    loaded = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    nbytes = sum(torch.Size(shape).numel() * 2 for shape in shapes.values())
+    largest = max(torch.Size(shape).numel() * 2 for shape in shapes.values())
+    shutil.rmtree(root / "llama")
+    shutil.rmtree(out)
+    return {
+        "nbytes": nbytes,
+        "largest_tensor_bytes": largest,
+        "seconds": done["seconds"],
+        "memory_bytes": done["peak"] - done["before"],
+        "allowed_bytes": 2 * largest + 200_000_000,
+        "transformers": loaded,
+    }
+
+
 def saves(root: Path, full: dict[str, torch.Tensor], memory: mmap.mmap) -> dict[str, Callable[[], object]]:
     def torch_save() -> None:
         torch.save(full, root / "torch.pt")
@@ -131,7 +232,13 @@ def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[],
     }
 
 
-FILES = {"ds-ckpt": "runs", "torch.load": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
+FILES = {
+    "ds-ckpt": "runs",
+    "torch.load": "torch.pt",
+    "safetensors": "st.safetensors",
+    "dcp": "dcp",
+    "deepspeed": "peer",
+}
 WRITTEN = {"raw": "raw", "ds-ckpt": "runs", "torch.save": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
 
 
@@ -197,6 +304,7 @@ def main(where: str | None, repeats: int) -> int:
     full, target = state(1.0), state(0.0)
     nbytes = sum(t.nbytes for t in full.values())
     memory_of_raw = aligned(nbytes)
+    peer = DeepSpeed(root / "peer")
     try:
         save_times: dict[str, list[float]] = {}
         load_times: dict[str, list[float]] = {}
@@ -207,16 +315,27 @@ def main(where: str | None, repeats: int) -> int:
                 elapsed = timed(action)
                 if turn:
                     save_times.setdefault(name, []).append(elapsed)
+            removed(root / "peer" / "state")
+            elapsed = peer.run("save")
+            if turn:
+                save_times.setdefault("deepspeed", []).append(elapsed)
             for warm, times in ((True, load_times), (False, cold_times)):
                 for name, action in loads(root, target).items():
                     cache(root, name, warm=warm)
                     elapsed = timed(action)
                     if turn:
                         times.setdefault(name, []).append(elapsed)
+                cache(root, "deepspeed", warm=warm)
+                elapsed = peer.run("load")
+                if turn:
+                    times.setdefault("deepspeed", []).append(elapsed)
         written = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
+        theirs = sum(p.stat().st_size for p in (root / "peer" / "state").iterdir())
         stall_times = stalls(memory, full, repeats)
         slope = memory_slope(memory)
+        exported = export(root)
     finally:
+        peer.close()
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
         dist.destroy_process_group()
@@ -236,7 +355,9 @@ def main(where: str | None, repeats: int) -> int:
         "cold_load_gb_per_s": rates(cold_s),
         "stall_ms": {n: t * 1e3 for n, t in stall_s.items()},
         "bytes_over_minimum": written / nbytes,
+        "deepspeed_bytes_over_minimum": theirs / nbytes,
         "memory_bytes_per_save": slope,
+        "export": exported,
     }
     save_rate, load_rate, cold_rate = rates(save_s), rates(load_s), rates(cold_s)
     result["ratios"] = {

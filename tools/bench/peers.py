@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PEERS: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed==0.19.8", "setuptools", "ninja"),
+    "transformers": ("transformers==5.23.0",),
     "deepspeed-clients": (
         "deepspeed==0.19.8",
         "setuptools",
@@ -25,6 +26,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
         "transformers==5.23.0",
         "trl==1.16.0",
         "peft==0.21.2",
+        "lightning==2.6.6",
     ),
 }
 _ENV = {name: {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1"} for name in ("deepspeed", "deepspeed-clients")}

@@ -139,10 +139,11 @@ def test_pipeline_stages(tmp_path, ranks):
     shapes = {"0.weight": (7, 3), "0.bias": (3,), "2.weight": (3, 3), "10.weight": (5,), "10.ice": (2,)}
     source = _state(shapes, frozen=("10.ice",), buffers=("2.count",))
     source = type(source)(source.entries, {}, source.meta)
-    layout = Regular(1, ranks, pipeline=(0, 2))
+    layout = Regular(1, ranks, pipeline=(0, 2), layers=12)
     path = write_regular(source, tmp_path, "t", layout, allow_pickle=True)
     names = {p.name for p in path.iterdir()}
-    assert names >= {f"layer_{n}-model_states.pt" for n in ("00", "02", "10")}
+    assert names >= {f"layer_{n}-model_states.pt" for n in ("00", "01", "02", "10", "11")}
+    assert torch.load(path / "layer_11-model_states.pt", weights_only=True) == {}
     assert names >= {f"zero_pp_rank_{ranks - 1}_mp_rank_0{s}_optim_states.pt" for s in (0, 1)}
     _same(open_deepspeed(tmp_path, allow_pickle=True), source)
     tied = _state({"tied_modules.embed.weight": (3,), "1.weight": (2,)})

@@ -253,7 +253,7 @@ def _stage12(found: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence
         owners = len(ranks) // parts  # ranks that share the experts of this group; 1 for all other groups
         for owner in range(owners):
             own = ranks[owner::owners]
-            renamed = {_global_name(name, names, owner): shape for name, shape in names.items()}
+            renamed = {_global_name(name, names, owner): torch.Size(shape) for name, shape in names.items()}
             _group12(found, group, renamed, own)
 
 

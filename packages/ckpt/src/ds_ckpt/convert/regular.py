@@ -50,6 +50,7 @@ class Regular:
         groups: Parameter names of each optimizer group, in the order they were given to the optimizer. None: as the meta says.
         experts: Ranks that share the experts of a layer (`ep_size`).
         pipeline: The first layer of each pipeline stage, starting with 0; () without a pipeline.
+        layers: Of the pipeline, all stages together; 0: up to the last that has parameters.
         sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
     """
 
@@ -59,6 +60,7 @@ class Regular:
     groups: tuple[tuple[str, ...], ...] | None = None
     experts: int = 1
     pipeline: tuple[int, ...] = ()
+    layers: int = 0
     sub_group_size: int = 10**9
 
     def __post_init__(self) -> None:
@@ -187,12 +189,12 @@ def write_regular(
     target, draft = root / tag, root / f".tmp-{tag}"
     if target.exists():
         raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
-    stages = list(_stages(source, layout))
+    stages = _stages(source, layout)
     shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
     draft.mkdir(parents=True)
     try:
-        for index, (names, groups, known) in enumerate(stages):
-            _Writer(source, layout, draft, names=names, groups=groups, known=known).write(index)
+        for index, stage in enumerate(stages):
+            _Writer(source, layout, draft, stage).write(index)
         draft.rename(target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -201,22 +203,23 @@ def write_regular(
     return target
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one model-parallel rank has: names, the optimizer groups, what else the meta knows of those, layer numbers."""
+
+    names: set[str]
+    groups: list[list[str]]
+    known: list[Json]
+    layers: range
+
+
 class _Writer:
     """The files of one model-parallel rank: all of the model, or one pipeline stage of it."""
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Regular,
-        folder: Path,
-        *,
-        names: set[str],
-        groups: list[list[str]],
-        known: list[Json],
-    ) -> None:
+    def __init__(self, source: Source, layout: Regular, folder: Path, stage: _Stage) -> None:
         self.source, self.layout, self.folder = source, layout, folder
-        self.names, self.groups, self.known = names, groups, known
-        self.trained = {n for group in groups for n in group}
+        self.names, self.groups, self.known, self.layers = stage.names, stage.groups, stage.known, stage.layers
+        self.trained = {n for group in stage.groups for n in group}
         self.meta, self.optimizer = source.meta, dict(source.meta.get("optimizer") or {})
 
     def write(self, mp: int) -> None:
@@ -396,13 +399,14 @@ class _Writer:
         return torch.cat([part, part.new_zeros(each - part.numel())])
 
     def _layers(self) -> None:
-        layers: dict[int, dict[str, Tensor]] = {}
+        if not self.layout.pipeline:
+            return
+        layers: dict[int, dict[str, Tensor]] = {number: {} for number in self.layers}  # DeepSpeed wants empty ones, too
         for key in self.source.entries:
             kind, _, name = key.partition("/")
-            if self.layout.pipeline and kind in ("param", "buffer") and name in self.names:
-                found = _LAYER.fullmatch(name)
-                if found is not None:
-                    layers.setdefault(int(found[1]), {})[found[2]] = self._half(key)
+            found = _LAYER.fullmatch(name)
+            if kind in ("param", "buffer") and name in self.names and found is not None:
+                layers[int(found[1])][found[2]] = self._half(key)
         for number, state in layers.items():
             save_pt(state, self.folder / f"layer_{number:02d}-model_states.pt")
 
@@ -445,13 +449,12 @@ class _Writer:
         return self.meta.get("config") or {}
 
 
-def _stages(source: Source, layout: Regular) -> Iterator[tuple[set[str], list[list[str]], list[Json]]]:
-    """Of each pipeline stage (of all, without a pipeline): names, optimizer groups, and what is known of those."""
+def _stages(source: Source, layout: Regular) -> list[_Stage]:
+    """The pipeline stages; one stage without a pipeline."""
     names = {key.partition("/")[2] for key in source.entries if key.startswith(("param/", "buffer/"))}
     groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
     if not layout.pipeline:
-        yield names, groups, known
-        return
+        return [_Stage(names, groups, known, range(0))]
     unknown = sorted(n for n in names if not _LAYER.fullmatch(n))
     if unknown:
         raise UnsupportedError(
@@ -459,10 +462,13 @@ def _stages(source: Source, layout: Regular) -> Iterator[tuple[set[str], list[li
             code="ckpt-foreign-layout",
             fix="Layers that are tied between stages cannot be written; use the universal layout.",
         )
-    for low, high in itertools.pairwise((*layout.pipeline, 10**9)):
+    last = max((int(n.split(".")[0]) + 1 for n in names), default=0)
+    out = []
+    for low, high in itertools.pairwise((*layout.pipeline, max(last, layout.layers))):
         own = {n for n in names if low <= int(n.split(".")[0]) < high}
         kept = [(known[i], here) for i, group in enumerate(groups) if (here := [n for n in group if n in own])]
-        yield own, [group for _, group in kept], [what for what, _ in kept]
+        out.append(_Stage(own, [group for _, group in kept], [what for what, _ in kept], range(low, high)))
+    return out
 
 
 def _groups(source: Source, layout: Regular) -> list[list[str]]:
