@@ -2,6 +2,7 @@
 
 usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder onebit
 
+Each row says which share of the machine other processes took. Rows of an earlier run stay where it was the quieter one.
 Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
 """
 
@@ -72,8 +73,6 @@ def report(mode: str, found: dict[str, Any]) -> None:
     print(mode)
     if mode in ("collectives", "arena"):
         print_rows(found["rows"], "gloo")
-    if mode == "arena":
-        print(f"  barrier {found['barrier']['median_s'] * 1e6:.2f} us (best {found['barrier']['best_s'] * 1e6:.2f})")
     if mode == "ddp":
         for batch, row in found["rows"].items():
             alone = row["alone"]["median_s"]
@@ -93,19 +92,38 @@ def report(mode: str, found: dict[str, Any]) -> None:
             )
 
 
+def key(row: dict[str, Any]) -> tuple[str, int]:
+    return row["op"], row["nbytes"]
+
+
+def quieter(old: Any, new: dict[str, Any]) -> dict[str, Any]:
+    """`new`, where a row that was measured before stays if others took less of the machine then."""
+    if old is None or "rows" not in old:
+        return new
+    if isinstance(new["rows"], dict):
+        kept = {name: min(row, old["rows"].get(name, row), key=disturbance) for name, row in new["rows"].items()}
+        return {**new, "rows": kept}
+    before = {key(row): row for row in old["rows"]}
+    return {**new, "rows": [min(row, before.get(key(row), row), key=disturbance) for row in new["rows"]]}
+
+
+def disturbance(row: dict[str, Any]) -> float:
+    return float(row.get("others", 0.0))
+
+
 def main(modes: list[str]) -> None:
-    record = json.loads(DATA.read_text()) if DATA.exists() else {}
+    """Run and write one mode after the other. Remove the file to forget the rows of earlier runs."""
     for mode in modes:
-        found = run(mode)
-        report(mode, found)
-        record[mode] = found
-    record["machine"] = {
-        "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "kernel": platform.release(),
-        "torch": torch.__version__, "load": os.getloadavg(),
-    }  # fmt: skip
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {DATA.relative_to(ROOT)}")
+        record = json.loads(DATA.read_text()) if DATA.exists() else {}
+        record[mode] = quieter(record.get(mode), run(mode))
+        report(mode, record[mode])
+        record["machine"] = {
+            "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(),
+            "kernel": platform.release(), "torch": torch.__version__,
+        }  # fmt: skip
+        DATA.parent.mkdir(parents=True, exist_ok=True)
+        DATA.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written: {DATA.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ds_comm
-from ds_comm import ReduceOp
+from ds_comm import ReduceOp, shm
 from ds_comm.compressed import Feedback, Quantized
 from ds_comm.hierarchy import Hierarchy
 from ds_config.errors import CommError
@@ -107,7 +108,10 @@ def test_feedback_takes_the_error_back(local: int) -> None:
             out = torch.empty(N)
             quantized.reduce_scatter_single(out, sent(group.rank, 4), ReduceOp.AVG, group, unit="w")
             total += out
-        found[name] = (total / len(steps) - exact_mean(group.rank, 4)).abs().max().item()
+        exact = exact_mean(group.rank, 4)
+        found[name] = (total / len(steps) - exact).abs().max().item()
+        slope = (total.double() @ exact) / (exact @ exact) / len(steps)
+        assert abs(slope - 1) < (0.002 if feedback else 0.03), "the mean, not a multiple of it"
     assert found["with"] < found["without"] / 5
 
 
@@ -130,6 +134,18 @@ def test_what_cannot_be_is_refused() -> None:
     assert caught.value.code == "comm-hierarchy"
     with pytest.raises(CommError, match="8 elements"):
         Quantized().reduce_scatter_single(x, x)
+
+
+@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@world(4)
+def test_shared_memory_inside_nodes_and_gloo_across() -> None:
+    group = ds_comm.world_group()
+    hierarchy = Hierarchy.split(group, 2, inside_backend="shm")
+    assert [dist.get_backend(level.pg) for level in (hierarchy.inside, hierarchy.across)] == ["shm", "gloo"]
+    check_reductions(group, hierarchy)
+    x = torch.arange(7.0) + group.rank
+    hierarchy.all_reduce(x)
+    assert torch.equal(x, 4 * torch.arange(7.0) + 6)
 
 
 @world(4)

@@ -107,6 +107,28 @@ def test_the_compressed_phase_trains_as_adam_does(name: str) -> None:
     assert_equal_on_all_ranks(module)
 
 
+class Forgetful(OnebitAdam):
+    """Without error feedback."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        found = super().step(closure)
+        for errors in self._errors.values():
+            errors.clear()
+        return found
+
+
+@world(2)
+def test_feedback_is_what_keeps_one_bit_close_to_adam() -> None:
+    """A sample of what tools/bench/comm.py shows on the quickstart's model."""
+    _, exact = reference(lr=3e-3, weight_decay=0.0)
+    lost = {}
+    for kind in (OnebitAdam, Forgetful):
+        _, found = train(lambda p, kind=kind: kind(p, lr=3e-3, freeze_step=40))  # type: ignore[misc]
+        lost[kind] = found / exact - 1
+    assert lost[OnebitAdam] < 0.025, lost
+    assert lost[OnebitAdam] < 0.75 * lost[Forgetful], lost
+
+
 @world(2)
 def test_lamb_goes_on_training_after_the_freeze() -> None:
     _, warm = train(lambda p: OnebitLamb(p, lr=1e-2, weight_decay=0.01))
