@@ -93,19 +93,38 @@ static void write_row(const Norm &n, void *y, const float *h, float rstd) {
   }
 }
 
-// g = dy * weight and xhat of one row; adds dy * xhat to the gradient of the weight.
-static void prepare_row(const NormGrad &n, std::int64_t row, float *g, float *xhat, float *dweight) {
-  const float rstd = n.rstd[row];
+// g = dy * weight and xhat of one row; adds dy * xhat to the gradient of the weight. Returns the sum of g * xhat. One pass:
+// every number is read once, whatever is made of it.
+template <bool weighted, bool wanted>
+static double prepare_row(const NormGrad &n, std::int64_t row, float *g, float *xhat, float *dweight) {
+  const float rstd = n.rstd[row], *weight = n.weight;
   const float *h = fp32_row(at(n.h, n.dtype, row * n.cols), n.dtype, n.cols, xhat);
-  map_row(xhat, n.cols, [&](auto get) { return get(h) * rstd; });
   const float *dy = fp32_row(at(n.dy, n.dtype, row * n.cols), n.dtype, n.cols, g);
-  if (dweight) map_row(dweight, n.cols, [&](auto get) { return get(dweight) + get(dy) * get(xhat); });
-  map_row(g, n.cols, [&](auto get) { return n.weight ? get(dy) * get(n.weight) : get(dy); });
+  auto step = [&](auto get, auto put, std::int64_t i) {
+    const vf x = get(h + i) * rstd, d = get(dy + i), along = weighted ? d * get(weight + i) : d;
+    if (wanted) put(dweight + i, get(dweight + i) + d * x);
+    put(xhat + i, x);
+    put(g + i, along);
+    return along * x;
+  };
+  return sum_of(
+      n.cols,
+      [&](std::int64_t i) {
+        return step([](const float *p) { return load<vf>(p); }, [](float *p, vf v) { store(p, v); }, i);
+      },
+      [&](std::int64_t i, std::int64_t r) {
+        return step([r](const float *p) { return load_part<vf>(p, r); }, [r](float *p, vf v) { store_part(p, v, r); }, i);
+      });
 }
 
-static void grad_row(const NormGrad &n, std::int64_t row, float *g, const float *xhat) {
+static double prepare(const NormGrad &n, std::int64_t row, float *g, float *xhat, float *dweight) {
+  if (n.weight) return dweight ? prepare_row<true, true>(n, row, g, xhat, dweight) : prepare_row<true, false>(n, row, g, xhat, dweight);
+  return dweight ? prepare_row<false, true>(n, row, g, xhat, dweight) : prepare_row<false, false>(n, row, g, xhat, dweight);
+}
+
+static void grad_row(const NormGrad &n, std::int64_t row, float *g, const float *xhat, double sum) {
   alignas(64) float other[piece];
-  const float along = static_cast<float>(dot_row(g, xhat, n.cols) / static_cast<double>(n.cols));
+  const float along = static_cast<float>(sum / static_cast<double>(n.cols));
   const float rstd = n.rstd[row];
   for (std::int64_t i = 0; i < n.cols; i += piece) {
     const std::int64_t m = n.cols - i < piece ? n.cols - i : piece, first = row * n.cols + i;
@@ -139,8 +158,8 @@ void norm_rows(const Norm &n, std::int64_t begin, std::int64_t end, float *scrat
 void norm_grad_rows(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch) {
   float *dweight = n.dweight ? n.dweight + block * n.cols : nullptr;
   for (std::int64_t row = begin; row < end; row++) {
-    prepare_row(n, row, scratch, scratch + n.cols, dweight);
-    grad_row(n, row, scratch, scratch + n.cols);
+    const double sum = prepare(n, row, scratch, scratch + n.cols, dweight);
+    grad_row(n, row, scratch, scratch + n.cols, sum);
   }
 }
 

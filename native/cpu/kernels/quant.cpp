@@ -65,6 +65,17 @@ DS_INLINE vi load_bytes(const std::uint8_t *p) {
 #endif
 }
 
+// The same, the highest bit of a byte being its sign.
+DS_INLINE vi load_signed_bytes(const std::uint8_t *p) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  return (vi)_mm512_cvtepi8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__) && DS_LANES == 8
+  return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<long long>(p)));
+#else
+  return (load_bytes(p) << 24) >> 24;
+#endif
+}
+
 struct Extent {  // of one group
   vi magnitude = {};  // bits of the largest |x|: infinities and NaN compare above every number
   vf minus_lo = {}, hi = {};
@@ -288,33 +299,53 @@ DS_INLINE vf float_value(const QuantFormat &f, vi code) {
   return from_bits(bits(value) | (vu)((code >> (f.bits - 1)) << 31));
 }
 
-// acc (+)= values of one piece of one group.
-template <bool add, class Value>
-DS_INLINE void each_value(float *acc, const std::uint8_t *codes, std::int64_t n, float scale, Value value) {
+// Codes of one piece of one group, a byte each, of up to `most` sources, with their parameters.
+struct Coded {
+  static constexpr int most = 8;
+  const std::uint8_t *codes;
+  std::int64_t stride;  // bytes from one source's codes to the next one's
+  int count;
+  float scale[most], zero[most];
+};
+
+// acc (+)= the sum of the sources' values, in their order, in a register: values are stored once, whatever their number.
+template <bool add, bool alone, class Load, class Value>
+DS_INLINE void each_value(float *acc, const Coded &coded, std::int64_t n, Load bytes, Value value) {
+  const Coded c = coded;  // a copy that no store can change
+  auto total = [&](vf sum, auto read) {
+    sum = add ? sum + value(read(0), c.zero[0]) * c.scale[0] : value(read(0), c.zero[0]) * c.scale[0];
+    if (!alone)
+      for (int k = 1; k < c.count; k++) sum = sum + value(read(k), c.zero[k]) * c.scale[k];
+    return sum;
+  };
   each_vector(
       n,
       [&](std::int64_t i) {
-        const vf v = value(load_bytes(codes + i)) * scale;
-        store(acc + i, add ? load<vf>(acc + i) + v : v);
+        store(acc + i, total(add ? load<vf>(acc + i) : vf{}, [&](int k) { return bytes(c.codes + k * c.stride + i); }));
       },
       [&](std::int64_t i, std::int64_t r) {
-        std::uint8_t last[lanes] = {};
-        std::memcpy(last, codes + i, static_cast<std::size_t>(r));
-        const vf v = value(load_bytes(last)) * scale;
-        store_part(acc + i, add ? load_part<vf>(acc + i, r) + v : v, r);
+        auto read = [&](int k) {
+          std::uint8_t last[lanes] = {};
+          std::memcpy(last, c.codes + k * c.stride + i, static_cast<std::size_t>(r));
+          return bytes(last);
+        };
+        store_part(acc + i, total(add ? load_part<vf>(acc + i, r) : vf{}, read), r);
       });
 }
 
-template <bool add>
-static void decode(const QuantSpec &spec, float *acc, const std::uint8_t *codes, std::int64_t n, const float *params) {
-  const QuantSpec s = spec;
-  const float scale = params[0], zero = s.symmetric ? 0.0f : params[1];
-  if (s.format.mantissa >= 0)
-    each_value<add>(acc, codes, n, scale, [=](vi c) { return float_value(s.format, c); });
-  else if (s.symmetric)
-    each_value<add>(acc, codes, n, scale, [=](vi c) { return signed_value(s.format, c); });
+template <bool add, bool alone>
+static void decode(const QuantSpec &spec, float *acc, const Coded &coded, std::int64_t n) {
+  const QuantFormat f = spec.format;
+  auto plain = [](const std::uint8_t *p) { return load_bytes(p); };
+  auto with_sign = [](const std::uint8_t *p) { return load_signed_bytes(p); };
+  if (f.mantissa >= 0)
+    each_value<add, alone>(acc, coded, n, plain, [=](vi c, float) { return float_value(f, c); });
+  else if (!spec.symmetric)
+    each_value<add, alone>(acc, coded, n, plain, [](vi c, float zero) { return __builtin_convertvector(c, vf) - zero; });
+  else if (f.bits == 8)
+    each_value<add, alone>(acc, coded, n, with_sign, [](vi c, float) { return __builtin_convertvector(c, vf); });
   else
-    each_value<add>(acc, codes, n, scale, [=](vi c) { return __builtin_convertvector(c, vf) - zero; });
+    each_value<add, alone>(acc, coded, n, plain, [=](vi c, float) { return signed_value(f, c); });
 }
 
 static void scale_block(float *x, std::int64_t n, float factor) {
@@ -326,17 +357,27 @@ static void scale_block(float *x, std::int64_t n, float factor) {
 // Elements [first, first + n) of one group of every source, summed.
 static void sum_piece(const QuantSpec &s, const QuantSources &q, std::int64_t group, std::int64_t first, std::int64_t n,
                       float *acc) {
-  alignas(64) std::uint8_t staged[piece + 4];
+  constexpr std::int64_t room = piece + 64;
+  alignas(64) std::uint8_t staged[Coded::most * room];
   const int width = s.format.bits;
-  for (std::int64_t k = 0; k < q.count; k++) {
-    const unsigned char *row = q.row + k * q.stride;
-    const float *params = reinterpret_cast<const float *>(row + q.params_at) + group * ds::quant_params(s);
+  for (std::int64_t done = 0; done < q.count; done += Coded::most) {
+    const std::int64_t left = q.count - done;
+    const unsigned char *row = q.row + done * q.stride;
     const std::uint8_t *codes = row + (group * s.group + first) * width / 8;
-    if (width != 8) unpack(staged, codes, n, width), codes = staged;
-    if (k == 0)
-      decode<false>(s, acc, codes, n, params);
+    Coded c = {codes, q.stride, static_cast<int>(left < Coded::most ? left : Coded::most), {}, {}};
+    for (int k = 0; k < c.count; k++) {
+      const float *params = reinterpret_cast<const float *>(row + k * q.stride + q.params_at) + group * ds::quant_params(s);
+      c.scale[k] = params[0];
+      c.zero[k] = s.symmetric ? 0.0f : params[1];
+      if (width != 8) unpack(staged + k * room, codes + k * q.stride, n, width);
+    }
+    if (width != 8) c.codes = staged, c.stride = room;
+    if (done > 0)
+      decode<true, false>(s, acc, c, n);
+    else if (c.count > 1)
+      decode<false, false>(s, acc, c, n);
     else
-      decode<true>(s, acc, codes, n, params);
+      decode<false, true>(s, acc, c, n);
   }
 }
 
