@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
@@ -23,6 +25,14 @@ def test_plain_loop(client, stage, dtype):
     assert ours["norms"] == pytest.approx(upstream["norms"], rel=1e-4 if dtype == "fp32" else 0.1)
 
 
+@pytest.mark.parametrize(
+    "launcher", [("ds", "run", "--nproc", "2"), ("deepspeed", "--num_gpus", "2")], ids=["ds", "deepspeed"]
+)
+def test_our_launcher(client, launcher):
+    started = client.run("ours", "plain", launcher=launcher, stage=2, mode="own", steps=6)
+    assert started["losses"] == client.run("ours", "plain", stage=2, mode="own", steps=6)["losses"]
+
+
 @pytest.mark.parametrize(("stage", "mode"), [(2, "plugin"), (3, "plugin"), (3, "file")])
 def test_accelerate(client, stage, mode):
     ours, upstream = client.both("loop", stage=stage, mode=mode)
@@ -33,25 +43,85 @@ def test_accelerate(client, stage, mode):
     assert ours["kind"] == upstream["kind"] == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(2, ""), (3, ""), (2, "lora")])
+def test_accelerate_launch(client):
+    file = client.folder / "accelerate.json"  # YAML holds JSON
+    wanted = {"zero_stage": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": False}
+    offload = {"offload_optimizer_device": "none", "offload_param_device": "none"}
+    here = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 2, "machine_rank": 0}
+    settings = {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "no",
+        "use_cpu": False,
+        "main_training_function": "main",
+    }
+    file.write_text(json.dumps({**here, **settings, "deepspeed_config": wanted | offload}))
+    launcher = ("accelerate", "launch", "--config_file", str(file), "--main_process_port", "0")
+    ours, upstream = client.both("loop", launcher=launcher, stage=2, mode="launch")
+    agree(ours, upstream)
+    assert ours["again"] == ours["straight"]
+    assert ours["keys"] == upstream["keys"]
+
+
+def test_several_plugins(client):
+    ours, upstream = client.both("several", stage=2)
+    agree(ours, upstream)
+    assert ours["first"]
+    assert ours["stages"] == upstream["stages"] == [2, 3]
+
+
+@pytest.mark.parametrize(("stage", "mode"), [(0, ""), (1, ""), (2, ""), (3, ""), (2, "lora"), (3, "lora")])
 def test_trainer(client, stage, mode):
     options = {"mode": mode} if mode else {}
-    ours, upstream = client.both("trainer", stage=stage, steps=12, **options)
+    ours, upstream = client.both("trainer", stage=stage, **options)
     agree(ours, upstream)
-    assert ours["norms"] == pytest.approx(upstream["norms"], rel=1e-4)
+    if stage > 0:  # there, DeepSpeed does not tell it in fp32
+        assert ours["norms"] == pytest.approx(upstream["norms"], rel=1e-4)
     assert ours["resumed"] == pytest.approx(ours["straight"], rel=1e-5), (
         "a run resumed mid-epoch is the run that was not"
     )
     assert ours["loaded"] == upstream["loaded"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_resumes_on_another_world_size(client, stage):
+    """DeepSpeed itself cannot without a conversion: compared with our own run that went straight on."""
+    whole = client.run("ours", "trainer", stage=stage, steps=12)
+    folder = client.folder / "trainer-ours-run"
+    late = client.run("ours", "trainer", ranks=1, stage=stage, steps=12, mode="late", folder=folder)
+    assert len(late["losses"]) == 6
+    assert late["losses"] == pytest.approx(whole["straight"], rel=1e-5)
+
+
 def test_pretrained_and_generation(client):
-    ours, upstream = client.both("pretrained", stage=3, steps=5)
+    ours, upstream = client.both("pretrained", stage=3)
     agree(ours, upstream)
     assert ours["text"] == ours["plain"] == upstream["text"]
     assert ours["after"] == pytest.approx(upstream["after"], rel=1e-5)
 
 
-def test_trl(client):
-    ours, upstream = client.both("sft", stage=3, steps=6)
+def test_sft(client):
+    ours, upstream = client.both("sft", stage=3)
     agree(ours, upstream)
+
+
+def test_grpo(client):
+    ours, upstream = client.both("grpo", stage=3, steps=8)
+    agree(ours, upstream)
+    assert ours["rewards"] == upstream["rewards"]
+    assert len(set(ours["rewards"])) > 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fabric(client, stage):
+    ours, upstream = client.both("fabric", stage=stage)
+    agree(ours, upstream)
+    assert ours["again"] == ours["straight"] == pytest.approx(upstream["straight"], rel=1e-5)
+    assert ours["step"] == 20
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lightning(client, stage):
+    ours, upstream = client.both("lit", stage=stage)
+    agree(ours, upstream)
+    agree(ours, upstream, name="later")
+    assert ours["steps"] == upstream["steps"] == 20

@@ -332,6 +332,40 @@ def test_estimators_come_from_the_plan():
     )
 
 
+def test_counting_operations(tmp_path, caplog):
+    from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    flops = 2 * 3 * (8 * 16 + 16 * 4)
+    found = get_model_profile(model, (3, 8), as_string=False, output_file=str(tmp_path / "profile.txt"))
+    assert found == (flops, flops // 2, sum(p.numel() for p in model.parameters()))
+    assert "Linear" in (tmp_path / "profile.txt").read_text()
+    given = get_model_profile(model, kwargs={"input": torch.ones(3, 8)}, print_profile=False)
+    assert given == ("1.152 KFLOPs", "576 MACs", "212")
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(3, 8)).sum().backward()
+    profiler.stop_profile()
+    assert profiler.get_total_flops() > 2 * flops  # backward, too
+    assert profiler.get_total_duration() > 0
+    caplog.set_level(logging.INFO, "DeepSpeed")
+    profiler.print_model_aggregated_profile()
+    profiler.end_profile()
+    assert profiler.get_total_flops(as_string=True) == "0 FLOPs"
+    for wrong in ({"mode": "backward"}, {"ignore_modules": [nn.ReLU]}):
+        with pytest.raises(UnsupportedError):
+            get_model_profile(model, (3, 8), **wrong)
+
+
+def test_tiles_of_a_linear_layer():
+    whole = nn.Linear(10, 6)
+    tiled = deepspeed.zero.TiledLinear(10, 6, in_splits=3, out_splits=2, init_linear=whole)
+    x = torch.randn(4, 10)
+    torch.testing.assert_close(tiled(x), whole(x))
+    with pytest.raises(UnsupportedError, match="input_is_already_split=True"):
+        deepspeed.zero.TiledLinear(10, 6, input_is_already_split=True)
+
+
 def test_not_here_at_the_top():
     with pytest.raises(UnsupportedError, match="init_inference"):
         deepspeed.init_inference(nn.Linear(1, 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,6 +17,7 @@ from deepspeed._lazy import UnsupportedImportError, UnsupportedNameError
 from deepspeed._surface import SURFACE, Missing
 
 from ds_config.errors import UnsupportedError
+from ds_testing.effects import import_effects
 
 HERE = [
     (module, name) for module, rows in SURFACE.items() for name, row in rows.items() if not isinstance(row, Missing)
@@ -63,8 +66,8 @@ def test_a_missing_name_answers_hasattr_getattr_and_import():
     assert getattr(deepspeed, "PipelineModule", None) is None
     with pytest.raises(UnsupportedNameError, match=r"deepspeed\.PipelineModule is not here"):
         _ = deepspeed.PipelineModule
-    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinear is not here"):
-        from deepspeed.zero import TiledLinear  # noqa: F401
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.MiCS_Init is not here"):
+        from deepspeed.zero import MiCS_Init  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe"):
         from deepspeed.moe.layer import MoE  # noqa: F401
     with pytest.raises(UnsupportedNameError, match=r"deepspeed\.moe"):
@@ -79,6 +82,37 @@ def test_each_missing_name_says_what_to_use(module, name):
     assert row.instead
     if module not in ALL_MISSING and not any(module.startswith(f"{other}.") for other in ALL_MISSING):
         assert not hasattr(importlib.import_module(module), name)
+
+
+INSTEADS = sorted({row.instead for rows in SURFACE.values() for row in rows.values() if isinstance(row, Missing)})
+
+
+@pytest.mark.parametrize("instead", INSTEADS)
+def test_what_to_use_instead_exists(instead):
+    """Names of packages, of torch and of the facade resolve; commands of `ds` are installed."""
+    commands = {entry.name for entry in importlib.metadata.entry_points(group="ds.commands")}
+    for command in re.findall(r"`ds (\w+)", instead):
+        assert command in commands
+    for path in re.findall(r"\b(?:ds_\w+|deepspeed|torch)(?:\.\w+)+", instead):
+        if path == "ds_accel.devices":  # an entry point group
+            continue
+        module, *names = path.split(".")
+        found = importlib.import_module(module)
+        for name in names:
+            module += f".{name}"
+            found = getattr(found, name, None) or importlib.import_module(module)
+
+
+def test_importing_it_does_nothing_else(monkeypatch):
+    """No torch, no file, thread, process or setting: what it costs is its table of names."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(deepspeed.__path__[0]).parent))
+    found = import_effects("deepspeed")
+    assert found.effects == ()
+    assert "torch" not in found.modules
+    ours = {name for name in found.modules if name.startswith(("deepspeed", "ds_")) and "ds_testing" not in name}
+    assert ours <= {
+        "deepspeed", "deepspeed._lazy", "deepspeed._surface", "ds_config", "ds_config.errors",
+    }  # fmt: skip
 
 
 def test_an_unknown_name_is_a_plain_attribute_error():

@@ -8,10 +8,11 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 
 SEED, VOCAB, LENGTH = 7, 96, 24
 
@@ -29,16 +30,38 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def llama(**changes: Any) -> LlamaConfig:
-    """A model of about 60,000 parameters."""
+def model(seed: int = SEED) -> Any:
+    """A Llama of about 60,000 parameters; the same values on every rank and in every environment."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **(sizes | changes))
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **sizes))
 
 
-def model() -> LlamaForCausalLM:
-    """The same values on every rank and in every environment."""
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(llama())
+class Next(nn.Module):
+    """A model of torch's own parts, called as Transformers' are: which token follows which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.embed, self.inner, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Linear(64, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.head(torch.tanh(self.inner(self.embed(input_ids[:, :-1]))))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def tokenizer() -> Any:
+    """Words t0, t1, ...; t0 fills up, t1 ends."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t0")
 
 
 class Tokens(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""A loop with Accelerate: plugin or configuration file, accumulation, clipping, checkpoints."""
+"""A loop with Accelerate: plugin, configuration file or `accelerate launch`; accumulation, clipping, checkpoints."""
 
 import json
 
@@ -13,6 +13,8 @@ if args.mode == "file":
     path = args.out.with_suffix(".config.json")
     path.write_text(json.dumps(config | {"train_batch_size": "auto"}))
     plugin = DeepSpeedPlugin(hf_ds_config=str(path))
+elif args.mode == "launch":  # `accelerate launch` and its own file say everything
+    plugin = None
 else:
     plugin = DeepSpeedPlugin(
         zero_stage=args.stage, gradient_accumulation_steps=2, gradient_clipping=1.0, zero3_save_16bit_model=True

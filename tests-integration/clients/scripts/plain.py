@@ -15,7 +15,7 @@ config = common.section(
     optimizer={"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01, "betas": [0.9, 0.95]}},
     scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 5}},
 )
-model = common.model()
+model = common.Next() if args.mode == "own" else common.model()
 engine, optimizer, _, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 data = common.Tokens()
 rank, size, micro = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), engine.train_micro_batch_size_per_gpu()

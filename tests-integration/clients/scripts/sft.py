@@ -38,6 +38,8 @@ settings = SFTConfig(
 )
 report = common.Report(args)
 data = Dataset.from_dict({"input_ids": [row.tolist() for row in common.Tokens().ids]})
-trainer = SFTTrainer(common.model(), settings, train_dataset=data, callbacks=[Watch()])
+trainer = SFTTrainer(
+    common.model(), settings, train_dataset=data, processing_class=common.tokenizer(), callbacks=[Watch()]
+)
 trainer.train()
 report.write()

@@ -1,4 +1,5 @@
-"""Transformers' Trainer: auto values, accumulation, clipping, saving, resuming; with PEFT's LoRA in mode `lora`."""
+"""Transformers' Trainer: auto values, accumulation, clipping, saving, resuming, also (mode `late`) another
+run's checkpoint; with PEFT's LoRA in mode `lora`."""
 
 import os
 
@@ -45,14 +46,14 @@ class Watch(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.report is not None and "loss" in logs:
             self.report.add(logs["loss"])
-            self.norms.append(float(logs["grad_norm"]))
+            self.norms.append(float(logs["grad_norm"] or 0))  # stage 0 has none
 
 
 def settings(steps: int, **changes) -> TrainingArguments:
     AcceleratorState._reset_state()
     return TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=4 // torch.distributed.get_world_size(),
         gradient_accumulation_steps=2,
         max_steps=steps,
         learning_rate=3e-3,
@@ -81,6 +82,15 @@ def made() -> torch.nn.Module:
     return model
 
 
+half = args.steps // 2
+if args.mode == "late":  # another run's checkpoint, on any number of ranks
+    first = settings(args.steps)
+    report = common.Report(args)
+    late = Trainer(made(), first, train_dataset=common.Tokens(), callbacks=[Watch(report)])
+    late.train(resume_from_checkpoint=str(args.folder / f"checkpoint-{half}"))
+    report.write()
+    raise SystemExit
+
 first = settings(args.steps)  # process group and stage 3 context before the model, as scripts have it
 report = common.Report(args)
 watch = Watch(report)
@@ -89,7 +99,6 @@ trainer.train()
 trainer.save_model(str(folder / "final"))
 straight = list(report.values["losses"])
 
-half = args.steps // 2
 early = Trainer(made(), settings(half), train_dataset=common.Tokens(), callbacks=[Watch()])
 early.args.max_steps = half
 early.train()

@@ -52,18 +52,18 @@ _TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what f
 _TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
 _COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
 _BUILDERS = Missing(
-    "operations are compiled when the package is built, never at run time", "`ds env`, which lists them"
+    "operations are compiled when the package is built, or by a command",
+    "`ds doctor`, which lists them; `ds ops build`",
 )
 _IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
 _LORA = Missing("upstream's own LoRA layers are not here", "peft")
-_FLOPS = Missing("the FLOPs profiler is not built yet", "torch.utils.flop_counter.FlopCounterMode")
 _TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
-_TILING = Missing(
-    "tiled layers are not built yet", "torch.nn.Linear; a unit of ZeRO stage 3 may be split by reduce_bucket_size"
+_RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
+_MICS = Missing(
+    "mics_shard_size of the configuration is not built yet", "ds_zero.MiCS_Init and ds_zero.shard(shard_size=...)"
 )
 _INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
-_ONEBIT = Missing("communication-compressed optimizers are not reachable here", "AdamW with ZeRO stage 1 or 2")
-_GONE = Missing("it is gone in 0.19.8 too", "checkpoints, which resume on any number of ranks")
+_ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
 
 # ---- groups of rows --------------------------------------------------------------------------------------------------
 
@@ -108,11 +108,18 @@ _EXPERT_GROUPS = _not(
     "expert_tensor_parallel_world_size",
 )  # fmt: skip
 _ZERO_ROWS: dict[str, str | Missing] = {
-    **_from(_ZERO, "GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"),
+    **_from(
+        _ZERO,
+        "GatheredParameters",
+        "Init",
+        "TiledLinear",
+        "register_external_parameter",
+        "unregister_external_parameter",
+    ),
     **_from("ds_zero", "unwrap_model_for_generation"),
     **_from(_PARAMS, "ZeroParamStatus", "ZeroParamType"),
-    **_not(_TILING, "TiledLinear", "TiledLinearReturnBias"),
-    **_not(Missing("groups of ranks that each hold a copy are not built yet", "zero.Init"), "MiCS_Init"),
+    **_not(_RETURN_BIAS, "TiledLinearReturnBias"),
+    **_not(_MICS, "MiCS_Init"),
     **_not(_INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
 }
 _ZERO_OPTIMIZER = "deepspeed._ours.optimizer:DeepSpeedZeroOptimizer"
@@ -230,7 +237,7 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _ZERO_OPTIMIZER, **_ESTIMATORS[2]},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": _ZERO_OPTIMIZER, **_ESTIMATORS[3]},
     "deepspeed.runtime.zero.parameter_offload": {**_not(_INTERNAL, "DeepSpeedZeRoOffload")},
-    "deepspeed.runtime.zero.tiling": {**_not(_TILING, "TiledLinear", "TiledLinearReturnBias")},
+    "deepspeed.runtime.zero.tiling": {**_from(_ZERO, "TiledLinear"), **_not(_RETURN_BIAS, "TiledLinearReturnBias")},
     "deepspeed.runtime.zero.utils": {
         **_from(_PARAMS, "is_zero_param"),
         **_from(_TOOLS, "is_zero_supported_optimizer"),
@@ -258,7 +265,7 @@ SURFACE: Mapping[str, Rows] = {
             "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase",
         ),
     },
-    "deepspeed.runtime.fp16.onebit": {**_not(_ONEBIT, "OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
+    "deepspeed.runtime.fp16.onebit": _from("ds_comm.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "deepspeed.runtime.config": _from("deepspeed._ours.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
     "deepspeed.runtime.config_utils": {
         **_from("deepspeed._ours.config", "dict_raise_error_on_duplicate_keys"),
@@ -308,7 +315,7 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.ops.transformer": {**_not(_TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")},
     "deepspeed.ops.sparse_attention": {
         **_not(
-            Missing("sparse attention is gone in 0.19.8 too", "torch.nn.attention.flex_attention"),
+            Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns"),
             "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "FixedSparsityConfig", "SparseSelfAttention",
             "SparsityConfig", "VariableSparsityConfig",
         ),
@@ -329,7 +336,7 @@ SURFACE: Mapping[str, Rows] = {
         **_from(_TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
         **_from("deepspeed._ours.accelerator", "get_accelerator"),
         "dist": "deepspeed.comm:",
-        **_not(Missing("the launcher binds cores itself", "`ds run --bind-cores`"), "get_numactl_cmd"),
+        **_not(Missing("the launcher leaves binding to the system's own tool", "numactl or taskset under `ds run --no-python`"), "get_numactl_cmd"),
     },
     "deepspeed.utils.groups": {**_GROUP_GETTERS, **_PRIVATE_GROUP_GETTERS, **_EXPERT_GROUPS, **_from(_GROUPS, "mpu")},
     "deepspeed.utils.init_on_device": _from(_TOOLS, "OnDevice"),
@@ -412,14 +419,14 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.inference": {**_not(_INFERENCE, "config", "engine", "quantization")},
     "deepspeed.model_implementations": {**_not(_INFERENCE, "DeepSpeedTransformerInference")},
     "deepspeed.autotuning": {**_not(_TUNING, "Autotuner")},
-    "deepspeed.elasticity": {**_not(_GONE, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config", "DSElasticAgent")},
+    "deepspeed.elasticity": {**_not(_ELASTIC, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config", "DSElasticAgent")},
     "deepspeed.compile": {**_not(_COMPILE, "passes", "util")},
     "deepspeed.linear": {**_not(_LORA, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora")},
     "deepspeed.io": {**_not(_IO, "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter")},
     "deepspeed.nvme": {**_not(_IO, "ds_io_main", "generate_main", "sweep_main")},
     "deepspeed.monitor": {**_not(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "monitor")},
     "deepspeed.monitor.monitor": {**_not(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor")},
-    "deepspeed.profiling": {**_not(_FLOPS, "flops_profiler")},
-    "deepspeed.profiling.flops_profiler": {**_not(_FLOPS, "FlopsProfiler", "get_model_profile")},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": _from("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.domino": {**_not(_TENSOR, "DominoTransformerLayer")},
 }  # fmt: skip

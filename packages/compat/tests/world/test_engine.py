@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,49 @@ def test_a_model_without_an_optimizer_and_again_with_one():
     again.step()
     same(again, single(1))
     again.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+class Scaled(Net):
+    """With a parameter of no dimension, as the clients' own regression models have."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_dimensions_and_values_that_are_set(stage):
+    import deepspeed
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    level = deepspeed.utils.logger.level
+    deepspeed.utils.logger.setLevel(logging.INFO)
+    engine, *_ = start(stage, Scaled())
+    deepspeed.utils.logger.removeHandler(handler)
+    deepspeed.utils.logger.setLevel(level)
+    assert any("DeepSpeed info: version=" in line for line in said) == (engine.mesh.rank == 0)
+    engine.backward(loss_of(engine, 0, engine.mesh.rank))
+    engine.step()
+    scale = engine.module.scale
+    assert deepspeed.utils.safe_get_full_fp32_param(scale).shape == ()
+    assert deepspeed.utils.safe_get_full_fp32_param(scale).item() == pytest.approx(0.95, abs=1e-3)  # Adam's first step
+    bias = engine.module.second.bias
+    deepspeed.utils.safe_set_full_fp32_param(bias, torch.full((1,), 5.0))
+    assert deepspeed.utils.safe_get_full_fp32_param(bias).item() == 5.0
+    engine.backward(loss_of(engine, 1, engine.mesh.rank))
+    engine.step()
+    with deepspeed.zero.GatheredParameters([bias, scale]):
+        assert bias.item() == pytest.approx(4.95, abs=0.02)
+        assert scale.shape == ()
+    engine.destroy()
     deepspeed.comm.destroy_process_group()
 
 

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 import ds_zero
-from ds_config.errors import ShardedAccessError
+from ds_config.errors import ShardedAccessError, UnsupportedError
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
     "register_external_parameter",
     "restore_init_context",
     "shutdown_init_context",
@@ -92,6 +93,39 @@ class Init:
 @functools.cache
 def _warn_whole() -> None:
     _log.warning("zero.Init: models are built whole on every rank, and cut when deepspeed.initialize gets them")
+
+
+class TiledLinear(ds_zero.TiledLinear):
+    """`ds_zero.TiledLinear` with upstream's arguments.
+
+    Args:
+        init_linear: A whole layer to take the values of.
+    Raises:
+        UnsupportedError: inputs or outputs that stay split, another class of tiles ("compat-argument").
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: type[nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+    ) -> None:
+        if input_is_already_split or not combine_out_splits or linear_cls is not nn.Linear:
+            raise UnsupportedError(
+                f"TiledLinear(input_is_already_split={input_is_already_split}, combine_out_splits={combine_out_splits}, "
+                f"linear_cls={linear_cls.__name__})",
+                code="compat-argument",
+                fix="Give and take whole tensors, and tiles of torch.nn.Linear.",
+            )
+        super().__init__(in_features, out_features, bias, in_splits, out_splits)
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
