@@ -23,6 +23,7 @@ from ds_zero.api import shard
 from ds_zero.init import Init, MiCS_Init
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
+from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer, StepReport
 from ds_zero.plan import UnitBytes, ZeroPlan, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision, PrecisionRule
@@ -41,6 +42,7 @@ __all__ = [
     "MiCS_Init",
     "Nonfinite",
     "NonfiniteSearch",
+    "NormScope",
     "Precision",
     "PrecisionRule",
     "Released",

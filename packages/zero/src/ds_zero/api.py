@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ds_comm import Group
 from ds_zero.layout import Kind
+from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.precision import Precision
 from ds_zero.residency import Residency
@@ -24,6 +25,7 @@ class _Options(TypedDict, total=False):
     group: Group | dist.ProcessGroup | None
     precision: Precision | str | None
     clip: float | None
+    norm: NormScope | None
     overlap: bool
     policy: UnitPolicy
     strict: bool
@@ -44,8 +46,8 @@ def shard(
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
-        options: The fields of `ShardOptions`: stage, group, precision, clip, overlap, policy, strict, layout,
-            shard_size, memory.
+        options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
+            strict, layout, shard_size, memory.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -29,6 +29,7 @@ import ds_comm as comm
 from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
+from ds_zero.agreement import Facts, agree
 from ds_zero.elementwise import needed_layouts, owns_reduction
 from ds_zero.layout import Kind
 from ds_zero.moving import KINDS
@@ -213,7 +214,7 @@ class ShardedOptimizer(Optimizer):
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
         average = self._average()
-        facts = self._agree(units)
+        facts = self._agree()
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         skipped = self._skips(norm)
         culprit = self._culprit(units) if skipped else None
@@ -230,38 +231,12 @@ class ShardedOptimizer(Optimizer):
         self.divisor, self._scaled = 1.0, 0
         return loss
 
-    def _agree(self, units: Sequence[Unit]) -> _Facts:
-        """The sum of squares, and which parameters no rank used: one all-reduce of 8 bytes a parameter."""
-        group, runtime = self.sharding.group, self.sharding.runtime
-        wanted = (
-            self.sharding.options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
-        )
+    def _agree(self) -> Facts:
+        group, options = self.sharding.group, self.sharding.options
+        wanted = options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
         # Gradients that stay local: the root of the mean of their squares, which bounds the norm of their mean.
         copies = group.size if owns_reduction(self.inner) else self.sharding.seat.replicas.size
-        square = _square(units) / copies if wanted else 0.0
-        unused = [sorted(runtime.unused[n]) for n in runtime.trained]
-        if group.size == 1:
-            return _Facts(square if wanted else None, [set(u) for u in unused])
-        counts = torch.ones(1 + sum(len(u.params) for u in units), dtype=torch.float64)
-        counts[0] = square
-        base = 1
-        for unit, absent in zip(units, unused, strict=True):
-            for i in absent:
-                counts[base + i] = 0.0
-            base += len(unit.params)
-        comm.all_reduce(counts, group=group, unit="step")
-        return self._facts(units, counts.tolist(), wanted)
-
-    def _facts(self, units: Sequence[Unit], counts: list[float], wanted: bool) -> _Facts:
-        size, base, unused, partly = self.sharding.group.size, 1, [], []
-        for unit in units:
-            users = counts[base : base + len(unit.params)]
-            unused.append({i for i, n in enumerate(users) if n == 0})
-            partly += [unit.spec.params[i].name for i, n in enumerate(users) if 0 < n < size]
-            base += len(unit.params)
-        if partly and self.sharding.options.strict:
-            raise comm_error(partly, size)
-        return _Facts(counts[0] if wanted else None, unused)
+        return agree(self.sharding, wants_norm=wanted, copies=copies)
 
     def _skips(self, norm: float | None) -> bool:
         checks = self.sharding.precision.skip_nonfinite or self._scale is not None
@@ -476,22 +451,6 @@ class ShardedOptimizer(Optimizer):
             group["params"] = []
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    square: float | None
-    unused: list[set[int]]
-
-
-def comm_error(names: Sequence[str], size: int) -> PlanError:
-    """What strict mode raises, on every rank."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return PlanError(
-        f"some of {size} ranks used these parameters in the last step and some did not: {shown}",
-        code="ranks-diverged",
-        fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
-    )
-
-
 def _group_of_params(inner: Optimizer) -> dict[int, int]:
     return {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
 
@@ -514,15 +473,6 @@ def _check_reduction(inner: Optimizer, options: ShardOptions) -> None:
             code="optimizer-owns-reduction",
             fix="Use stage 0 with it.",
         )
-
-
-def _square(units: Sequence[Unit]) -> float:
-    total = 0.0
-    for unit in units:
-        if unit.grad is not None:
-            wide = torch.float64 if unit.grad.dtype == torch.float64 else torch.float32
-            total += float(torch.linalg.vector_norm(unit.grad, dtype=wide)) ** 2
-    return total
 
 
 def _as(grad: Tensor, like: Tensor) -> Tensor:

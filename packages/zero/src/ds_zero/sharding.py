@@ -27,6 +27,7 @@ from ds_zero.hooks import Runtime, Schedule
 from ds_zero.host import HostMemory, HostPlan, host_refusal
 from ds_zero.layout import Kind, Piece, plan_layout
 from ds_zero.moving import KINDS, Away, bring_back, take_away
+from ds_zero.norms import NormScope
 from ds_zero.precision import Precision
 from ds_zero.replicas import Replicas, split_replicas
 from ds_zero.residency import STAGES, Residency
@@ -51,6 +52,7 @@ class ShardOptions:
         precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
         clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
         overlap: Communicate while computing.
+        norm: Over which other ranks the norm goes, where tensor or pipeline parallelism cuts the model, too.
         policy: Sizes of units and of what stays gathered.
         strict: Raise on all ranks if the ranks of a step used different parameters.
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
@@ -65,6 +67,7 @@ class ShardOptions:
     group: Group | dist.ProcessGroup | None = None
     precision: Precision | str | None = None
     clip: float | None = None
+    norm: NormScope | None = None
     overlap: bool = True
     policy: UnitPolicy = field(default_factory=UnitPolicy)
     strict: bool = False
