@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -239,15 +240,20 @@ class Key:
     field: str
 
 
-def keys(model: Model, under: KeyPath = (), inside: tuple[Model, ...] = ()) -> Iterator[Key]:
+@lru_cache(maxsize=16)  # every unknown key of a document asks again
+def keys(model: Model) -> tuple[Key, ...]:
     """Every key of `model` and of the models nested in it, in the order of their definition."""
+    return tuple(_keys(model, (), ()))
+
+
+def _keys(model: Model, under: KeyPath, inside: tuple[Model, ...]) -> Iterator[Key]:
     if model in inside:
         return
     for name, field in model.model_fields.items():
         for spelling in (name, *aliases(field)):
             yield Key((*under, spelling), model, name)
         for part, nested in _nested(of_field(field)):
-            yield from keys(nested, (*under, name, *part), (*inside, model))
+            yield from _keys(nested, (*under, name, *part), (*inside, model))
 
 
 def _nested(found: Sequence[Option], depth: int = 0) -> Iterator[tuple[KeyPath, Model]]:
