@@ -10,6 +10,7 @@ powers of two there, are lent whole, and are kept for reuse; the bound counts bl
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -264,9 +265,8 @@ def _page_block(nbytes: int) -> torch.Tensor:
     # A transfer past the page cache pins every page of its memory: huge ones are 1.5x as fast (docs/benchmarks/io.md).
     region = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(region, dtype=torch.uint8)
-    first = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[first : first + nbytes]
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % _HUGE_PAGE_BYTES
+    return torch.frombuffer(region, dtype=torch.uint8)[first : first + nbytes]
 
 
 def _locked_block(nbytes: int) -> torch.Tensor:
