@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import threading
 
 import pytest
@@ -38,6 +39,15 @@ def test_buffers_start_on_a_page_and_have_the_size_that_was_asked() -> None:
             assert buffer.tensor.dtype == torch.uint8
             assert buffer.tensor.data_ptr() % PAGE_BYTES == 0
             assert pool.stats().lent == -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
+def test_large_buffers_start_on_a_huge_page() -> None:
+    with PinnedPool(8 << 20, pinned=False).take(5 << 20) as buffer:
+        assert buffer.tensor.data_ptr() % (2 << 20) == 0
+        assert not bool(buffer.tensor.any())
+        buffer.tensor.fill_(1)
+        assert int(buffer.tensor.sum()) == 5 << 20
 
 
 def test_views_have_their_dtype_and_are_checked() -> None:
