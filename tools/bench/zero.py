@@ -1,6 +1,6 @@
 """Sharded training against its peers: forward + backward alone, DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
 
-usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...]
+usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...] [--within SECONDS]
 
 Two ranks with one thread each (and one rank for `small`). Every (engine, config) is a fresh pair of processes; engines
 alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's, or the row says so. Three
@@ -10,12 +10,14 @@ configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) a
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from peers import ensure
@@ -115,8 +117,9 @@ def table(rows: dict[str, dict], world: int) -> None:
                   f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
-def main(rounds: int, configs: list[str], chosen: list[str]) -> None:
+def main(rounds: int, configs: list[str], chosen: list[str], within_s: float) -> None:
     found: dict[str, dict] = {}
+    end = time.monotonic() + within_s
     for config in configs:
         for world in (1, 2) if config == "small" else (2,):
             engines = [
@@ -127,6 +130,8 @@ def main(rounds: int, configs: list[str], chosen: list[str]) -> None:
             runs: dict[str, list[dict]] = {e: [] for e in engines}
             for _ in range(rounds):
                 for engine in engines:
+                    if time.monotonic() > end and all(runs.values()):
+                        break
                     result = run(engine, config, world)
                     if result:
                         runs[engine].append(result)
@@ -143,14 +148,16 @@ def main(rounds: int, configs: list[str], chosen: list[str]) -> None:
         return  # a look at a few engines is no record
     kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
     for name, rows in found.items():
-        kept[name] = {"machine": machine, "rounds": rounds, "rows": rows}
+        kept[name] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     asked = sys.argv[2:]
+    within = float(asked[asked.index("--within") + 1]) if "--within" in asked else math.inf
     main(
         int(sys.argv[1]) if len(sys.argv) > 1 else 3,
         [c for c in asked if c in STEPS] or list(STEPS),
         [e for e in ENGINES if e in asked] or ENGINES,
+        within,
     )

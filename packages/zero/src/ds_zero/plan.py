@@ -85,25 +85,29 @@ class ZeroPlan:
         return "\n".join(lines)
 
 
-def plan_bytes(unit: UnitSpec, dtypes: Dtypes, world: int, state_tensors: int = 2) -> UnitBytes:
+def plan_bytes(
+    unit: UnitSpec, dtypes: Dtypes, world: int, state_tensors: int = 2, *, shared: bool = False
+) -> UnitBytes:
     """One unit's bytes on one of `world` ranks, padding included.
 
     Args:
         state_tensors: Per-element tensors the optimizer keeps (AdamW 2, SGD with momentum 1, SGD 0), in master format.
+        shared: The ranks keep one copy of full between them; each counts its part of it.
     """
     shards = world if unit.residency.shard_optim else 1
+    shared = shared and shards > 1
     layout = plan_layout(unit.shapes, shards, kind=unit.params[0].layout)
-    releases = unit.residency.shard_params and shards > 1
+    releases = unit.residency.shard_params and shards > 1 and not shared
     aliased = dtypes.same and len(layout.segments) == 1 and not releases
     full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
-    found = {"full": 0 if releases else full, "gathered": full if releases else 0}
+    found = {"full": 0 if releases else full // (shards if shared else 1), "gathered": full if releases else 0}
     found["shard"] = 0 if aliased else own * dtypes.master.itemsize
     if not unit.trained:
         return UnitBytes(**found)
     found["optim"] = state_tensors * own * dtypes.master.itemsize
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize
-    if not unit.residency.shard_grads:
+    if not unit.residency.shard_grads and not shared:
         found["grads"] = arena + (apart if shards > 1 or wide else 0)
     else:
         found["grads"] = apart if shards > 1 or wide else 0
@@ -123,7 +127,7 @@ def plan(
 
     Args:
         model: A model whose parameters that require gradients are trained in one group; or the planner's records.
-        options: As for `shard`; the group is not used.
+        options: As for `shard`; the group is not used. Memory is taken as shared where that is asked for by name.
         modules: With records, their modules in registration order.
     """
     options = options or ShardOptions()
@@ -136,5 +140,8 @@ def plan(
     units = plan_units(params, found, options.residency, options.policy)
     formats = [precision.resolve(getattr(torch, u.params[0].dtype), u.params[0].name) for u in units]
     shards = options.shard_size or world
-    sizes = [plan_bytes(u, dtypes, shards, state_tensors) for u, dtypes in zip(units, formats, strict=True)]
+    shared = options.memory == "shared"
+    sizes = [
+        plan_bytes(u, dtypes, shards, state_tensors, shared=shared) for u, dtypes in zip(units, formats, strict=True)
+    ]
     return ZeroPlan(world, options.residency, units, tuple(sizes))

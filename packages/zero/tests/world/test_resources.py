@@ -148,6 +148,31 @@ def test_bytes_between_steps_are_the_stages(stage, full, grads):
     optimizer.close()
 
 
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_the_plan_is_what_is_kept(stage, precision, memory):
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN, precision=precision, memory=memory)
+    planned = ds_zero.plan(even(), 2, optimizer.sharding.options, state_tensors=1).kept
+    for _ in range(2):
+        net(torch.randn(2, 32, dtype=next(net.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+    held = dict.fromkeys(("full", "shard", "grad_full", "grad_shard"), 0)
+    for unit in optimizer.sharding.units:
+        for what, size in unit.bytes.items():
+            held[what] += size
+    shares = 1 if stage == 0 or memory == "private" else dist.get_world_size()
+    full = held["full"] if shares == 1 else sum(u.home.nbytes for u in optimizer.sharding.units)
+    assert full == planned["full"] * shares
+    assert held["shard"] == planned["shard"]
+    assert held["grad_full"] + held["grad_shard"] == planned["grads"]
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    assert sum(v.nbytes for v in state) == planned["optim"]
+    optimizer.close()
+
+
 @world(2)
 def test_live_bytes_stay_within_the_budget():
     """Stage 3 holds the unit in use and at most one more."""
