@@ -4,7 +4,9 @@ usage: nox -s bench -- engine [ROUNDS]
 
 Steps: two ranks with one thread each train the quickstart's model (6.3 M parameters, stage 2, two microbatches); bare loop,
 three-call loop and `train_batch` take turns in the same processes, and ratios are those of neighbouring steps.
-`initialize`: fresh processes, ours and DeepSpeed's in turn. Plan: `ds plan` of a 70 B model for 1024 ranks, whole process.
+`initialize`: fresh processes, ours and DeepSpeed's in turn, on one rank and on two; with bytecode from a turn that is not
+counted, as installed packages have it. Ours imports most of itself in `initialize`, DeepSpeed in `import`: both are told.
+Plan: `ds plan` of a 70 B model for 1024 ranks, whole process.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ DECODER = {
 }  # fmt: skip
 
 
-def ranks(python: str, *arguments: str, world: int) -> dict:
-    """What rank 0 of a fresh job printed."""
+def ranks(python: str, *arguments: str, world: int, bytecode: str = "") -> dict:
+    """What rank 0 of a fresh job printed. `bytecode`: folder where modules are compiled to; "" as this process does it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world),
            "LOCAL_WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    if bytecode:
+        env |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     jobs = [
         subprocess.Popen(
             [python, str(WORKER), *arguments], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
@@ -73,28 +77,45 @@ def plan_cost() -> dict[str, float]:
     return {"wall_s": time.perf_counter() - since, "cpu_s": cpu, "peak_mb": int(done.stdout) / 1024}
 
 
-def main(rounds: int = 12) -> int:
-    steps = ranks(sys.executable, "pair", str(rounds), world=2)
-    starts: dict[str, list[dict]] = {"ds_engine": [], "deepspeed": []}
-    for _ in range(3):
-        for package, found in starts.items():
-            python = sys.executable if package == "ds_engine" else str(ensure("deepspeed"))
-            found.append(ranks(python, "init", package, world=1))
-    init = {
-        name: {key: round(statistics.median(one[key] for one in found), 3) for key in found[0]}
-        for name, found in starts.items()
+def start_cost(world: int, turns: int = 5) -> dict[str, dict[str, float]]:
+    """Median seconds of import, initialize and first step, ours and DeepSpeed's, and of each turn's ratio."""
+    found: dict[str, list[dict]] = {"ds_engine": [], "deepspeed": []}
+    with tempfile.TemporaryDirectory() as bytecode:
+        for turn in range(turns + 1):
+            for package, rows in found.items():
+                python = sys.executable if package == "ds_engine" else str(ensure("deepspeed"))
+                row = ranks(python, "init", package, world=world, bytecode=bytecode)
+                if turn:
+                    rows.append(row)
+    medians = {
+        name: {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
+        for name, rows in found.items()
     }
+    pairs = list(zip(found["ds_engine"], found["deepspeed"], strict=True))
+    ratios = {
+        "initialize": statistics.median(a["initialize_s"] / b["initialize_s"] for a, b in pairs),
+        "import_and_initialize": statistics.median(
+            (a["import_s"] + a["initialize_s"]) / (b["import_s"] + b["initialize_s"]) for a, b in pairs
+        ),
+    }
+    return {**medians, "ratios": {name: round(value, 3) for name, value in ratios.items()}}
+
+
+def main(rounds: int = 24, turns: int = 5) -> int:
+    init = {str(world): start_cost(world, turns) for world in (1, 2)}
     plan = {key: round(value, 2) for key, value in plan_cost().items()}
+    steps = ranks(sys.executable, "pair", str(rounds), world=2)
     for name, ms in steps["step_ms"].items():
-        print(f"{name:<22} {ms:8.1f} ms a step   {100 * (steps['ratios'][name] - 1):+.1f} %")
-    for name, row in init.items():
-        print(
-            f"{name:<22} import {row['import_s']:.2f} s, initialize {row['initialize_s']:.2f} s, first step {row['first_step_s']:.2f} s"
-        )
-    print(f"initialize, ours / DeepSpeed: {init['ds_engine']['initialize_s'] / init['deepspeed']['initialize_s']:.2f}")
-    print(
-        f"ds plan, 70 B on 1024 ranks: {plan['wall_s']:.1f} s ({plan['cpu_s']:.1f} s of processor time), {plan['peak_mb']:.0f} MB"
-    )
+        over, busy = (100 * (steps[key][name] - 1) for key in ("ratios", "processor_ratios"))
+        print(f"{name:<22} {ms:8.1f} ms a step   {over:+.1f} %, {busy:+.1f} % of processor time")
+    print("both loops of the engine give the same parameters" if steps["same"] else "PARAMETERS DIFFER")
+    for world, rows in init.items():
+        for name in ("ds_engine", "deepspeed"):
+            row = rows[name]
+            told = ", ".join(f"{key.removesuffix('_s').replace('_', ' ')} {row[key]:.3f} s" for key in row)
+            print(f"{world} ranks, {name:<12} {told}")
+        print(f"{world} ranks, ours / DeepSpeed: {rows['ratios']}")
+    print(f"ds plan, 70 B on 1024 ranks: {plan['wall_s']} s ({plan['cpu_s']} s of processor), {plan['peak_mb']} MB")
     machine = {"python": platform.python_version(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     DATA.write_text(json.dumps({**machine, "steps": steps, "initialize": init, "plan": plan}, indent=1) + "\n")
     return 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "examples" / "train_gpt"))
 from model import GPT, GPTConfig
 
-STEPS = 4  # of one kind before the other kind has its turn
+STEPS = 2  # of one kind before the other kind has its turn
 CONFIG = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 2,
@@ -75,22 +75,31 @@ def pair(rounds: int) -> dict[str, object]:
         "train_batch": lambda d: whole.train_batch(iter(d)),
     }
     times: dict[str, list[float]] = {name: [] for name in kinds}
+    work: dict[str, list[float]] = {name: [] for name in kinds}
     for turn in range(rounds + 1):
         for name, step in kinds.items():
             for i in range(STEPS):
                 data = [batch((turn * STEPS + i) * 8 + 2 * m + rank, micro, size) for m in range(2)]
-                since = time.perf_counter()
+                since, busy = time.perf_counter(), time.process_time()
                 step(data)
                 if turn:
                     times[name].append(time.perf_counter() - since)
+                    work[name].append(time.process_time() - busy)
     same = all(
         torch.equal(a, b) for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True)
     )
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(found, times["bare loop"], strict=True))
-        for name, found in times.items()
+    return {
+        "step_ms": {name: statistics.median(found) * 1e3 for name, found in times.items()},
+        "ratios": _ratios(times),
+        "processor_ratios": _ratios(work),
+        "same": same,
     }
-    return {"step_ms": {name: statistics.median(v) * 1e3 for name, v in times.items()}, "ratios": ratios, "same": same}
+
+
+def _ratios(found: dict[str, list[float]]) -> dict[str, float]:
+    """Medians of the ratios of neighbouring steps."""
+    base = found["bare loop"]
+    return {name: statistics.median(a / b for a, b in zip(one, base, strict=True)) for name, one in found.items()}
 
 
 def init(package: str) -> dict[str, object]:
