@@ -64,6 +64,19 @@ def test_memory_shrinks_with_the_stage_and_the_ranks() -> None:
     assert total(0, 16) == total(0, 8)
 
 
+def test_replicas_keep_a_copy_each_and_must_fit_the_ranks() -> None:
+    def made(world: int, **zero: Any) -> Any:
+        asked = {"stage": 3, "param_persistence_threshold": 0} | zero
+        return planned(world, train_batch_size=16 * world, zero_optimization=asked)
+
+    assert made(8, mics_shard_size=2).memory == made(2).memory
+    assert made(8, mics_shard_size=2).sharding.shard_size == 2
+    assert made(8).sharding.shard_size is None
+    for zero in ({"mics_shard_size": 3}, {"mics_shard_size": 0}, {"mics_shard_size": 2, "stage": 0}):
+        with pytest.raises(PlanError, match=f"mics_shard_size = {zero['mics_shard_size']} with stage"):
+            made(8, **zero)
+
+
 def test_bytes_are_those_of_the_formats() -> None:
     full = planned(zero_optimization={"stage": 0}).memory
     assert (full.params_bytes, full.grads_bytes, full.master_bytes, full.optimizer_bytes) == (

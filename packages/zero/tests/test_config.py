@@ -62,7 +62,7 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
         {"cpu_offload": True},
         {"zero_quantized_weights": True},
         {"zero_hpz_partition_size": 8},
-        {"mics_shard_size": 8},
+        {"mics_hierarchical_params_gather": True},
         {"zenflow": {"topk_ratio": 0.1}},
         {"ignore_unused_parameters": False},
     ],
@@ -104,7 +104,7 @@ def retired(name: str) -> object | None:
 def another(name: str) -> Any:
     """A value that is not the key's default."""
     default = ZeroConfig.model_fields[name].default
-    special = {"zeropp_loco_param": {"err_beta": 0.8}, "zenflow": {"topk_ratio": 0.1}, "mics_shard_size": 8}
+    special = {"zeropp_loco_param": {"err_beta": 0.8}, "zenflow": {"topk_ratio": 0.1}}
     if name in special:
         return special[name]
     return (not default) if isinstance(default, bool) else default + 1
@@ -126,12 +126,12 @@ def test_every_key_that_is_not_built_is_an_error(name: str) -> None:
         zero(**{name: another(name)})
 
 
-def units(stage: int = 3, **policy: Any) -> Any:
+def units(stage: int = 3, shard_size: int | None = None, **policy: Any) -> Any:
     """What is observed of a policy: the units of one model."""
     params = [ParamInfo(f"{m}.{i}", (10, 10), "float32", m, 0) for m in ("a.x", "a.y", "b.x") for i in range(3)]
     modules = [ModuleInfo(m) for m in ("", "a", "a.x", "a.y", "b", "b.x")]
     chosen = UnitPolicy(**{"max_numel": 400, "persist_numel": 0, **policy})
-    return plan(params, 4, ShardOptions(stage=stage, policy=chosen), modules=modules)
+    return plan(params, 4, ShardOptions(stage=stage, policy=chosen, shard_size=shard_size), modules=modules)
 
 
 CHANGES = {
@@ -142,6 +142,7 @@ CHANGES = {
         units(persist_numel=100).kept["full"],
         units(persist_numel=100, persist_total=250).kept["full"],
     ),
+    "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
     "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
 }
 ELSEWHERE = {  # seen by tests that need ranks or another object

@@ -59,9 +59,7 @@ _IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkp
 _LORA = Missing("upstream's own LoRA layers are not here", "peft")
 _TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
 _RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
-_MICS = Missing(
-    "mics_shard_size of the configuration is not built yet", "ds_zero.MiCS_Init and ds_zero.shard(shard_size=...)"
-)
+_MICS = Missing("its classes are not here", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)")
 _INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 _ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
 

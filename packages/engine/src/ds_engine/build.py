@@ -149,6 +149,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         "policy": plan.sharding.policy,
         "overlap": plan.sharding.overlap,
         "strict": plan.sharding.strict,
+        "shard_size": plan.sharding.shard_size,
     }
     sharded: ShardedOptimizer | Sharding
     if inner is None:

@@ -67,11 +67,13 @@ class ShardPlan:
         policy: Sizes of units, what stays gathered.
         overlap: Communicate while computing.
         strict: Raise if the ranks of a step used different parameters.
+        shard_size: Ranks that share one copy of what is sharded; None: all.
     """
 
     policy: UnitPolicy
     overlap: bool
     strict: bool
+    shard_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         _policy(config, shapes.modules),
         config.zero_optimization.overlap_comm is not False,
         config.zero_optimization.enable_sanity_checks,
+        config.zero_optimization.mics_shard_size if config.zero_optimization.mics_shard_size > 0 else None,
     )
     units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
@@ -194,7 +197,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(units, precision, mesh.data, kept),
+        memory=_memory(units, precision, sharding.shard_size or mesh.data, kept),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,

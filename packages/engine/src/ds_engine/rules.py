@@ -54,6 +54,14 @@ RULES: tuple[Rule, ...] = (
         "Leave param_dtype out, or enable the section of that format.",
     ),
     Rule(
+        "mics-shard-size",
+        lambda c, world: _mics(c) != -1 and (_mics(c) == 0 or c.zero_optimization.stage == 0 or world % _mics(c) != 0),
+        lambda c, world: (
+            f"zero_optimization.mics_shard_size = {_mics(c)} with stage {c.zero_optimization.stage} on {world} ranks"
+        ),
+        "Use stage 1, 2 or 3 and a size that divides the ranks, or leave it out: then all ranks share one copy.",
+    ),
+    Rule(
         "precision-states",
         lambda c, world: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
         lambda c, world: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
@@ -105,6 +113,10 @@ def _needs_mode(config: Config) -> list[str]:
         "torch_autocast.dtype": config.torch_autocast.dtype is not None and not config.torch_autocast.enabled,
     }
     return [name for name, ignored in asked.items() if ignored]
+
+
+def _mics(config: Config) -> int:
+    return config.zero_optimization.mics_shard_size
 
 
 def _scalings(config: Config) -> list[str]:

@@ -91,6 +91,9 @@ class ZeroConfig(StrictModel):
         default=sys.maxsize, description="At most so many elements are kept whole in all."
     )
     leaf_module: LeafModuleConfig = Field(default=LeafModuleConfig(), description="Modules that are never split.")
+    mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
+        default=-1, description="So many neighbouring ranks share one copy of what is sharded; -1: all ranks."
+    )
     enable_sanity_checks: bool = Field(
         default=False, description="Raise on all ranks if the ranks of a step used different parameters."
     )
@@ -151,7 +154,6 @@ class ZeroConfig(StrictModel):
     zero_quantized_nontrainable_weights: Annotated[bool, Unbuilt("false")] = False
     zero_quantized_gradients: Annotated[bool, Unbuilt("communication_data_type = bf16")] = False
     zeropp_loco_param: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
-    mics_shard_size: Annotated[int, Unbuilt("-1; replicas are made by ds_zero.shard(..., shard_size=...)")] = -1
     mics_hierarchical_params_gather: Annotated[bool, Unbuilt("false")] = False
 
     @model_validator(mode="before")

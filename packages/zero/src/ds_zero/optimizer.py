@@ -68,7 +68,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
-        self._groups = _group_of_params(inner)
+        self._groups, self._names = _group_of_params(inner), _names_of_groups(model, inner)
         _check_known(model, inner)
         _check_reduction(inner, options)
         self.inner, self.divisor = inner, 1.0
@@ -384,6 +384,7 @@ class ShardedOptimizer(Optimizer):
             "groups": groups,
             "scalars": self._merge(scalars),
             "loss_scale": None if self._scale is None else asdict(self._scale),
+            "names": self._names,  # for others that keep states by their place in a group
         }
 
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -453,6 +454,12 @@ class ShardedOptimizer(Optimizer):
 
 def _group_of_params(inner: Optimizer) -> dict[int, int]:
     return {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
+
+
+def _names_of_groups(model: nn.Module, inner: Optimizer) -> list[list[str]]:
+    """The parameters of each group, in the order in which the optimizer got them."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in inner.param_groups]
 
 
 def _check_known(model: nn.Module, inner: Optimizer) -> None:
