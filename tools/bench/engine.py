@@ -97,6 +97,9 @@ def start_cost(world: int, turns: int = 5) -> dict[str, dict[str, float]]:
         "import_and_initialize": statistics.median(
             (a["import_s"] + a["initialize_s"]) / (b["import_s"] + b["initialize_s"]) for a, b in pairs
         ),
+        "processor_until_made": statistics.median(
+            a["processor_until_made_s"] / b["processor_until_made_s"] for a, b in pairs
+        ),
     }
     return {**medians, "ratios": {name: round(value, 3) for name, value in ratios.items()}}
 

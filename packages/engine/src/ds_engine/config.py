@@ -18,10 +18,10 @@ from pydantic import BeforeValidator, Field
 
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
-from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, explain, keys, load
+from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, explain, keys, validate
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
-from ds_config.reading import Source
+from ds_config.reading import Source, read_all
 from ds_engine.batch import BatchRequest
 from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
@@ -181,7 +181,16 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
         ConfigError: every problem of the source at once, each with its line and what was probably meant.
         UnsupportedError: nothing is wrong but that it asks for what is not built here.
     """
-    return load(Config, source, auto={**default_auto(), **(auto or {})}, provenance=provenance)
+    document = read_all(source)
+    if _says_auto(document.data):  # otherwise the schema need not be listed, which takes longer than all the rest
+        auto = {**default_auto(), **(auto or {})}
+    return validate(Config, document, auto=auto, provenance=provenance)
+
+
+def _says_auto(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_says_auto, value.values()))
+    return any(map(_says_auto, value)) if isinstance(value, list | tuple) else value == "auto"
 
 
 _AUTO_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "activation_checkpointing", "pipeline", "elasticity",
