@@ -273,32 +273,35 @@ def test_every_op_has_a_case() -> None:
     assert set(CASES) == {op.name for op in every_op().ops}
 
 
-def run(case: Case, d: Draw, forced: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Results, and gradients of the float inputs."""
-    inputs = case.make(d)
+def run(case: Case, d: Draw, forced: str, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+    """Results, and gradients of the float inputs, on the CPU."""
+    inputs = [t.to(device) for t in case.make(d)]
     floats = [t for t in inputs if t.is_floating_point()] if case.grads else []
     for t in floats:
         t.requires_grad_()
     with mock.patch.dict(os.environ, DS_OPS=forced):
         results = list(case.call(*inputs))
         if not floats:
-            return results, []
+            return [r.cpu() for r in results], []
         diffable = [r for r in results if r.requires_grad]
-        ups = [torch.randn(r.shape, generator=torch.Generator().manual_seed(5)).to(r.dtype) for r in diffable]
+        ups = [torch.randn(r.shape, generator=torch.Generator().manual_seed(5)).to(r) for r in diffable]
         grads = torch.autograd.grad(diffable, floats, ups, allow_unused=True, materialize_grads=True)
-    return [r.detach() for r in results], list(grads)
+    return [r.detach().cpu() for r in results], [g.cpu() for g in grads]
 
 
 draws = st.builds(Draw, st.integers(0, 5), st.integers(0, 70), st.sampled_from(DTYPES), st.integers(0, 3))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", sorted(CASES))
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(d=draws)
-def test_the_chosen_backend_agrees_with_the_reference(name: str, d: Draw) -> None:
+def test_the_chosen_backend_agrees_with_the_reference(name: str, device: str, d: Draw) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
     d = replace(d, n=max(d.n, LEAST_N.get(name, 0)))
     for case in CASES[name]:
-        ours, theirs = run(case, d, ""), run(case, d, "reference")
+        ours, theirs = run(case, d, "", device), run(case, d, "reference")
         for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             if case.exact:
