@@ -7,6 +7,9 @@ from torch import nn
 
 import ds_ckpt
 import ds_zero
+from ds_ckpt.convert.deepspeed import open_deepspeed
+from ds_ckpt.convert.regular import Regular, write_regular
+from ds_ckpt.convert.tensors import open_checkpoint
 from ds_testing import world
 
 # (stage, ranks, how units are cut)
@@ -175,3 +178,16 @@ def test_loaded_on_three(folder, sources_of):
 @world(4, timeout=280)
 def test_loaded_on_four(folder, sources_of):
     _load(folder, 4, sources_of)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_of_ours_in_the_files_of_deepspeed(folder, tmp_path, stage):
+    """The checkpoint names the parameters of each group in order, so that their flat tensors can be made from it."""
+    ours = open_checkpoint(folder / "first")
+    write_regular(ours, tmp_path, "t", Regular(stage, 2), allow_pickle=True)
+    there = open_deepspeed(tmp_path, allow_pickle=True)
+    for name, entry in ours.entries.items():
+        if not name.startswith("optim/none/"):  # DeepSpeed has no states for nothing
+            assert torch.equal(there.entries[name].read(), entry.read()), name
+    assert there.meta["optimizer"]["names"] == [["embed.weight", "up.weight", "down.weight"], ["gain", "up.bias"]]
+    assert there.aliases == ours.aliases

@@ -86,7 +86,7 @@ class Deadly(Disk):
 
 
 def state(step):
-    return {f"t{i}": torch.full((2000 + i,), float(step * 100 + i)) for i in range(30)}
+    return {f"t{i}": torch.full((10_000 + i,), float(step * 100 + i)) for i in range(6)}
 
 
 def trial(order):

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from ds_config.errors import CheckpointError
 
 
 def _state(step):
-    return {f"t{i}": torch.full((2000 + i,), float(step * 100 + i)) for i in range(30)}
+    return {f"t{i}": torch.full((10_000 + i,), float(step * 100 + i)) for i in range(6)}
 
 
 def _load_and_compare(path):
@@ -25,6 +27,16 @@ def _load_and_compare(path):
     step = ds_ckpt.load(path, ds_ckpt.whole(back))["step"]
     assert all(torch.equal(back[name], t) for name, t in _state(step).items())
     return step
+
+
+@pytest.fixture
+def room(tmp_path):
+    """A directory in memory where there is one: hundreds of saves, each of which syncs, and no test of the device."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="ds-ckpt-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 class CrashServer:
@@ -63,13 +75,14 @@ def _lose_what_was_not_synced(root, synced):
 
 
 @pytest.mark.parametrize("tag", ["new", "same"])
-def test_kill_9_at_every_write_point(tmp_path, crash, tag):
+def test_kill_9_at_every_write_point(room, crash, tag):
     """At each system call of a save: the newest complete checkpoint is found, loads, and the next save cleans up."""
     trials = 0
+    ds_ckpt.save(room / "before" / "older", ds_ckpt.whole(_state(1)), {"step": 1})
+    ds_ckpt.save(room / "before" / "same", ds_ckpt.whole(_state(2)), {"step": 2})
     for last in range(1, 400):
-        root = tmp_path / f"r{last}"
-        ds_ckpt.save(root / "older", ds_ckpt.whole(_state(1)), {"step": 1})
-        ds_ckpt.save(root / "same", ds_ckpt.whole(_state(2)), {"step": 2})
+        root = room / f"r{last}"
+        shutil.copytree(room / "before", root)
         answer, synced = crash.trial(root, tag=tag, step=3, last=last)
         assert answer["killed"] or answer["status"] == 0, answer
         if not answer["killed"]:
@@ -112,13 +125,13 @@ class Failing(Disk):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("forever", [False, True])
 @pytest.mark.parametrize("tag", ["new", "same"])
-def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(tmp_path, monkeypatch, error, forever, tag):
+def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(room, monkeypatch, error, forever, tag):
     monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 2048)
     monkeypatch.setattr(ds_ckpt.writer, "SLAB_BYTES", 2**16)
     monkeypatch.setattr(ds_ckpt.local, "_DIRECT_BYTES", 0)
     failures = 0
     for first in range(1, 200):
-        root = tmp_path / f"r{first}"
+        root = room / f"r{first}"
         ds_ckpt.save(root / "same", ds_ckpt.whole(_state(2)), {"step": 2})
         disk = Failing(first, error, forever)
         at = ds_ckpt.At(ds_ckpt.LocalStorage(root, disk), tag)

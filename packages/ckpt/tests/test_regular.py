@@ -255,7 +255,20 @@ def test_what_does_not_fit_is_refused(tmp_path):
             Regular(**{"stage": 1, "ranks": 2, **bad})
 
 
-def test_order_of_ranks_does_not_matter_to_the_names(tmp_path):
+def test_frozen_and_empty_parameters_are_in_no_group(tmp_path):
+    """ds_zero names them with the others; DeepSpeed's flat tensors do not have them."""
+    shapes = {"a": (4, 3), "ice": (2,), "none": (0, 3)}
+    source = _state(shapes, frozen=("ice",), groups=[("a", "ice", "none")])
+    path = write_regular(source, tmp_path, "t", Regular(2, 2), allow_pickle=True)
+    model = torch.load(path / "mp_rank_00_model_states.pt", weights_only=True)
+    assert [list(group) for group in model["param_shapes"]] == [["a"]]
+    assert list(model["frozen_param_shapes"]) == ["ice", "none"]
+    back = open_deepspeed(tmp_path, allow_pickle=True)
+    assert {n for n in back.entries if n.startswith("param/")} == {f"param/{n}" for n in shapes}
+    assert back.meta["optimizer"]["names"] == [["a"]]
+
+
+def test_the_order_of_a_group_is_kept(tmp_path):
     """Every permutation of a group's names is written and read back in that order."""
     for number, order in enumerate(itertools.permutations(("a", "b", "c"))):
         source = _state({n: SHAPES[n] for n in ("a", "b", "c")}, groups=[order])

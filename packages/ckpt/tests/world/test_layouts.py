@@ -41,7 +41,6 @@ def _pairs(tmp_path, model, targets_of):
         data, tensor, style = layout
         if rank < data * tensor:
             action(model.layout(rank, data, tensor, style), groups[data * tensor])
-        dist.barrier()
 
     for i, layout in enumerate(LAYOUTS):
 
@@ -50,6 +49,7 @@ def _pairs(tmp_path, model, targets_of):
             assert saved.nbytes == model.nbytes  # replicas are written once
 
         run(layout, save)
+    dist.barrier()
     for i, target in ((at, target) for at in range(len(LAYOUTS)) for target in targets_of(at)):
 
         def load(shards, group, i=i):

@@ -171,8 +171,17 @@ def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     first = states[0]
     buffers = set(first.get("buffer_names") or ())
     shared = dict(first.get("shared_params") or {})
+    known = {
+        *(first.get("frozen_param_shapes") or ()),
+        *(n for group in first.get("param_shapes") or () for n in group),
+    }
     for name, tensor in (first.get("module") or {}).items():
-        if isinstance(tensor, Tensor) and name not in shared and (tensor.numel() or name in buffers):
+        # At stage 3 an empty tensor keeps the place of one that is elsewhere.
+        if (
+            isinstance(tensor, Tensor)
+            and name not in shared
+            and (tensor.numel() or name in buffers or name not in known)
+        ):
             key = f"buffer/{name}" if name in buffers else f"param/{name}"
             found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():

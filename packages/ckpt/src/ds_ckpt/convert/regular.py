@@ -482,10 +482,13 @@ def _groups(source: Source, layout: Regular) -> list[list[str]]:
             code="ckpt-foreign",
             fix="Give Regular(groups=...): the names of each group in the order they were given to the optimizer.",
         )
-    groups = [[str(n) for n in names] for names in named]
-    flat = [n for names in groups for n in names]
     trained = {k.removeprefix("optim/").rpartition("/")[0] for k in source.entries if k.startswith("optim/")}
-    wrong = sorted((set(flat) ^ trained) & (trained | {n for n in flat if f"param/{n}" not in source.entries}))
+    shapes = {k.removeprefix("param/"): e.shape for k, e in source.entries.items() if k.startswith("param/")}
+    empty = {n for n in trained if 0 in shapes.get(n, ())}  # DeepSpeed counts them as frozen
+    skipped = empty | (shapes.keys() - trained)
+    groups = [[str(n) for n in names if not trained or n not in skipped] for names in named]
+    flat, trained = [n for names in groups for n in names], trained - empty
+    wrong = sorted((set(flat) ^ trained) & (trained | (set(flat) - shapes.keys())))
     if wrong or len(set(flat)) != len(flat) or not all(groups):
         raise CheckpointError(
             f"the groups do not name every trained parameter once: {', '.join(wrong[:5]) or 'one is named twice'}",
