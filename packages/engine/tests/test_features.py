@@ -16,7 +16,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
-from ds_engine.moving import KINDS
+from ds_zero.moving import KINDS
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -131,6 +131,18 @@ def test_memory_is_told_after_each_phase(
     }
 
 
+def test_the_state_at_the_start_is_told_where_it_is_asked_for(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ds_engine"):
+        start()
+        assert caplog.records == []
+        engine = start(dump_state=True)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert str(engine.plan) in line
+    assert '"train_batch_size": 8' in line
+
+
 def test_collectives_are_counted(start: Callable[..., Engine], rows: Any) -> None:
     engine = start(comms_logger={"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]})
     comms = engine._telemetry.comms
@@ -165,7 +177,7 @@ def test_state_goes_away_and_comes_back(start: Callable[..., Engine], rows: Any,
 def test_only_known_state_can_be_moved(start: Callable[..., Engine]) -> None:
     with pytest.raises(UnsupportedError) as caught:
         start().offload_states(include=["optimiser"])
-    assert caught.value.code == "engine-offload"
+    assert caught.value.code == "zero-suspend-kind"
     assert KINDS[0] in caught.value.fix
 
 

@@ -38,12 +38,15 @@ class Run(Protocol):
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
-    sharding: Sharding
     lr_scheduler: Any
     training_dataloader: Any
     checkpointer: Checkpointer
     mesh: Mesh
     device: torch.device
+
+    @property
+    def sharding(self) -> Sharding:
+        """The units of the model."""
 
     def progress(self) -> dict[str, int]:
         """The counters, as JSON."""

@@ -32,7 +32,6 @@ from ds_engine.checkpoints import load_run, save_run
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, loss_of
-from ds_engine.moving import KINDS, Away, offload, reload
 from ds_engine.placing import to_device
 from ds_engine.plan import Plan, rebatched
 from ds_engine.result import StepResult
@@ -41,6 +40,7 @@ from ds_engine.telemetry import Telemetry
 from ds_engine.uneven import Share
 from ds_pipe import Action, Op, run
 from ds_zero import ShardedOptimizer, Sharding
+from ds_zero.moving import KINDS
 
 __all__ = ["Components", "Counters", "Engine"]
 
@@ -112,7 +112,7 @@ class Engine(nn.Module):
         super().__init__()
         self.plan = plan
         self.module = components.module
-        self.optimizer, self.sharding = components.optimizer, components.sharding
+        self.optimizer, self._sharding = components.optimizer, components.sharding
         self.lr_scheduler = components.scheduler
         self.training_dataloader = components.loader
         self.mesh, self.device = components.mesh, components.device
@@ -126,7 +126,6 @@ class Engine(nn.Module):
         self._taken = 0  # samples taken from the loader by the steps that are complete
         self._ledger = Ledger()
         self._stream: Iterator[Any] | None = None
-        self._away: list[Away] = []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -332,6 +331,11 @@ class Engine(nn.Module):
     # ---- what a loop asks
 
     @property
+    def sharding(self) -> Sharding:
+        """The units of the model; others after the optimizer has replanned."""
+        return self._sharding if self.optimizer is None else self.optimizer.sharding
+
+    @property
     def global_steps(self) -> int:
         """Optimizer steps done, skipped ones included."""
         return self.counters.steps
@@ -437,14 +441,13 @@ class Engine(nn.Module):
             include: Of `optimizer`, `masters`, `parameters`, `gradients`; None is all.
             pin_memory: Into page-locked memory.
         """
-        asked = KINDS if include is None else include
-        here = set(asked) - {away.kind for away in self._away} if set(asked) <= set(KINDS) else set(asked)
-        self._away += offload(self.sharding, self.optimizer, here, pin_memory=pin_memory)
+        asked = set(KINDS if include is None else include)
+        here = asked - {away.kind for away in self.sharding.away}
+        (self.optimizer or self.sharding).suspend(here, pin_memory=pin_memory)
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` moved."""
-        reload(self._away)
-        self._away.clear()
+        self.sharding.resume()
 
     def suspend(self) -> None:
         """Finish saves and give back the device memory of everything, for another program to use the device."""
@@ -484,8 +487,8 @@ class Engine(nn.Module):
         return self.optimizer
 
     def _present(self, what: str) -> None:
-        if self._away:
-            kinds = ", ".join(sorted({away.kind for away in self._away}))
+        if self.sharding.away:
+            kinds = ", ".join(sorted({away.kind for away in self.sharding.away}))
             raise PlanError(
                 f"{what}() was called while state is away from the device: {kinds}",
                 code="engine-away",
