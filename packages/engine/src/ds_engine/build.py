@@ -163,7 +163,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
-        _log.info("plan:\n%s", plan)
+        _log.info("configuration:\n%s\nplan:\n%s", plan.config.model_dump_json(indent=1), plan)
     return Components(
         module=model,
         optimizer=optimizer,

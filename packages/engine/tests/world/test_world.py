@@ -171,6 +171,20 @@ def test_summed_gradients_are_twice_the_mean() -> None:
     torch.testing.assert_close(moved[1], 2 * moved[0])
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@world(2)
+def test_gradients_travel_in_the_format_that_was_asked_for(stage: int) -> None:
+    ends = []
+    for travel in (None, "bf16"):
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = start(configured(stage, optimizer=sgd, scheduler=None, communication_data_type=travel))
+        engine.train_batch()
+        engine.close()
+        ends.append(torch.cat([p.detach().flatten() for p in engine.module.parameters()]))
+    assert not torch.equal(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (0, 1)])
 @world(2)
 def test_a_run_goes_on_on_one_rank(tmp_path: Path, before: int, after: int) -> None:

@@ -319,7 +319,7 @@ class Unit:
             if fresh:
                 self._open(self.dtypes.reduce if now else self.dtypes.accumulate, shown=now)
             elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
-                self._widen(self.arena)
+                self._recast(self.arena, self.dtypes.accumulate)
             views = self._arena_views
             if len(present) != len(views):
                 if fresh:
@@ -339,6 +339,8 @@ class Unit:
         arena = self.arena
         if arena is None:
             raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
+        if self._slot is None and self.seat.size > 1 and self._travels_narrow(arena):
+            arena = self._recast(arena, self.dtypes.reduce)
         if self.host is not None:
             self._post(arena, self.host)
             return
@@ -361,6 +363,10 @@ class Unit:
             works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=self.spec.name))
         self.open = False
         self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
+
+    def _travels_narrow(self, arena: Tensor) -> bool:
+        # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
+        return self.dtypes.reduce.itemsize < min(arena.dtype.itemsize, self.dtypes.param.itemsize)
 
     def _post(self, arena: Tensor, host: HostMemory) -> None:
         # The same on a shared host: the ranks' slots are summed where they are.
@@ -453,9 +459,10 @@ class Unit:
             arena[gap.start : gap.stop].zero_()
         self.open = True
 
-    def _widen(self, old: Tensor) -> None:
-        self._set_arena(self.dtypes.accumulate).copy_(old)
+    def _recast(self, old: Tensor, dtype: torch.dtype) -> Tensor:
+        new = self._set_arena(dtype).copy_(old)
         self.seat.pool.give(old)
+        return new
 
     def _set_arena(self, dtype: torch.dtype, buffer: Tensor | None = None) -> Tensor:
         if buffer is None:
