@@ -1,6 +1,6 @@
 """Ranks of one host: `shm` against gloo and against one memcpy, shared arenas, DDP's overhead, and the recorder's.
 
-usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder onebit
+usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder adam onebit forgetful
 
 Each row says which share of the machine other processes took. Rows of an earlier run stay where it was the quieter one.
 Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
@@ -22,7 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "comm.json"
 WORKER = Path(__file__).parent / "workers" / "comm.py"
-MODES = ["collectives", "arena", "ddp", "recorder", "onebit"]
+TRAINED = {"adam": "Adam", "onebit": "1-bit Adam", "forgetful": "1-bit Adam, no feedback"}
+MODES = ["collectives", "arena", "ddp", "recorder", *TRAINED]
 RANKS = 2
 
 
@@ -84,12 +85,10 @@ def report(mode: str, found: dict[str, Any]) -> None:
             off, on = found[what]["off"]["median_s"], found[what]["on"]["median_s"]
             print(f"  {what}: {off * 1e3:.3f} ms without, {on * 1e3:.3f} ms with ({(on / off - 1) * 100:+.2f} %)")
         print(f"  memory of one rank's record: {found['recorder_bytes'] / 1024:.0f} KiB")
-    if mode == "onebit":
-        adam = found["rows"]["Adam"]["loss"]
-        for name, row in found["rows"].items():
-            print(
-                f"  {name:24} {row['loss']:.4f} nats a byte ({(row['loss'] / adam - 1) * 100:+.2f} %) in {row['seconds']:.0f} s"
-            )
+    if mode in TRAINED:
+        print(
+            f"  {TRAINED[mode]}: {found['loss']:.4f} nats a byte after {found['steps']} steps in {found['seconds']:.0f} s"
+        )
 
 
 def key(row: dict[str, Any]) -> tuple[str, int]:
