@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +114,33 @@ class Model:
 @pytest.fixture(scope="session")
 def model():
     return Model
+
+
+class CrashServer:
+    """A process that has imported torch and forks a child per trial (crash_server.py)."""
+
+    def __init__(self):
+        script = Path(__file__).with_name("crash_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def trial(self, root, **order):
+        log = root.parent / f"{root.name}.log"
+        log.unlink(missing_ok=True)
+        self._process.stdin.write(json.dumps({"root": str(root), "log": str(log), **order}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return answer, set(log.read_text().split("\n")) if log.exists() else set()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def crash():
+    server = CrashServer()
+    yield server
+    server.close()

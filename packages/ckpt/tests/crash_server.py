@@ -1,5 +1,6 @@
-"""Run by test_faults.py: imports torch once, then forks a child per trial that saves and is killed at a given system call.
+"""Run by conftest.py: imports torch once, then forks a child per trial that saves and is killed at a given system call.
 
+An order with "decoupled" saves twice through a writer process instead, stops that process in the second, and kills itself.
 stdin: one JSON trial a line; stdout: one JSON line with how the child ended. No pytest here.
 """
 
@@ -90,6 +91,9 @@ def state(step):
 
 
 def trial(order):
+    ds_ckpt.saving.BLOCK_BYTES = 256
+    ds_ckpt.writer.SLAB_BYTES = 12288  # many small writes: many points
+    ds_ckpt.local._DIRECT_BYTES = 0
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     disk = Deadly(order["last"], log)
     storage = ds_ckpt.LocalStorage(order["root"], disk)
@@ -97,15 +101,26 @@ def trial(order):
     return disk.count
 
 
+def decoupled(order):
+    """Killed in the middle of a save that another process writes; the number of that process."""
+    engine = ds_ckpt.Asynchronous(decoupled=True)
+    tensors = {"w": torch.ones(9_000_000)}
+    engine.save(os.path.join(order["root"], "a"), ds_ckpt.whole(tensors), {}).wait()
+    writer = engine._place._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    engine.save(os.path.join(order["root"], "b"), ds_ckpt.whole(tensors), {})
+    return writer
+
+
 def main():
-    ds_ckpt.saving.BLOCK_BYTES = 256
-    ds_ckpt.writer.SLAB_BYTES = 8192  # many small writes: many points
-    ds_ckpt.local._DIRECT_BYTES = 0
     for line in sys.stdin:
         order = json.loads(line)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            if "decoupled" in order:
+                os.write(write, str(decoupled(order)).encode())
+                os.kill(os.getpid(), signal.SIGKILL)
             os.write(write, str(trial(order)).encode())
             os._exit(0)
         os.close(write)

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -101,25 +99,10 @@ def test_it_writes_directories_only(engine):
     assert caught.value.code == "ckpt-decoupled"
 
 
-def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tmp_path):
-    script = f"""
-import os, signal, torch, ds_ckpt
-engine = ds_ckpt.Asynchronous(decoupled=True)
-state = {{"w": torch.ones(9_000_000)}}
-engine.save({str(tmp_path / "a")!r}, ds_ckpt.whole(state), {{}}).wait()
-writer = engine._place._process.pid
-os.kill(writer, signal.SIGSTOP)
-engine.save({str(tmp_path / "b")!r}, ds_ckpt.whole(state), {{}})
-print(writer, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    with open(tmp_path.parent / "stderr", "w+") as errors:  # not a pipe: the writer has it, too, and is stopped
-        ran = subprocess.run(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=errors, text=True, check=False, timeout=100
-        )
-        errors.seek(0)
-        assert ran.returncode == -signal.SIGKILL, errors.read()
-    writer = int(ran.stdout)
+def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tmp_path, crash):
+    answer, _ = crash.trial(tmp_path, decoupled=True)
+    assert answer["killed"], answer
+    writer = int(answer["points"])
     os.kill(writer, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{writer}/status").exists() and "Z (zombie)" not in Path(f"/proc/{writer}/status").read_text():

@@ -1,11 +1,9 @@
 """Killed anywhere, out of space, flipped bits, cut and missing files: earlier checkpoints stay, damage is named."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -37,34 +35,6 @@ def room(tmp_path):
         return
     with tempfile.TemporaryDirectory(prefix="ds-ckpt-", dir="/dev/shm") as folder:
         yield Path(folder)
-
-
-class CrashServer:
-    def __init__(self):
-        script = Path(__file__).with_name("crash_server.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def trial(self, root, **order):
-        log = root.parent / f"{root.name}.log"
-        log.unlink(missing_ok=True)
-        self._process.stdin.write(json.dumps({"root": str(root), "log": str(log), **order}) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return answer, set(log.read_text().split("\n")) if log.exists() else set()
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def crash():
-    server = CrashServer()
-    yield server
-    server.close()
 
 
 def _lose_what_was_not_synced(root, synced):
