@@ -1,17 +1,20 @@
-"""Runs a client script on two ranks with our facade and with DeepSpeed, each in an environment of its own (`nox -s clients`).
+"""Runs client scripts with our facade and with DeepSpeed, each in an environment of its own (`nox -s clients`).
 
 The sample that needs neither (test_sample.py) imports the facade from the checkout.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,92 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PYTHONS = {"ours": "DS_CLIENTS_PYTHON", "upstream": "DS_PEER_PYTHON"}
 TABLE = "DS_CLIENTS_TABLE"
 """Names a file that collects, test by test, how far losses are apart, step times and peak memory of both."""
+LIMIT_S = 400  # DeepSpeed compiles its operations when it first uses them
 
 if importlib.util.find_spec("deepspeed") is None:
     sys.path.insert(0, str(ROOT / "packages" / "compat" / "src"))
+
+
+class Rank:
+    """A process of forked.py."""
+
+    def __init__(self, python: Path, number: int) -> None:
+        self._number = number
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("forked.py"))],
+            env=environment(python),
+            cwd=SCRIPTS,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def start(self, script: Path, arguments: list[str], environ: dict[str, str], log: Path) -> None:
+        """Fork and run; `wait` afterwards."""
+        mine = environ | {"RANK": str(self._number), "LOCAL_RANK": str(self._number)}
+        task = {"script": str(script), "arguments": arguments, "environ": mine, "log": str(log)}
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        self.pid = json.loads(self._process.stdout.readline())["pid"]
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return int(json.loads(self._process.stdout.readline())["code"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+class Ranks:
+    """Two ranks of one environment."""
+
+    def __init__(self, python: Path) -> None:
+        self._ranks = [Rank(python, number) for number in range(2)]
+
+    def run(self, script: Path, arguments: list[str], ranks: int, log: Path) -> tuple[int, str]:
+        """The script on so many ranks: the worst exit code and what they printed. When one fails, the others are ended."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "clients"}
+        used, codes = self._ranks[:ranks], [0] * ranks
+        logs = [log.with_suffix(f".{number}.log") for number in range(ranks)]
+        for rank, file in zip(used, logs, strict=True):
+            rank.start(script, arguments, shared, file)
+
+        def end(others: list[Rank]) -> None:
+            for rank in others:
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+                    os.kill(rank.pid, signal.SIGKILL)
+
+        def watch(number: int) -> None:
+            codes[number] = used[number].wait()
+            if codes[number]:
+                end(
+                    [
+                        rank
+                        for rank, thread in zip(used, threads, strict=True)
+                        if thread.is_alive() and rank is not used[number]
+                    ]
+                )
+
+        threads = [threading.Thread(target=watch, args=(number,)) for number in range(ranks)]
+        for thread in threads:
+            thread.start()
+        clock = threading.Timer(LIMIT_S, end, [used])
+        clock.start()
+        for thread in threads:
+            thread.join()
+        clock.cancel()
+        return max(codes, key=abs), "\n".join(file.read_text()[-4000:] for file in logs)
+
+    def close(self) -> None:
+        """End both."""
+        for rank in self._ranks:
+            rank.close()
 
 
 class Client:
@@ -33,36 +119,33 @@ class Client:
     Args:
         folder: Where results, models and checkpoints go.
         case: The name under which `both` records what it saw.
+        ranks: The environments' ranks.
     """
 
-    def __init__(self, folder: Path, case: str) -> None:
-        self.folder, self._case = folder, case
+    def __init__(self, folder: Path, case: str, ranks: dict[str, Ranks]) -> None:
+        self.folder, self._case, self._ranks = folder, case, ranks
 
     def run(
         self, who: str, script: str, *, launcher: tuple[str, ...] | None = None, ranks: int = 2, **options: Any
     ) -> dict[str, Any]:
-        """One script with the interpreter of `who`.
+        """One script in the environment of `who`.
 
         Args:
-            launcher: The command that starts ranks, its program from that environment; None is torchrun.
+            launcher: The command that starts ranks, its program from that environment; None: forked from one that waits.
         Raises:
             AssertionError: it failed; with the end of what it printed.
         """
-        python = Path(os.environ[PYTHONS[who]])
         out = self.folder / f"{script}-{who}.json"
         out.unlink(missing_ok=True)
-        words = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        file = SCRIPTS / f"{script}.py"
+        words = ["--out", str(out), *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
         if launcher is None:
-            start = [str(python), "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-            start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+            code, said = self._ranks[who].run(file, words, ranks, out)
         else:
-            start = [str(python.parent / launcher[0]), *launcher[1:]]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-        environ["PATH"] = f"{python.parent}{os.pathsep}{environ.get('PATH', '')}"
-        environ.pop("PYTHONPATH", None)
-        command = [*start, str(SCRIPTS / f"{script}.py"), "--out", str(out), *words]
-        code, said = _finished(command, environ)
-        assert code == 0, said[-6000:]
+            python = Path(os.environ[PYTHONS[who]])
+            command = [str(python.parent / launcher[0]), *launcher[1:], str(file), *words]
+            code, said = launched(command, environment(python))
+        assert code == 0, said[-8000:]
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -70,47 +153,58 @@ class Client:
         """The same script with ours, then with upstream's."""
         ours, upstream = self.run("ours", script, **options), self.run("upstream", script, **options)
         if TABLE in os.environ:
-            self._record(Path(os.environ[TABLE]), {"ours": ours, "upstream": upstream})
+            record(Path(os.environ[TABLE]), self._case, {"ours": ours, "upstream": upstream})
         return ours, upstream
 
-    def _record(self, file: Path, found: dict[str, dict[str, Any]]) -> None:
-        rows = json.loads(file.read_text())["rows"] if file.exists() else {}
-        row: dict[str, Any] = {"steps": len(found["ours"]["losses"])}
-        for who, values in found.items():
-            row[who] = {
-                "last_loss": round(values["losses"][-1], 7),
-                # The first steps also compile, allocate and open connections.
-                "step_ms": round(1e3 * statistics.median(values["seconds"][2:]), 2),
-                "peak_mib": round(values["peak_bytes"] / 2**20),
-            }
-        pairs = zip(found["ours"]["losses"], found["upstream"]["losses"], strict=True)
-        row["largest_difference"] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
-        rows[self._case] = row
-        file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+def environment(python: Path) -> dict[str, str]:
+    """Of processes in the environment of `python`."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    environ["PATH"] = f"{python.parent}{os.pathsep}{environ.get('PATH', '')}"
+    environ.pop("PYTHONPATH", None)
+    return environ
 
 
-def _finished(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Exit code and stderr. DeepSpeed compiles its operations when it first uses them, hence the limit."""
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        cwd=SCRIPTS,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        _, said = process.communicate(timeout=400)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+def launched(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    """Exit code and stderr of a launcher, which does not outlive its time."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ, cwd=SCRIPTS, start_new_session=True, **quiet) as process:
+        try:
+            _, said = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return process.returncode, said
 
 
-@pytest.fixture
-def client(tmp_path, request):
+def record(file: Path, case: str, found: dict[str, dict[str, Any]]) -> None:
+    """One row of the table."""
+    rows = json.loads(file.read_text())["rows"] if file.exists() else {}
+    row: dict[str, Any] = {"steps": len(found["ours"]["losses"])}
+    for who, values in found.items():
+        row[who] = {
+            "last_loss": round(values["losses"][-1], 7),
+            # The first steps also compile, allocate and open connections.
+            "step_ms": round(1e3 * statistics.median(values["seconds"][2:]), 2),
+            "peak_mib": round(values["peak_bytes"] / 2**20),
+        }
+    pairs = zip(found["ours"]["losses"], found["upstream"]["losses"], strict=True)
+    row["largest_difference"] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+    rows[case] = row
+    file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+@pytest.fixture(scope="session")
+def environments():
     missing = [name for name in PYTHONS.values() if name not in os.environ]
     if missing:
         pytest.skip(f"needs the environments of `nox -s clients` ({', '.join(missing)} not set)")
-    return Client(tmp_path, request.node.name.removeprefix("test_"))
+    ranks = {who: Ranks(Path(os.environ[name])) for who, name in PYTHONS.items()}
+    yield ranks
+    for both in ranks.values():
+        both.close()
+
+
+@pytest.fixture
+def client(tmp_path, request, environments):
+    return Client(tmp_path, request.node.name.removeprefix("test_"), environments)

@@ -25,11 +25,16 @@ def test_plain_loop(client, stage, dtype):
     assert ours["norms"] == pytest.approx(upstream["norms"], rel=1e-4 if dtype == "fp32" else 0.1)
 
 
-@pytest.mark.parametrize(
-    "launcher", [("ds", "run", "--nproc", "2"), ("deepspeed", "--num_gpus", "2")], ids=["ds", "deepspeed"]
-)
-def test_our_launcher(client, launcher):
-    started = client.run("ours", "plain", launcher=launcher, stage=2, mode="own", steps=6)
+LAUNCHERS = {
+    "torchrun": ("torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
+    "ds": ("ds", "run", "--nproc", "2"),
+    "deepspeed": ("deepspeed", "--num_gpus", "2"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(client, launcher):
+    started = client.run("ours", "plain", launcher=LAUNCHERS[launcher], stage=2, mode="own", steps=6)
     assert started["losses"] == client.run("ours", "plain", stage=2, mode="own", steps=6)["losses"]
 
 
