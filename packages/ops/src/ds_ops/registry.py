@@ -152,7 +152,9 @@ def _anything(_device: str, _dtype: torch.dtype) -> str:
 
 
 def _floats(_device: str, dtype: torch.dtype) -> str:
-    return "" if dtype.is_floating_point else Obstacle(f"does not take {dtype}", fix="convert to torch.float32")
+    # Floats of one byte or less are for storage: torch itself computes nothing with them.
+    takes = dtype.is_floating_point and dtype.itemsize > 1
+    return "" if takes else Obstacle(f"does not take {dtype}", fix="convert to torch.float32")
 
 
 def _absent(*_arguments: object) -> None:

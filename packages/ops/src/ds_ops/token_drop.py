@@ -75,11 +75,20 @@ def _require(x: Tensor, index: Tensor) -> None:
 
 
 def _reference_gather(x: Tensor, index: Tensor) -> Tensor:
+    if _is_byte(x):
+        return _reference_gather(x.view(torch.uint8), index).view(x.dtype)
     return x.gather(1, index[..., None].expand(*index.shape, x.shape[2]))
 
 
 def _reference_scatter(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
+    if _is_byte(x):
+        return _reference_scatter(x.view(torch.uint8), part.view(torch.uint8), index).view(x.dtype)
     return x.scatter(1, index[..., None].expand_as(part), part)
+
+
+def _is_byte(x: Tensor) -> bool:
+    """A float of one byte: torch moves those only as integers. They have no gradient."""
+    return x.dtype.is_floating_point and x.dtype.itemsize == 1
 
 
 _WHY = "not written: torch's {} reads and writes each token once"
