@@ -103,6 +103,19 @@ def test_what_to_use_instead_exists(instead):
             found = getattr(found, name, None) or importlib.import_module(module)
 
 
+def test_every_name_that_clients_use_has_a_row():
+    lines = (Path(__file__).parent / "data" / "client_names.txt").read_text().splitlines()
+    unknown = []
+    for path in (line for line in lines if not line.startswith("#")):
+        parts = path.split(".")
+        # The longest prefix that is a module; what follows the next name is an attribute of a class.
+        length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in SURFACE)
+        if length < len(parts) and parts[length] not in SURFACE[".".join(parts[:length])]:
+            unknown.append(path)
+    assert len(lines) > 200
+    assert unknown == []
+
+
 def test_importing_it_does_nothing_else(monkeypatch):
     """No torch, no file, thread, process or setting: what it costs is its table of names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(deepspeed.__path__[0]).parent))

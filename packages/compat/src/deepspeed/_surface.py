@@ -288,6 +288,12 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.constants": _from(_OPTIMIZERS, "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_TRAIN"),
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.activation_checkpointing.offload_activations": {
+        **_not(
+            Missing("saved tensors are moved by torch itself", "torch.autograd.graph.save_on_cpu"),
+            "CheckpointHiddenStatesOffload", "get_checkpoint_hidden_states_offloading_ctx_manager",
+        ),
+    },
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.checkpoint_engine": _from("deepspeed._ours.saving", "TorchCheckpointEngine"),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": _from("deepspeed._ours.saving", "TorchCheckpointEngine"),
@@ -315,7 +321,7 @@ SURFACE: Mapping[str, Rows] = {
         **_not(
             Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns"),
             "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "FixedSparsityConfig", "SparseSelfAttention",
-            "SparsityConfig", "VariableSparsityConfig",
+            "SparsityConfig", "VariableSparsityConfig", "LocalSlidingWindowSparsityConfig", "sparsity_config",
         ),
     },
     # -- communication, device
@@ -373,7 +379,7 @@ SURFACE: Mapping[str, Rows] = {
     # -- not here
     "deepspeed.pipe": {**_not(_PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
     "deepspeed.runtime.pipe": {**_not(_PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
-    "deepspeed.runtime.pipe.engine": {**_not(_PIPELINE, "PipelineEngine")},
+    "deepspeed.runtime.pipe.engine": {**_ENGINE, **_not(_PIPELINE, "PipelineEngine")},
     "deepspeed.runtime.pipe.schedule": {
         **_not(
             _PIPELINE, "BackwardPass", "BufferOpInstruction", "ForwardPass", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule",
@@ -394,7 +400,7 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.moe.sharded_moe": {**_not(_MOE, "MOELayer", "TopKGate", "top1gating", "top2gating", "topkgating")},
     "deepspeed.module_inject": {**_not(_TENSOR, "layers", "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
     "deepspeed.module_inject.layers": {**_not(_TENSOR, "GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer")},
-    "deepspeed.sequence": {**_not(_SEQUENCE, "layer", "fpdt_layer", "cross_entropy")},
+    "deepspeed.sequence": {**_not(_SEQUENCE, "layer", "fpdt_layer", "cross_entropy", "auto_sp")},
     "deepspeed.sequence.layer": {**_not(_SEQUENCE, "DistributedAttention")},
     "deepspeed.sequence.fpdt_layer": {**_not(_SEQUENCE, "FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")},
     "deepspeed.runtime.sequence_parallel": {**_not(_SEQUENCE, "ulysses_sp", "parallel_state_sp")},
@@ -426,5 +432,12 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.monitor.monitor": {**_not(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor")},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _from("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
+    "deepspeed.runtime.rollout": {
+        **_not(
+            _INFERENCE, "HybridEngineRollout", "JSDLossOutput", "ResponseTokenBatch", "RolloutBatch", "RolloutConfig", "RolloutEngine",
+            "RolloutRequest", "SamplingConfig", "build_rollout", "generalized_jsd_loss",
+        ),
+    },
+    "deepspeed.runtime.domino": {**_not(_TENSOR, "transformer")},
     "deepspeed.domino": {**_not(_TENSOR, "DominoTransformerLayer")},
 }  # fmt: skip

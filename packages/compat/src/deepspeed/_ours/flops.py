@@ -143,7 +143,7 @@ def get_model_profile(
             f"get_model_profile(mode={mode!r})", code="compat-argument", fix='Use "forward" or "generate".'
         )
     given = [torch.ones(tuple(input_shape))] if input_shape is not None else list(args)
-    call = model if mode == "forward" else model.generate
+    call: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
     with torch.no_grad():
         for _ in range(warm_up):
