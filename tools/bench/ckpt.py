@@ -1,6 +1,6 @@
 """Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP, safetensors and DeepSpeed in one run.
 
-usage: nox -s bench -- ckpt [DIRECTORY] [REPEATS]
+usage: nox -s bench -- ckpt [bandwidth] [stall] [export] [--directory DIRECTORY] [--repeats N]
 
 All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
 Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device:
@@ -12,6 +12,7 @@ The export is of a model of 4 GB; what comes out is loaded by transformers in an
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import mmap
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import peers
@@ -295,84 +296,110 @@ def memory_slope(root: Path) -> float:
     return (sizes[-1] - sizes[10]) / 50
 
 
-def main(where: str | None, repeats: int) -> int:
+Times = dict[str, list[float]]
+
+
+def bandwidth(root: Path, repeats: int) -> dict[str, object]:
+    """Durable saves, and loads with warm and cold files, of every program in turn."""
+    full, target = state(1.0), state(0.0)
+    nbytes = sum(t.nbytes for t in full.values())
+    memory_of_raw = aligned(nbytes)
+    save_s: Times = {}
+    load_s: Times = {}
+    cold_s: Times = {}
+    peer = DeepSpeed(root / "peer")
+    try:
+        for turn in range(-1, repeats):
+            for name, action in saves(root, full, memory_of_raw).items():
+                removed(root / WRITTEN[name])
+                save_s.setdefault(name, []).append(timed(action))
+            removed(root / "peer" / "state")
+            save_s.setdefault("deepspeed", []).append(peer.run("save"))
+            for warm, times in ((True, load_s), (False, cold_s)):
+                for name, action in loads(root, target).items():
+                    cache(root, name, warm=warm)
+                    times.setdefault(name, []).append(timed(action))
+                cache(root, "deepspeed", warm=warm)
+                times.setdefault("deepspeed", []).append(peer.run("load"))
+            if turn < 0:  # the first round warms up
+                for times in (save_s, load_s, cold_s):
+                    times.clear()
+    finally:
+        peer.close()
+    ours = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
+    theirs = sum(p.stat().st_size for p in (root / "peer" / "state").iterdir())
+    best = max((n for n in load_s if not n.startswith("ds-ckpt")), key=lambda n: -statistics.median(load_s[n]))
+    coldest = max((n for n in cold_s if not n.startswith("ds-ckpt")), key=lambda n: -statistics.median(cold_s[n]))
+    other = "ds-ckpt, as two shards each"
+    return {
+        "save_gb_per_s": rates(save_s, nbytes),
+        "load_gb_per_s": rates(load_s, nbytes),
+        "cold_load_gb_per_s": rates(cold_s, nbytes),
+        "bytes_over_minimum": ours / nbytes,
+        "deepspeed_bytes_over_minimum": theirs / nbytes,
+        # Of the two times of each round; the medians of these.
+        "ratios": {
+            "save over raw": ratio(save_s, "raw"),
+            **{f"save over {n}": ratio(save_s, n) for n in ("dcp", "torch.save", "safetensors", "deepspeed")},
+            "load over dcp": ratio(load_s, "dcp"),
+            f"load over the best peer ({best})": ratio(load_s, best),
+            "cold load over dcp": ratio(cold_s, "dcp"),
+            f"cold load over the best peer ({coldest})": ratio(cold_s, coldest),
+            "other layout over plain load": 1 / ratio(load_s, other),
+            "cold, other layout over plain load": 1 / ratio(cold_s, other),
+        },
+    }
+
+
+def rates(times: Times, nbytes: int) -> dict[str, float]:
+    return {n: nbytes / statistics.median(t) / 1e9 for n, t in times.items()}
+
+
+def ratio(times: Times, other: str, ours: str = "ds-ckpt") -> float:
+    """How many times as fast as `other` we are."""
+    return statistics.median(b / a for a, b in zip(times[ours], times[other], strict=True))
+
+
+def behind(memory: Path, repeats: int) -> dict[str, object]:
+    """What a training step notices of a save, and memory over many of them."""
+    times = stalls(memory, state(1.0), repeats)
+    theirs = "dcp.async_save"
+    return {
+        "stall_ms": {n: statistics.median(t) * 1e3 for n, t in times.items()},
+        "stall_ratios": {f"dcp over {n}": ratio(times, theirs, n) for n in times if n != theirs},
+        "memory_bytes_per_save": memory_slope(memory),
+    }
+
+
+PARTS = ("bandwidth", "stall", "export")
+
+
+def main(parts: Sequence[str], where: str | None, repeats: int) -> int:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise SystemExit(f"there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29555")
     dist.init_process_group("gloo", rank=0, world_size=1)
     root = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir=where))
     memory = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir="/dev/shm" if os.path.isdir("/dev/shm") else where))
-    full, target = state(1.0), state(0.0)
-    nbytes = sum(t.nbytes for t in full.values())
-    memory_of_raw = aligned(nbytes)
-    peer = DeepSpeed(root / "peer")
+    found = json.loads(DATA.read_text()) if DATA.exists() else {}
     try:
-        save_times: dict[str, list[float]] = {}
-        load_times: dict[str, list[float]] = {}
-        cold_times: dict[str, list[float]] = {}
-        for turn in range(repeats + 1):
-            for name, action in saves(root, full, memory_of_raw).items():
-                removed(root / WRITTEN[name])
-                elapsed = timed(action)
-                if turn:
-                    save_times.setdefault(name, []).append(elapsed)
-            removed(root / "peer" / "state")
-            elapsed = peer.run("save")
-            if turn:
-                save_times.setdefault("deepspeed", []).append(elapsed)
-            for warm, times in ((True, load_times), (False, cold_times)):
-                for name, action in loads(root, target).items():
-                    cache(root, name, warm=warm)
-                    elapsed = timed(action)
-                    if turn:
-                        times.setdefault(name, []).append(elapsed)
-                cache(root, "deepspeed", warm=warm)
-                elapsed = peer.run("load")
-                if turn:
-                    times.setdefault("deepspeed", []).append(elapsed)
-        written = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
-        theirs = sum(p.stat().st_size for p in (root / "peer" / "state").iterdir())
-        stall_times = stalls(memory, full, repeats)
-        slope = memory_slope(memory)
-        exported = export(root)
+        for part in parts:
+            body = {"date": time.strftime("%Y-%m-%d %H:%M"), "repeats": repeats}
+            if part == "bandwidth":
+                found[part] = {**body, **bandwidth(root, repeats)}
+            elif part == "stall":
+                found[part] = {**body, **behind(memory, repeats)}
+            else:
+                found[part] = {"date": body["date"], **export(root)}
     finally:
-        peer.close()
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
         dist.destroy_process_group()
-    every = (save_times, load_times, cold_times, stall_times)
-    save_s, load_s, cold_s, stall_s = ({n: statistics.median(t) for n, t in x.items()} for x in every)
-
-    def rates(times: dict[str, float]) -> dict[str, float]:
-        return {n: nbytes / t / 1e9 for n, t in times.items()}
-
-    result = {
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__},
-        "date": time.strftime("%Y-%m-%d"),
-        "state": {"tensors": TENSORS, "nbytes": nbytes},
-        "repeats": repeats,
-        "save_gb_per_s": rates(save_s),
-        "load_gb_per_s": rates(load_s),
-        "cold_load_gb_per_s": rates(cold_s),
-        "stall_ms": {n: t * 1e3 for n, t in stall_s.items()},
-        "bytes_over_minimum": written / nbytes,
-        "deepspeed_bytes_over_minimum": theirs / nbytes,
-        "memory_bytes_per_save": slope,
-        "export": exported,
-    }
-    save_rate, load_rate, cold_rate = rates(save_s), rates(load_s), rates(cold_s)
-    result["ratios"] = {
-        "save over raw": save_rate["ds-ckpt"] / save_rate["raw"],
-        "save over dcp": save_rate["ds-ckpt"] / save_rate["dcp"],
-        "load over dcp": load_rate["ds-ckpt"] / load_rate["dcp"],
-        "load over best peer": load_rate["ds-ckpt"]
-        / max(v for n, v in load_rate.items() if not n.startswith("ds-ckpt")),
-        "cold load over dcp": cold_rate["ds-ckpt"] / cold_rate["dcp"],
-        "cold load over best peer": cold_rate["ds-ckpt"]
-        / max(v for n, v in cold_rate.items() if n in FILES and n != "ds-ckpt"),
-        "other layout over plain load": load_rate["ds-ckpt, as two shards each"] / load_rate["ds-ckpt"],
-        "stall, dcp over ours": stall_s["dcp.async_save"] / stall_s["ds-ckpt"],
-        "stall, dcp over ours copied behind": stall_s["dcp.async_save"] / stall_s["ds-ckpt, copied behind"],
-    }
+    found["machine"] = {"system": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
+    found["state"] = {"tensors": TENSORS, "nbytes": TENSORS * NUMEL * 4}
+    result = {key: found[key] for key in ("machine", "state", *PARTS) if key in found}
     DATA.parent.mkdir(parents=True, exist_ok=True)
     DATA.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
@@ -380,4 +407,9 @@ def main(where: str | None, repeats: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 5))
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}; all without one")
+    arguments.add_argument("--directory", help="on the disk to measure")
+    arguments.add_argument("--repeats", type=int, default=5)
+    chosen = arguments.parse_args()
+    sys.exit(main(chosen.parts, chosen.directory, chosen.repeats))
