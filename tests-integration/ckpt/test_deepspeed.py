@@ -30,7 +30,9 @@ def _run(action, folder, *rest, script="deepspeed_run.py"):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.fixture(scope="module", params=[(1, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")], ids=str)
+@pytest.fixture(
+    scope="module", params=[(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")], ids=str
+)
 def written(request, tmp_path_factory):
     stage, dtype = request.param
     folder = tmp_path_factory.mktemp(f"stage{stage}-{dtype}")
