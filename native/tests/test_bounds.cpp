@@ -1,6 +1,7 @@
 // Public functions touch exactly the memory they are given (exactly-sized heap blocks, for the sanitizers), give the
 // same result on any thread count, and answer bad arguments with a status.
 #include <ds/isa.h>
+#include <ds/quant.h>
 #include <ds/stream.h>
 #include <ds/update.h>
 
@@ -73,6 +74,36 @@ void streams() {
   }
 }
 
+// Rows of every width of code, also shorter than one step of packing, in blocks of exactly their size.
+void quantizers() {
+  const ds::QuantFormat formats[] = {{8, -1, 0, 127, 127.0f}, {4, -1, 0, 7, 7.0f}, {6, 2, 3, 0x1f, 28.0f}, {4, 1, 1, 7, 6.0f}};
+  constexpr std::int64_t sources = 9;  // one more than is summed in registers at once
+  for (const ds::QuantFormat &f : formats)
+    for (int stochastic = 0; stochastic < 2; stochastic++)
+      for (std::int64_t n : {1, 3, 15, 16, 17, 31, 33, 64, 65, 511, 512, 513, 515, 1100}) {
+        ds::QuantSpec spec = {};
+        spec.format = f;
+        spec.symmetric = true;
+        spec.stochastic = stochastic != 0;
+        spec.group = 512;
+        spec.offset = (std::int64_t{1} << 32) - 40;
+        const std::int64_t params_at = (n * f.bits + 31) / 32 * 4, row = params_at + ds::quant_groups(spec, n) * 4;
+        std::vector<unsigned char> wire(static_cast<std::size_t>(sources * row), 0);
+        const auto x = tensors({sources * n}, 5)[0];
+        const ds::QuantRows q = {wire.data(), sources, n, params_at, row};
+        CHECK(ds::quantize(spec, q, nullptr, x.data(), Dtype::f32, 1) == Status::ok);
+        std::vector<float> back(static_cast<std::size_t>(sources * n)), sum(static_cast<std::size_t>(n));
+        CHECK(ds::dequantize(spec, q, nullptr, sources, back.data(), Dtype::f32, 1) == Status::ok);
+        CHECK(ds::reduce(spec, q, sources, 1.0f, sum.data(), Dtype::f32, 1) == Status::ok);
+        for (std::size_t i = 0; i < sum.size(); i++) {
+          float total = 0;
+          for (std::size_t k = 0; k < sources; k++) total = total + back[k * sum.size() + i];
+          CHECK(total == sum[i]);
+        }
+        for (std::size_t i = 0; i < x.size(); i++) CHECK(back[i] - x[i] < 0.35f && x[i] - back[i] < 0.35f);
+      }
+}
+
 void bad_arguments() {
   ds::Update u = {};
   u.list.count = 1;
@@ -89,6 +120,7 @@ void bad_arguments() {
 int main() {
   threads_do_not_matter();
   streams();
+  quantizers();
   bad_arguments();
   std::printf("level %s of %s\n", ds::isa_name(), ds::isa_supported());
 }
