@@ -28,7 +28,9 @@ class AioConfig(StrictModel):
     overlap_events: bool = Field(
         default=True, description="Refill the queue as requests end; false waits until all of it has ended."
     )
-    use_gds: Annotated[bool, Unbuilt("leave it out; transfers go through host memory")] = False
+    use_gds: Annotated[
+        bool, Unbuilt('leave it out; offloaded state moves through host memory (ds_ops.io has backend="gds")')
+    ] = False
     thread_count: Annotated[int, Deprecated("intra_op_parallelism")] = 1
 
     def settings(self) -> IOSettings:
