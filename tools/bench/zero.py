@@ -1,10 +1,11 @@
 """Sharded training against its peers: forward + backward alone, DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
 
-usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...] [--within SECONDS]
+usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...] [--within SECONDS] [--more]
 
 Two ranks with one thread each (and one rank for `small`). Every (engine, config) is a fresh pair of processes; engines
-alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's, or the row says so. Three
-configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small` (24 Linear layers of 64 x 64).
+alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's, or the row says so. `--more` goes on
+with the record that is there. Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small`
+(24 Linear layers of 64 x 64).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def run(engine: str, config: str, world: int) -> dict | None:
 
 
 def summary(runs: list[dict]) -> dict:
+    # Of each run the median of its steps.
     keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb", "psi_mb")
     return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
         "rounds": len(runs),
@@ -105,7 +107,7 @@ def table(rows: dict[str, dict], world: int) -> None:
     )
     for engine, row in rows.items():
         row["over_ms"] = round(row["step_ms"] - floor, 2)
-        row["agrees"] = engine == "fwdbwd" or agrees(row, reference)
+        row["agrees"] = engine == "fwdbwd" or agrees(row, reference or row)
         floor_of = floor_mb(engine, rows, world)
         row["over_floor"] = None if floor_of is None else round(row["node_mb"] / floor_of, 2)
         print(f"  {engine:18} {row['step_ms']:9.2f} {row['over_ms']:9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
@@ -117,47 +119,40 @@ def table(rows: dict[str, dict], world: int) -> None:
                   f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
-def main(rounds: int, configs: list[str], chosen: list[str], within_s: float) -> None:
-    found: dict[str, dict] = {}
-    end = time.monotonic() + within_s
-    for config in configs:
-        for world in (1, 2) if config == "small" else (2,):
-            engines = [
-                e
-                for e in chosen
-                if world > 1 or (not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e)
-            ]
-            runs: dict[str, list[dict]] = {e: [] for e in engines}
-            for _ in range(rounds):
-                for engine in engines:
-                    if time.monotonic() > end and all(runs.values()):
-                        break
-                    result = run(engine, config, world)
-                    if result:
-                        runs[engine].append(result)
-            rows = {e: summary(r) for e, r in runs.items() if r}
-            print(
-                f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory; load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
-            table(rows, world)
-            found[f"{config}-{world}"] = rows
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
-    if chosen is not ENGINES:
-        return  # a look at a few engines is no record
+def record(rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
+    """Bring the chosen engines of one configuration to so many rounds; what is there stays, every run is kept at once."""
+    config, world = where
     kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
-    for name, rows in found.items():
-        kept[name] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-    DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
+    entry = kept.setdefault(f"{config}-{world}", {"runs": {}})
+    alone = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
+    for number in range(rounds):
+        for engine in chosen if world > 1 else alone:
+            runs = entry["runs"].setdefault(engine, [])
+            if len(runs) > number or time.monotonic() > end:
+                continue
+            result = run(engine, config, world)
+            if result is None:
+                continue
+            runs.append(result | {"losses": result["losses"][:10]})
+            entry["machine"] = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+            entry["date"] = time.strftime("%Y-%m-%d")
+            DATA.parent.mkdir(parents=True, exist_ok=True)
+            DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
+    rows = {e: summary(entry["runs"][e]) for e in ENGINES if entry["runs"].get(e)}
+    if "fwdbwd" in rows:
+        print(f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory", flush=True)
+        table(rows, world)
+
+
+def main(asked: list[str]) -> None:
+    within_s = float(asked[asked.index("--within") + 1]) if "--within" in asked else math.inf
+    if "--more" not in asked:
+        DATA.unlink(missing_ok=True)
+    chosen, end = [e for e in ENGINES if e in asked] or ENGINES, time.monotonic() + within_s
+    for config in [c for c in asked if c in STEPS] or list(STEPS):
+        for world in (1, 2) if config == "small" else (2,):
+            record(int(asked[0]) if asked and asked[0].isdigit() else 3, (config, world), chosen, end)
 
 
 if __name__ == "__main__":
-    asked = sys.argv[2:]
-    within = float(asked[asked.index("--within") + 1]) if "--within" in asked else math.inf
-    main(
-        int(sys.argv[1]) if len(sys.argv) > 1 else 3,
-        [c for c in asked if c in STEPS] or list(STEPS),
-        [e for e in ENGINES if e in asked] or ENGINES,
-        within,
-    )
+    main(sys.argv[1:])

@@ -119,7 +119,9 @@ def plan_units(
     limit = policy.max_numel if policy.max_numel is not None else max(total // 8, largest)
     stay = _persistent(params, policy)
     kept = Residency(residency.shard_optim, residency.shard_grads, shard_params=False)
-    small = _runs([p for p in params if p.name in stay], kept, limit)
+    # What stays is not gathered on the way, so nothing is gained by cutting it finer than what is never gathered.
+    coarse = limit if policy.max_numel is not None else max(limit, _SMALLEST)
+    small = _runs([p for p in params if p.name in stay], kept, coarse)
     large = _subtrees([p for p in params if p.name not in stay], modules, residency, (limit, policy.leaves))
     return _ordered(params, [*small, *large])
 
