@@ -12,9 +12,9 @@ import runpy
 import sys
 import traceback
 
-import accelerate  # noqa: F401
 import torch  # noqa: F401
-import transformers  # noqa: F401
+from accelerate import Accelerator  # noqa: F401
+from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
 
 def run(task: dict) -> None:
