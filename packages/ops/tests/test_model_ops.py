@@ -220,6 +220,9 @@ def test_bad_arguments_are_typed_errors() -> None:
         lambda: evoformer_attention(x, x, x),
         lambda: attention.evoformer_attention(*[make(1, 2, 3, 1, 4)] * 3, mask_bias=make(1, 2, 3)),
         lambda: top_k_gating(x, 5),
+        lambda: sort_slots(torch.tensor([[0, 3]]), 3),
+        lambda: sort_slots(torch.tensor([[0.0]]), 3),
+        lambda: token_drop.gather_tokens(make(1, 3, 4), torch.tensor([[0, 3]])),
         lambda: grouped_matmul(x, make(2, 5, 4), torch.tensor([1, 3])),
         lambda: grouped_matmul(x, make(2, 4, 4), torch.tensor([2, 4])),
         lambda: grouped_matmul(x, make(2, 4, 4), torch.tensor([4, 3])),
@@ -239,3 +242,35 @@ def test_every_model_op_says_why_it_has_no_kernel() -> None:
         assert first.obstacle("cpu", torch.float32).startswith("not written: ")
         with pytest.raises(KernelError, match="does not exist"):
             first.run()
+
+
+def compiled_ops() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ops that must be one graph with what stands around them; `x` is [4, 8]."""
+    other, row, weights = make(4, 8, seed=1).detach(), make(8).detach(), torch.full((4, 2), 0.5)
+    p = sort_slots(torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0]]), 3)
+    cos, sin = rotary_tables(torch.arange(4), 8)
+    index = torch.tensor([[0, 2]])
+    return {
+        "bias_gelu": lambda x: bias_gelu(x, row),
+        "swiglu": lambda x: swiglu(x, other),
+        "masked_softmax": lambda x: masked_softmax(x, causal=True),
+        "top_k_gating": lambda x: top_k_gating(x, 2).weights,
+        "sort_slots": lambda x: permute(x, sort_slots(top_k_gating(x, 2).experts, 8)),
+        "permute": lambda x: permute(x, p),
+        "unpermute": lambda x: unpermute(torch.cat((x, x)), p, weights),
+        "rotate": lambda x: rotate(x[:, None], cos, sin),
+        "gather_tokens": lambda x: token_drop.gather_tokens(x[None], index),
+        "scatter_tokens": lambda x: token_drop.scatter_tokens(x[None], x[None, :2] * 2, index),
+        "evoformer_attention": lambda x: evoformer_attention(*[x.view(1, 1, 4, 2, 4)] * 3),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["top_k_gating", *(pytest.param(n, marks=pytest.mark.slow) for n in compiled_ops() if n != "top_k_gating")]
+)
+def test_compiles_without_a_break(name: str) -> None:
+    torch.compiler.reset()  # it compiles one piece of code a few times only
+    op = compiled_ops()[name]
+    x = make(4, 8)
+    ours = torch.compile(lambda t: op(t * 2) + 1, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(ours, op(x * 2) + 1)

@@ -99,8 +99,22 @@ def ops() -> tuple[Op, ...]:
 
 
 def choose(op: Op, device_type: str, dtype: torch.dtype) -> Choice:
-    """The backend of `op` for tensors of this kind. Cached; about a microsecond."""
+    """The backend of `op` for tensors of this kind. Cached; about a microsecond.
+
+    Under torch.compile: plain torch, which the compiler fuses with what stands around it; it cannot look into a kernel.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(op)
     return _choose(op, device_type, dtype, os.environ.get("DS_OPS", ""))
+
+
+def _traced(op: Op) -> Choice:
+    for backend in op.backends:
+        if backend.name in ("torch", "reference"):
+            return Choice(backend, ())
+    raise KernelError(
+        f"op {op.name} has no reference.", code="kernel-missing", fix="Register one, as its last backend."
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -65,6 +65,10 @@ def sort_slots(experts: Tensor, num_experts: int) -> Permutation:
     """
     if experts.dim() != 2 or experts.dtype is not torch.int64:
         raise _bad(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
+    # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
+    here = experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling()
+    if here and not 0 <= int(experts.min()) <= int(experts.max()) < num_experts:
+        raise _bad(f"experts: {int(experts.min())}..{int(experts.max())} is outside 0..{num_experts - 1}.")
     out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts)
     return out
 
@@ -74,7 +78,7 @@ def _reference_sort(experts: Tensor, num_experts: int) -> Permutation:
     slots = torch.sort(flat, stable=True).indices
     rows = torch.empty_like(slots)
     rows[slots] = torch.arange(slots.numel(), device=slots.device)
-    ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
+    ends = _count(flat, num_experts).cumsum(0)
     return Permutation(slots, rows.view(experts.shape), ends)
 
 
@@ -158,17 +162,25 @@ def _reference_gating(logits: Tensor, k: int, renormalize: bool) -> Gating:
     weights = scores.gather(-1, experts)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Gating(weights, experts, torch.bincount(experts.reshape(-1), minlength=logits.shape[1]))
+    return Gating(weights, experts, _count(experts, logits.shape[1]))
+
+
+def _count(values: Tensor, size: int) -> Tensor:
+    """int64 [size]: how often each number occurs. (bincount's result has a length that no compiler can know.)"""
+    flat = values.reshape(-1)
+    return torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def _reference_permute(x: Tensor, p: Permutation) -> Tensor:
+    if torch.compiler.is_compiling():
+        return x[p.slots // max(1, p.rows.shape[1])]
     out: Tensor = _Permute.apply(x, p.slots, p.rows)
     return out
 
 
 def _reference_unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
-    picked = _Unsort.apply(y, p.slots, p.rows).to(wide)
+    picked = (y[p.rows] if torch.compiler.is_compiling() else _Unsort.apply(y, p.slots, p.rows)).to(wide)
     return (picked * weights.to(wide)[..., None]).sum(1).to(y.dtype)
 
 
