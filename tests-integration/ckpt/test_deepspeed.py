@@ -154,7 +154,12 @@ def test_the_regular_layout_is_written_as_deepspeed_writes_it_and_resumes_there(
     for name, tensors in _flats(theirs).items():
         assert len(tensors) == len(ours[name])
         for ours_, theirs_ in zip(ours[name], tensors, strict=True):
-            assert torch.equal(ours_, theirs_), name
+            assert ours_.shape == theirs_.shape
+            assert stage == 3 or torch.equal(ours_, theirs_), name  # at stage 3 its padding is whatever was in memory
+    back, source = (open_deepspeed(root, allow_pickle=True) for root in (out, folder))
+    assert back.entries.keys() == source.entries.keys()
+    for name, entry in source.entries.items():
+        assert torch.equal(back.entries[name].read(), entry.read()), name
     for file in sorted(theirs.glob("*_model_states.pt")):
         wrote, made = load_pt(file)["module"], load_pt(path / file.name)["module"]
         assert wrote.keys() == made.keys()
