@@ -135,6 +135,7 @@ class CrashServer:
 
     def close(self):
         self._process.stdin.close()
+        self._process.kill()  # it has nothing to lose, and torch takes its time to go
         self._process.wait(10)
         self._process.stdout.close()
 

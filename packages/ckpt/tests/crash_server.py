@@ -1,6 +1,7 @@
 """Run by conftest.py: imports torch once, then forks a child per trial that saves and is killed at a given system call.
 
 An order with "decoupled" saves twice through a writer process instead, stops that process in the second, and kills itself.
+One with "audited" loads a checkpoint under an audit hook and says what that saw.
 stdin: one JSON trial a line; stdout: one JSON line with how the child ended. No pytest here.
 """
 
@@ -104,12 +105,39 @@ def trial(order):
 def decoupled(order):
     """Killed in the middle of a save that another process writes; the number of that process."""
     engine = ds_ckpt.Asynchronous(decoupled=True)
-    tensors = {"w": torch.ones(9_000_000)}
+    tensors = {"w": torch.ones(1_200_000)}
     engine.save(os.path.join(order["root"], "a"), ds_ckpt.whole(tensors), {}).wait()
     writer = engine._place._process.pid
     os.kill(writer, signal.SIGSTOP)
     engine.save(os.path.join(order["root"], "b"), ds_ckpt.whole(tensors), {})
     return writer
+
+
+def audited(order):
+    """Load, find and verify under an audit hook: what ran that could be code, and what was opened."""
+    root, path = order["root"], os.path.join(order["root"], order["audited"])
+    target = {n: torch.zeros(s, dtype=getattr(torch, d)) for n, s, d in order["tensors"]}
+    ds_ckpt.load(path, ds_ckpt.whole(target))  # imports whatever is imported late
+    seen, opened = [], []
+
+    def hook(event, args):
+        if event in (
+            "pickle.find_class",
+            "exec",
+            "compile",
+            "import",
+            "os.system",
+            "subprocess.Popen",
+            "marshal.loads",
+        ):
+            seen.append(f"{event} {args}"[:200])
+        if event == "open":
+            opened.append(str(args[0]))
+
+    sys.addaudithook(hook)
+    meta = ds_ckpt.load(path, ds_ckpt.whole(target))
+    found, sound = ds_ckpt.find_latest(root), ds_ckpt.verify(path).num_files
+    return json.dumps({"seen": list(seen), "opened": list(opened), "meta": meta, "found": found, "files": sound})
 
 
 def main():
@@ -121,13 +149,13 @@ def main():
             if "decoupled" in order:
                 os.write(write, str(decoupled(order)).encode())
                 os.kill(os.getpid(), signal.SIGKILL)
-            os.write(write, str(trial(order)).encode())
+            os.write(write, str(audited(order) if "audited" in order else trial(order)).encode())
             os._exit(0)
         os.close(write)
         _, status = os.waitpid(pid, 0)
-        answer = os.read(read, 100).decode()
+        answer = os.read(read, 2**16).decode()
         os.close(read)
-        sys.stdout.write(json.dumps({"killed": os.WIFSIGNALED(status), "status": status, "points": answer}) + "\n")
+        sys.stdout.write(json.dumps({"killed": os.WIFSIGNALED(status), "status": status, "answer": answer}) + "\n")
         sys.stdout.flush()
 
 

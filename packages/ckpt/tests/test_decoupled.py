@@ -102,7 +102,7 @@ def test_it_writes_directories_only(engine):
 def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tmp_path, crash):
     answer, _ = crash.trial(tmp_path, decoupled=True)
     assert answer["killed"], answer
-    writer = int(answer["points"])
+    writer = int(answer["answer"])
     os.kill(writer, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{writer}/status").exists() and "Z (zombie)" not in Path(f"/proc/{writer}/status").read_text():
