@@ -82,10 +82,14 @@ def _edits(name: str) -> Iterator[tuple[str, str]]:
 def typos(model: type[StrictModel]) -> Iterator[Typo]:
     """Every single-edit typo of every key of `model` and its sections that is not itself a known key there."""
     for key in keys(model):
-        known = known_names(key.model)
-        for wrong, edit in single_edits(str(key.path[-1])):
-            if wrong not in known:
-                yield Typo(key, wrong, edit)
+        yield from _of_key(key)
+
+
+def _of_key(key: Key) -> Iterator[Typo]:
+    known = known_names(key.model)
+    for wrong, edit in single_edits(str(key.path[-1])):
+        if wrong not in known:
+            yield Typo(key, wrong, edit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,13 @@ def check_typos(model: type[StrictModel], samples: int = 200, seed: int = 0) -> 
 
     Cost: one small validation per sample, about a millisecond each.
     """
-    rng = random.Random(seed)
-    by_kind: dict[str, list[Typo]] = {}
-    for typo in typos(model):
-        by_kind.setdefault(typo.edit, []).append(typo)
-    kinds = sorted(by_kind)
-    chosen = [rng.choice(by_kind[kinds[i % len(kinds)]]) for i in range(samples)]
+    rng, every = random.Random(seed), keys(model)
+    chosen: list[Typo] = []
+    while len(chosen) < samples:
+        by_kind: dict[str, list[Typo]] = {}
+        for typo in _of_key(rng.choice(every)):
+            by_kind.setdefault(typo.edit, []).append(typo)
+        chosen.append(rng.choice(by_kind[rng.choice(sorted(by_kind))]))
     rejected = suggested = 0
     missed = []
     for typo in chosen:
