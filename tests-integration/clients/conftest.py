@@ -9,12 +9,14 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +181,8 @@ def launched(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
 
 def record(file: Path, case: str, found: dict[str, dict[str, Any]]) -> None:
     """One row of the table."""
-    rows = json.loads(file.read_text())["rows"] if file.exists() else {}
+    table = json.loads(file.read_text()) if file.exists() else {}
+    rows = table.setdefault("rows", {})
     row: dict[str, Any] = {"steps": len(found["ours"]["losses"])}
     for who, values in found.items():
         row[who] = {
@@ -191,7 +194,8 @@ def record(file: Path, case: str, found: dict[str, dict[str, Any]]) -> None:
     pairs = zip(found["ours"]["losses"], found["upstream"]["losses"], strict=True)
     row["largest_difference"] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
     rows[case] = row
-    file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    here = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "machine": platform.machine()}
+    file.write_text(json.dumps({**table, **here}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")
