@@ -46,7 +46,7 @@ class Watch(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.report is not None and "loss" in logs:
             self.report.add(logs["loss"])
-            self.norms.append(float(logs["grad_norm"] or 0))  # stage 0 has none
+            self.norms.append(float(logs.get("grad_norm") or 0))  # stage 0 has none
 
 
 def settings(steps: int, **changes) -> TrainingArguments:
