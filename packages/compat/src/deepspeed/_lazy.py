@@ -32,12 +32,13 @@ def names(module: str) -> tuple[list[str], Callable[[str], object], Callable[[],
     """`__all__`, `__getattr__` and `__dir__` of a module of the facade.
 
     Raises:
-        UnsupportedImportError: nothing of what upstream has in this module is here ("compat-missing").
+        UnsupportedImportError: nothing of what upstream has in this module, or below it, is here ("compat-missing").
     """
     rows = SURFACE[module]
     there = sorted(name for name, row in rows.items() if not isinstance(row, Missing))
     missing = [row for row in rows.values() if isinstance(row, Missing)]
-    if missing and not there:
+    below = [row for other in SURFACE if other.startswith(f"{module}.") for row in SURFACE[other].values()]
+    if missing and not there and all(isinstance(row, Missing) for row in below):
         raise _missing(UnsupportedImportError, module, missing[0])
 
     def get(name: str) -> object:
