@@ -52,6 +52,13 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
     return first, second
 
 
+def _no_kept_gradients(name: str, set_grad_none: bool) -> None:
+    if not set_grad_none:
+        raise UnsupportedError(
+            f"{name}(set_grad_none=False)", code="compat-argument", fix="Call zero_grad(set_to_none=False) instead."
+        )
+
+
 class _Adam(Adam):
     """Adam, or AdamW by argument."""
 
@@ -117,12 +124,7 @@ class FusedAdam(_Adam):
     ) -> None:
         if amsgrad:
             raise UnsupportedError("FusedAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
-        if not set_grad_none:
-            raise UnsupportedError(
-                "FusedAdam(set_grad_none=False)",
-                code="compat-argument",
-                fix="Call zero_grad(set_to_none=False) instead.",
-            )
+        _no_kept_gradients("FusedAdam", set_grad_none)
         super().__init__(
             _fixed(params),
             adamw_mode=adam_w_mode,
@@ -169,7 +171,11 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(Lion):
-    """`ds_ops.optim.Lion` with upstream's arguments."""
+    """`ds_ops.optim.Lion` with upstream's arguments. `set_grad_none` is the only way here.
+
+    Raises:
+        UnsupportedError: set_grad_none=False.
+    """
 
     def __init__(
         self,
@@ -179,7 +185,7 @@ class FusedLion(Lion):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        del set_grad_none  # gradients are consumed by the sharded step
+        _no_kept_gradients("FusedLion", set_grad_none)
         super().__init__(_fixed(params), lr=lr, betas=_pair(betas), weight_decay=weight_decay)
 
 
