@@ -55,24 +55,24 @@ def rank_pid(box: Sandbox, rank: int) -> int:
 def test_kill_9_of_a_rank(box: Sandbox, rank: int) -> None:
     job = job_with_ranks(box)
     os.kill(rank_pid(box, rank), signal.SIGKILL)
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == 137
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == 137
     assert job.communicate()[1].splitlines()[-1].startswith(f"ds run: rank {rank} failed first")
 
 
 def test_kill_9_of_the_launcher(box: Sandbox) -> None:
     job = job_with_ranks(box)
     job.kill()
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == -signal.SIGKILL
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == -signal.SIGKILL
     job.communicate()
 
 
 def test_kill_9_of_the_keeper(box: Sandbox) -> None:
     job = job_with_ranks(box)
     os.kill(keeper_of(box), signal.SIGKILL)
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == 137
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == 137
     assert "the keeper process was ended (SIGKILL" in job.communicate()[1]
 
 
@@ -80,8 +80,8 @@ def test_kill_9_of_the_keeper(box: Sandbox) -> None:
 def test_signals_to_the_launcher(box: Sandbox, number: signal.Signals) -> None:
     job = job_with_ranks(box)
     job.send_signal(number)
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == 128 + number
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == 128 + number
     assert job.communicate()[1].splitlines()[-1] == f"ds run: stopped by {number.name}"
 
 
@@ -90,8 +90,8 @@ def test_a_second_signal_does_not_wait(box: Sandbox) -> None:
     job.send_signal(signal.SIGINT)
     box.wait(lambda: rank_pid(box, 1) not in box.alive())
     job.send_signal(signal.SIGTERM)  # rank 0 took the first as KeyboardInterrupt or is still ending
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == 130
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == 130
     job.communicate()
 
 
@@ -109,7 +109,7 @@ def test_another_job_is_left_alone(box: Sandbox) -> None:
     box.wait(lambda: len([c for c in box.alive().values() if "train.py" in c and "ds_launcher" not in c]) == 2)
     job.kill()
     job.communicate()
-    box.wait(lambda: not box.alive(), seconds=10)
+    box.wait(lambda: not box.alive())
     box.file("go").touch()
     assert other.communicate(timeout=20)[0].count("finished") == 2
     assert other.returncode == 0
@@ -122,8 +122,8 @@ def test_a_kernel_without_pidfds(box: Sandbox) -> None:
     job = box.start("run", "--nproc", "2", "--grace", "0.5", script, env=env)
     box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists() and len(box.alive()) == PROCESSES)
     os.kill(rank_pid(box, 1), signal.SIGKILL)
-    box.wait(lambda: not box.alive(), seconds=10)
-    assert job.wait(timeout=5) == 137
+    box.wait(lambda: not box.alive())
+    assert job.wait(timeout=60) == 137
     assert job.communicate()[1].splitlines()[-1].startswith("ds run: rank 1 failed first")
 
 
@@ -167,8 +167,8 @@ def test_a_keeper_stuck_on_a_full_screen_still_kills(box: Sandbox) -> None:
     box.wait(lambda: box.file("written0").exists() and box.file("written1").exists())
     box.wait(lambda: sum(box.file(f"written{rank}").stat().st_size for rank in range(2)) > 420)
     job.kill()
-    box.wait(lambda: not box.alive(), seconds=10)
-    job.wait(timeout=5)
+    box.wait(lambda: not box.alive())
+    job.wait(timeout=60)
     for stream in (job.stdout, job.stderr):
         if stream is not None:
             stream.close()
