@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -53,7 +54,13 @@ class Sandbox:
         env: dict[str, str] | None = None,
         screen: int = subprocess.PIPE,
         stdin: int = subprocess.DEVNULL,
+        ignored: tuple[signal.Signals, ...] = (),
     ) -> subprocess.Popen[str]:
+        def dispositions() -> None:
+            # The tests themselves may run under `nohup` or in a shell's background, whose children ignore these.
+            for number in (signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
         return subprocess.Popen(
             [*DS, *words],
             cwd=self.folder,
@@ -62,6 +69,7 @@ class Sandbox:
             stdout=screen,
             stderr=screen,
             text=True,
+            preexec_fn=dispositions,
         )
 
     def alive(self) -> dict[int, str]:

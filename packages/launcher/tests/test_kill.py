@@ -85,6 +85,18 @@ def test_signals_to_the_launcher(box: Sandbox, number: signal.Signals) -> None:
     assert job.communicate()[1].splitlines()[-1] == f"ds run: stopped by {number.name}"
 
 
+def test_nohup_is_respected(box: Sandbox) -> None:
+    waits = box.script(
+        "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\nprint('finished')"
+    )
+    job = box.start("run", "--nproc", "2", waits, ignored=(signal.SIGHUP,))
+    box.wait(lambda: len([c for c in box.alive().values() if "train.py" in c and "ds_launcher" not in c]) == 2)
+    job.send_signal(signal.SIGHUP)
+    box.file("go").touch()
+    assert job.communicate(timeout=60)[0].count("finished") == 2
+    assert job.returncode == 0
+
+
 def test_a_second_signal_does_not_wait(box: Sandbox) -> None:
     job = job_with_ranks(box, "--grace", "60")
     job.send_signal(signal.SIGINT)
@@ -111,7 +123,7 @@ def test_another_job_is_left_alone(box: Sandbox) -> None:
     job.communicate()
     box.wait(lambda: not box.alive())
     box.file("go").touch()
-    assert other.communicate(timeout=20)[0].count("finished") == 2
+    assert other.communicate(timeout=60)[0].count("finished") == 2
     assert other.returncode == 0
 
 
@@ -140,7 +152,7 @@ def test_ranks_may_end_well_on_a_signal(box: Sandbox) -> None:
     job = box.start("run", "--nproc", "2", script)
     box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
     job.terminate()
-    assert job.wait(timeout=10) == 0
+    assert job.wait(timeout=60) == 0
     assert box.file("saved0").exists()
     assert box.file("saved1").exists()
     assert job.communicate() == ("", "")

@@ -40,13 +40,19 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def _heeds_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores them
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left(tmp_path, number):
     (tmp_path / "test_waits.py").write_text(TEXT)
     files = [tmp_path / "rank-0", tmp_path / "rank-1"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_waits.py"]
-    pytest_process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pytest_process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_heeds_interrupts
+    )
     try:
         assert _await(lambda: all(file.is_file() for file in files), 90), "the ranks did not start"
         pids = [int(file.read_text()) for file in files]
