@@ -3,6 +3,7 @@
 #include <ds/isa.h>
 #include <ds/quant.h>
 #include <ds/stream.h>
+#include <ds/sum.h>
 #include <ds/update.h>
 
 #include <cstring>
@@ -64,6 +65,11 @@ void streams() {
     CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &one, 1) == Status::ok);
     CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
     CHECK(one == two && one == 9.0 * static_cast<double>(n));
+    std::vector<float> sum(k);
+    const void *both[] = {b.data(), c.data()};
+    CHECK(ds::sum_sources(sum.data(), both, 2, Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
+    CHECK(two == 36.0 * static_cast<double>(n));
+    for (float v : sum) CHECK(v == 6.0f);
     CHECK(ds::triad(a.data(), b.data(), c.data(), n, 0.5f, false, 2) == Status::ok);
     for (float v : a) CHECK(v == 4.0f);
     std::vector<std::uint16_t> half(k);
@@ -110,6 +116,7 @@ void bad_arguments() {
   CHECK(ds::update(u, 1) == Status::bad_argument);
   double out = 0;
   CHECK(ds::sum_squares(nullptr, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
+  CHECK(ds::sum_sources(nullptr, nullptr, 0, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
   CHECK(ds::fill(nullptr, Dtype::f32, -1, 0, 1) == Status::bad_argument);
   float x = 0;
   CHECK(ds::convert(&x, Dtype::bf16, &x, Dtype::f32, 1, 1.0f, 1) == Status::bad_argument);

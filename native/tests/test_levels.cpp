@@ -121,6 +121,27 @@ void sums_agree(const ds::Kernels *const *levels, int num_levels) {
   }
 }
 
+// Sums of two and of three sources, in every type, written past the cache or not.
+void sources_agree(const ds::Kernels *const *levels, int num_levels) {
+  Random r{17};
+  for (Dtype d : {Dtype::f32, Dtype::bf16, Dtype::f16})
+    for (std::int64_t n : {1, 15, 16, 17, 511, 512, 513, 4096, 5003}) {
+      const auto a = random_values(d, n, false, r), b = random_values(d, n, false, r), c = random_values(d, n, false, r);
+      const void *src[] = {a.data(), b.data(), c.data()};
+      for (int count : {1, 2, 3}) {
+        std::vector<unsigned char> first(a.size() + 64), other(first.size());
+        auto *to = first.data() + (-reinterpret_cast<std::intptr_t>(first.data()) & 63);
+        const double want = levels[0]->sum_sources(to, src, count, d, 0, n, false);
+        for (int l = 0; l < num_levels; l++) {
+          auto *again = other.data() + (-reinterpret_cast<std::intptr_t>(other.data()) & 63);
+          CHECK(levels[l]->sum_sources(again, src, count, d, 0, n, true) == want);
+          CHECK(!std::memcmp(to, again, a.size()));
+        }
+        CHECK(levels[num_levels - 1]->sum_squares(to, d, n) == want);
+      }
+    }
+}
+
 // Codes, parameters and values of every format, also stochastic, also where the counter of draws crosses 32 bits.
 void quantizers_agree(const ds::Kernels *const *levels, int num_levels) {
   const ds::QuantFormat formats[] = {{8, -1, 0, 127, 127.0f},   {4, -1, 0, 7, 7.0f},     {8, 3, 7, 0x7e, 448.0f},
@@ -177,6 +198,7 @@ int main() {
   CHECK(n >= 1);
   updates_agree(levels, n);
   conversions_agree(levels, n);
+  sources_agree(levels, n);
   sums_agree(levels, n);
   quantizers_agree(levels, n);
   norms_agree(levels, n);

@@ -35,6 +35,7 @@ from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.routing import Permutation, grouped_matmul, permute, sort_slots, top_k_gating, unpermute
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
+from ds_ops.summing import sum_sources
 from ds_ops.token_drop import gather_tokens, scatter_tokens
 from ds_ops.updating import UpdateSpec, UpdateTensors
 
@@ -244,6 +245,16 @@ CASES: dict[str, list[Case]] = {
             lambda x: (torch.tensor(ds_ops.sum_squares(x), dtype=torch.float64),),
             grads=False,
             fine=ALONE,
+        )
+    ],
+    "sum_sources": [
+        Case(
+            same_shape(3),
+            lambda out, a, b: (
+                torch.tensor(sum_sources(out, [a, out, b]), dtype=torch.float64),
+                out,
+            ),
+            grads=False,
         )
     ],
     "top_k_gating": [

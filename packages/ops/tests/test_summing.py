@@ -1,0 +1,75 @@
+"""The sum of several tensors with its squares: against torch, over shapes, dtypes, numbers of sources and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_config.errors import KernelError
+from ds_ops.stream import sum_squares
+from ds_ops.summing import sum_sources
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+lengths = st.one_of(st.integers(0, 100), st.sampled_from([511, 512, 16384, 16385, 100_003]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths, st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 3))
+def test_it_is_the_sum_in_order_to_the_bit(n: int, dtype: torch.dtype, count: int, offset: int) -> None:
+    sources = [torch.randn(n + offset).to(dtype)[offset:] for _ in range(count)]
+    out = torch.empty(n, dtype=dtype)
+    squares = sum_sources(out, sources)
+    total = sources[0].float()
+    for source in sources[1:]:
+        total = total + source.float()
+    assert torch.equal(out, total.to(dtype))
+    assert squares == pytest.approx(float(out.double().square().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_out_may_be_one_of_the_sources(backend: str, place: int) -> None:
+    sources = [torch.randn(70_001) for _ in range(3)]
+    expected = sources[0] + sources[1] + sources[2]
+    sum_sources(sources[place], sources)
+    assert torch.equal(sources[place], expected)
+
+
+def test_squares_are_those_of_sum_squares_within_one_block(native: None) -> None:
+    out = torch.empty(16_000)
+    assert sum_sources(out, [torch.randn(16_000), torch.randn(16_000)]) == sum_squares(out)
+
+
+def test_it_is_the_same_on_any_number_of_threads(native: None) -> None:
+    sources, before = [torch.randn(1_000_003) for _ in range(2)], torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out = torch.empty(1_000_003)
+        results.append((sum_sources(out, sources), out))
+    torch.set_num_threads(before)
+    assert all(r[0] == results[0][0] and torch.equal(r[1], results[0][1]) for r in results)
+
+
+def test_wide_floats_go_through_torch() -> None:
+    a, b = torch.randn(2, 1000, dtype=torch.float64).unbind()
+    out = torch.empty_like(a)
+    assert sum_sources(out, [a, b]) == pytest.approx(float((a + b).square().sum()), rel=1e-14)
+    assert torch.equal(out, a + b)
+
+
+def test_what_does_not_fit_is_refused(backend: str) -> None:
+    x = torch.zeros(10)
+    for sources in ([], [x, x[:5]], [x.bfloat16()]):
+        with pytest.raises(KernelError):
+            sum_sources(torch.empty(10), sources)
+    with pytest.raises(KernelError, match="share memory"):
+        sum_sources(x[:8], [x[2:]])
+
+
+def test_autograd_knows_that_out_was_written() -> None:
+    out = torch.zeros(4)
+    before = out._version
+    sum_sources(out, [torch.ones(4)])
+    assert out._version > before
