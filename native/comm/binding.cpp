@@ -116,6 +116,7 @@ void bind_shm(py::module_ &m) {
       "shm_total_bytes",
       [](std::int64_t slot_bytes, std::int64_t mailbox_bytes, int world) { return Layout{slot_bytes, mailbox_bytes}.total(world); },
       py::arg("slot_bytes"), py::arg("mailbox_bytes"), py::arg("world"));
+  m.def("shm_huge_file", &huge_file, py::call_guard<py::gil_scoped_release>());
   m.def("shm_combine", [](std::uintptr_t dst, const std::vector<std::uintptr_t> &src, int element, int op, std::int64_t n) {
     std::vector<const void *> sources;
     for (auto s : src) sources.push_back(reinterpret_cast<const void *>(s));

@@ -100,6 +100,10 @@ class Channel {
   Impl *impl_;
 };
 
+// A descriptor of an empty file without a name, whose mappings are of huge pages where they ask for it (MADV_HUGEPAGE), or
+// -errno where this system does not let its users have that. As private as a memfd, and gone with its last user.
+int huge_file();
+
 // Results of at least this size are written past the cache.
 constexpr std::int64_t streaming_bytes = 4 << 20;
 

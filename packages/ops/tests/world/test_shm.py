@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
+from ds_ops import shm
 from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Verb, combine
 from ds_testing import world
 
@@ -282,6 +284,62 @@ def test_an_arena_is_one_memory_and_a_reduction_over_it_copies_nothing() -> None
     assert out.unique().item() == 4.0
     combine(out, parts, Op.MAX)
     assert out.unique().item() == 2.5
+
+
+def mapped(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping at `address`."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            inside = int(first.split("-")[0], 16) <= address < int(first.split("-")[1], 16)
+            found |= {"file": rest.split()[-1]} if inside else {}
+        elif inside:
+            found[first.rstrip(":")] = rest.strip()
+    return found
+
+
+LARGE = 16 << 20
+
+
+@world(2)
+def test_a_large_segment_is_in_huge_pages_on_all_ranks_where_its_maker_may_mount() -> None:
+    probe = shm._huge_file()
+    if probe < 0 or not shm._memfds_are_small():
+        pytest.skip(f"no file in huge pages here: {os.strerror(-probe)}")
+    os.close(probe)
+    rank = dist.get_rank()
+    segment = Segment(LARGE) if rank == 0 else None
+    told: list[object] = [segment.token if segment else None]
+    dist.broadcast_object_list(told)
+    segment = segment or Segment.attach(str(told[0]), LARGE)
+    whole = segment.tensor(LARGE // 4, torch.float32)
+    assert not whole.any()
+    dist.barrier()
+    whole[rank * LARGE // 8 : (rank + 1) * LARGE // 8] = rank + 1.0
+    dist.barrier()
+    segment.close()
+    assert whole.sum().item() == 3.0 * LARGE / 8
+    found = mapped(whole.data_ptr())
+    assert found["THPeligible"] == "1", found
+    assert "memfd" not in found["file"]
+
+
+def test_without_the_right_to_mount_a_large_segment_is_a_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_huge_file", lambda: -1)
+    segment = Segment(LARGE)
+    assert "memfd" in os.readlink(f"/proc/self/fd/{segment.fd}")
+    assert Segment.attach(segment.token, LARGE).tensor(LARGE, torch.uint8)[-1] == 0
+
+
+def test_a_large_segment_leaves_no_descriptor_and_no_mount() -> None:
+    def cycle() -> tuple[int, int]:
+        Segment(LARGE).close()
+        return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/mounts").read_text().splitlines())
+
+    first = cycle()
+    assert cycle() == first
 
 
 def test_a_token_of_nobody_and_sizes_that_do_not_fit_are_refused() -> None:
