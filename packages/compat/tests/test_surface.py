@@ -70,8 +70,8 @@ def test_a_missing_name_answers_hasattr_getattr_and_import():
     assert getattr(deepspeed, "PipelineModule", None) is None
     with pytest.raises(UnsupportedNameError, match=r"deepspeed\.PipelineModule is not here"):
         _ = deepspeed.PipelineModule
-    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.MiCS_Init is not here"):
-        from deepspeed.zero import MiCS_Init  # noqa: F401
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinearReturnBias is not here"):
+        from deepspeed.zero import TiledLinearReturnBias  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe"):
         from deepspeed.moe.layer import MoE  # noqa: F401
     with pytest.raises(UnsupportedNameError, match=r"deepspeed\.moe"):

@@ -59,7 +59,9 @@ _IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkp
 _LORA = Missing("upstream's own LoRA layers are not here", "peft")
 _TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
 _RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
-_MICS = Missing("its classes are not here", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)")
+_MICS = Missing(
+    "ds-zero cuts for replicas, too", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)"
+)
 _INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 _ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
 
@@ -110,6 +112,7 @@ _ZERO_ROWS: dict[str, str | Missing] = {
         _ZERO,
         "GatheredParameters",
         "Init",
+        "MiCS_Init",
         "TiledLinear",
         "register_external_parameter",
         "unregister_external_parameter",
@@ -117,7 +120,6 @@ _ZERO_ROWS: dict[str, str | Missing] = {
     **_from("ds_zero", "unwrap_model_for_generation"),
     **_from(_PARAMS, "ZeroParamStatus", "ZeroParamType"),
     **_not(_RETURN_BIAS, "TiledLinearReturnBias"),
-    **_not(_MICS, "MiCS_Init"),
     **_not(_INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
 }
 _ZERO_OPTIMIZER = "deepspeed._ours.optimizer:DeepSpeedZeroOptimizer"
@@ -241,6 +243,7 @@ SURFACE: Mapping[str, Rows] = {
         **_from(_TOOLS, "is_zero_supported_optimizer"),
         **_from("deepspeed._ours.config", ZeRORuntimeException="DeepSpeedConfigError"),
     },
+    "deepspeed.runtime.zero.mics": {**_from(_ZERO, "MiCS_Init"), **_not(_MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
     "deepspeed.runtime.zero.muon": {**_not(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
     # -- engine
     "deepspeed.runtime.engine": {

@@ -167,7 +167,7 @@ def test_parameters_of_stage_3():
     with deepspeed.zero.GatheredParameters([weight, weight]):
         assert bool((weight == 2.0).all())
         assert not torch.equal(before, weight)
-    with deepspeed.zero.GatheredParameters([]), deepspeed.zero.GatheredParameters(nn.Linear(1, 1).weight):
+    with deepspeed.zero.GatheredParameters([None]), deepspeed.zero.GatheredParameters(nn.Linear(1, 1).weight):
         pass
     full = deepspeed.utils.safe_get_full_fp32_param(weight)
     assert full.shape == (8, 6)
@@ -176,6 +176,67 @@ def test_parameters_of_stage_3():
     plain, *_ = start(2)
     assert not hasattr(plain.module.first.weight, "ds_id")
     plain.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_a_model_made_inside_init():
+    """Transformers' way under stage 3: made cut, filled on rank 0 inside GatheredParameters, a layer replaced, initialized."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+
+    with deepspeed.zero.Init(config_dict_or_path=settings(3, bf16={"enabled": True}, train_batch_size="auto")):
+        half = Net()
+        deepspeed.runtime.zero.partition_parameters.shutdown_init_context()
+        apart = nn.Sequential(nn.Linear(2, 2))
+        deepspeed.runtime.zero.partition_parameters.restore_init_context()
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert not is_zero_param(apart[0].weight)
+    assert apart[0].weight.dtype == torch.float32
+    with deepspeed.zero.Init(config_dict_or_path=settings(3), enabled=False):
+        assert type(nn.Sequential(nn.Linear(2, 2))[0].weight) is nn.Parameter
+    state = torch.get_rng_state()
+    with deepspeed.zero.Init(config_dict_or_path=settings(3)):
+        torch.set_rng_state(state)
+        model = nn.ModuleDict({"first": nn.Linear(6, 8), "net": Net()})
+    weight = model["net"].first.weight
+    assert is_zero_param(weight)
+    assert (weight.ds_shape, weight.ds_numel, weight.partition_numel()) == ((8, 6), 48, 24)
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert weight.ds_tensor.shape == (24,)
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+    rank, expected = deepspeed.comm.get_rank(), Net()
+    with deepspeed.zero.GatheredParameters(set(model["net"].parameters()), modifier_rank=0):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        for param, value in zip(model["net"].parameters(), expected.parameters(), strict=True):
+            param.data.copy_(value if rank == 0 else torch.zeros_like(value))
+    with deepspeed.zero.GatheredParameters(weight), torch.no_grad():
+        weight.fill_(9.0)  # dropped, with a warning
+    net = model["net"]
+    net.second = nn.Linear(8, 1)
+    assert not is_zero_param(net.second.weight)
+    net.second.load_state_dict(expected.second.state_dict())
+    ids = weight.ds_id
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings(3))
+    assert weight.ds_id == ids
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+    same(engine, single(1))
+    engine.destroy()
+    made = Net()
+    deepspeed.zero.Init(module=made)
+    assert is_zero_param(made.first.weight)
+    mics = settings(3)
+    with pytest.raises(ConfigError, match="mics_shard_size"), deepspeed.zero.MiCS_Init(config_dict_or_path=mics):
+        pass
+    mics["zero_optimization"]["mics_shard_size"] = 1
+    with deepspeed.zero.MiCS_Init(config_dict_or_path=mics):
+        net = Net()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=mics)
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+    same(engine, single(1))
+    engine.destroy()
     deepspeed.comm.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ from ds_engine.telemetry import Telemetry
 from ds_monitor.config import make_sinks
 from ds_zero import ShardedOptimizer, Sharding, ShardOptions, shard
 from ds_zero.layout import Kind
+from ds_zero.scattered import place
 from ds_zero.sharding import describe
 
 __all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
@@ -138,7 +139,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
     accelerator.set_device(index)
     device = accelerator.device(index)
-    model.to(device)
+    place(model, device)
     _cast_buffers(model, plan.casting.buffers)
     # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
     inner = _optimizer(plan, model, parts, mesh["gradient"])

@@ -19,6 +19,7 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
+from ds_zero.scattered import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.sharding import Sharding, sharding_of
 from ds_zero.unit import Unit
 
@@ -96,12 +97,52 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
     if not enabled:
         yield
         return
-    wanted = (
-        [params]
-        if isinstance(params, Parameter)
-        else list(params.parameters() if isinstance(params, nn.Module) else params)
-    )
+    if isinstance(params, Parameter):
+        params = [params]
+    found = params.parameters() if isinstance(params, nn.Module) else params
+    # Clients give a parameter twice, and the bias of a layer that has none.
+    wanted = list({id(p): p for p in found if isinstance(p, Parameter)}.values())
+    scattered = [p for p in wanted if is_scattered(p)]
+    with _scattered(scattered, modifier_rank, write), _sharded(wanted, modifier_rank, write):
+        yield
+
+
+@contextmanager
+def _scattered(params: list[Parameter], modifier_rank: int | None, write: bool) -> Iterator[None]:
+    """Of models that `Init` has cut and `shard` has not seen yet."""
+    params.sort(key=number_of)  # callers give sets, whose order differs between ranks
+    for param in params:
+        _scatter(param).pin(param)
+    before = [param._version for param in params]
+    try:
+        yield
+    finally:
+        lost = [
+            p for p, v in zip(params, before, strict=True) if p._version != v and modifier_rank is None and not write
+        ]
+        names = [_scatter(p).name_of(p) for p in lost]
+        for param in params:
+            _scatter(param).unpin(param, modifier_rank, alike=write)
+    if lost:
+        raise _not_written(names)
+
+
+def _scatter(param: Parameter) -> Scatter:
+    scatter = scatter_of(param)
+    if scatter is None:
+        raise ShardedAccessError(
+            f"a parameter of shape {tuple(param.shape)} was sharded inside GatheredParameters",
+            code="sharded-access",
+            fix="Call shard or initialize outside of it.",
+        )
+    return scatter
+
+
+@contextmanager
+def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) -> Iterator[None]:
     places = [p for p in map(_place, wanted) if p is not None]
+    order = {s: i for i, s in enumerate(dict.fromkeys(p.sharding for p in places))}
+    places.sort(key=lambda p: (order[p.sharding], p.unit.number, p.member))
     units = list(dict.fromkeys(p.unit for p in places))
     channels = {p.unit: p.sharding.unforeseen() for p in places if p.unit.releases}
     for unit in units:
@@ -124,11 +165,15 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
         for unit in units:
             unit.reshard(spare_aliases=True)
     if lost:
-        raise ShardedAccessError(
-            f"{', '.join(p.name for p in lost[:5])} changed inside GatheredParameters without write access; undone",
-            code="sharded-write",
-            fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
-        )
+        raise _not_written([p.name for p in lost])
+
+
+def _not_written(names: Sequence[str]) -> ShardedAccessError:
+    return ShardedAccessError(
+        f"{', '.join(names[:5])} changed inside GatheredParameters without write access; undone",
+        code="sharded-write",
+        fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
+    )
 
 
 def _quiet(changed: list[_Place], told: bool, shardings: set[Sharding]) -> list[_Place]:

@@ -28,7 +28,7 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_comm import Group
-from ds_zero.scattered import Scatter
+from ds_zero.scattered import Scatter, is_scattered
 
 __all__ = ["Init", "MiCS_Init"]
 
@@ -59,19 +59,27 @@ class Init:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Init:
-        if self.enabled:
+        self.go_on()
+        return self
+
+    def pause(self) -> None:
+        """Until `go_on`, what is made is left alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def go_on(self) -> None:
+        """Cut what is made from here on."""
+        if self.enabled and not self._handles:
             self._handles = [
                 register_module_parameter_registration_hook(cast(Any, self._parameter)),
                 register_module_module_registration_hook(self._module),
             ]
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.pause()
         if kind is None:
             for number, ref in enumerate(self._made):
                 param = ref()
@@ -87,10 +95,8 @@ class Init:
         dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
         if self.meta and not param.is_meta:
             return Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), param.requires_grad)
-        if dtype is not param.dtype:
-            param = Parameter(param.detach().to(dtype), param.requires_grad)
-            self._made.append(weakref.ref(param))
-            return param
+        if dtype is not param.dtype and not is_scattered(param):
+            param.data = param.data.to(dtype)  # the same object: it may be tied, or carry a mark
         self._made.append(weakref.ref(param))
         return None
 
@@ -104,6 +110,15 @@ class Init:
     def _take(self, param: Parameter, name: str) -> None:
         if self._scatter.group.size > 1 and not self.meta:
             self._scatter.take(param, name)
+        self.taken(param)
+
+    def cut(self, model: nn.Module) -> None:
+        """Cut a model that is there already. Collective."""
+        for name, param in model.named_parameters():
+            self._take(param, name)
+
+    def taken(self, param: Parameter) -> None:
+        """`param` was cut; also called for one that was before. For subclasses."""
 
 
 class MiCS_Init(Init):  # noqa: N801  the reference's name

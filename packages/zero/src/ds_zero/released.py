@@ -10,7 +10,7 @@ the parameter's own class returns. Identity never changes, and nothing in torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ class Keeper(Protocol):
 
     def name_of(self, param: Parameter) -> str:
         """The parameter's qualified name."""
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """A keeper that answers `detach`, and so `state_dict`, without gathering."""
+
+    def shown(self, param: Parameter) -> Tensor:
+        """`param` without its graph."""
 
 
 _METHODS = {
@@ -64,6 +72,8 @@ class Released(Parameter):
         if func in _METHODS or name in _PROPERTIES:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func is Tensor.detach and isinstance(shows := getattr(args[0], _KEEPER), Shows):
+            return shows.shown(args[0])
         touched = [p for p in _find(args) + _find(kwargs.values()) if type(p) is Released]
         for param in touched:
             keeper: Keeper = getattr(param, _KEEPER)
@@ -107,7 +117,7 @@ def _find(values: Any) -> list[Any]:
     return found
 
 
-def keep(param: Parameter, keeper: Keeper) -> None:
+def keep(param: Tensor, keeper: Keeper) -> None:
     """Say once who answers for `param`; needed before `release`."""
     setattr(param, _KEEPER, keeper)
 
@@ -123,13 +133,13 @@ def unkeep(param: Parameter) -> None:
     param.__dict__.pop(_CLASS, None)
 
 
-def release(param: Parameter) -> None:
+def release(param: Tensor) -> None:
     """From now on every use of `param`'s values asks its keeper. O(1), no allocation."""
     if type(param) is not Released:
         setattr(param, _CLASS, param.__class__)
         param.__class__ = Released
 
 
-def restore(param: Parameter) -> None:
+def restore(param: Tensor) -> None:
     """`param` may be used freely again."""
     param.__class__ = param.__dict__[_CLASS]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_zero
-from ds_config.errors import CheckpointError, PlanError
+from ds_config.errors import CheckpointError, PlanError, ShardedAccessError
 from ds_testing import world
+from ds_zero.scattered import chunk_of
 
 SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=8)
 
@@ -193,3 +194,85 @@ def test_a_tiled_linear_is_a_linear():
     optimizer.close()
     with pytest.raises(PlanError, match="cannot be split"):
         ds_zero.TiledLinear(2, 2, in_splits=3)
+
+
+@world(2)
+def test_scattered_parameters_are_gathered_and_given_back():
+    """What clients do between Init and shard: read, write on one rank, nest, take a state_dict, replace, move."""
+    rank = dist.get_rank()
+    with ds_zero.Init():
+        net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    weight, bias = net[0].weight, net[0].bias
+    with ds_zero.GatheredParameters({weight, bias}, modifier_rank=0):
+        if rank == 0:
+            nn.init.constant_(weight, 2.0)
+        with ds_zero.GatheredParameters(weight):
+            assert type(weight) is nn.Parameter
+        nn.init.constant_(bias, float(rank))
+    assert type(weight) is ds_zero.Released
+    assert weight.untyped_storage().nbytes() == 0
+    with ds_zero.GatheredParameters([weight, bias, bias]):
+        assert bool((weight == 2.0).all())
+        assert bool((bias == 0.0).all())
+        kept = weight.detach()
+    assert bool((kept == 2.0).all())  # it may outlive the context
+    with (
+        pytest.raises(ShardedAccessError, match=r"0\.bias|bias changed|parameter \d"),
+        ds_zero.GatheredParameters(bias),
+        torch.no_grad(),
+    ):
+        bias.add_(1.0)
+    with ds_zero.GatheredParameters(bias, write=True), torch.no_grad():
+        assert bool((bias == 0.0).all())
+        bias.add_(3.0)
+    state = net.state_dict()
+    assert {name: tuple(t.shape) for name, t in state.items()} == {n: tuple(p.shape) for n, p in net.named_parameters()}
+    assert sum(t.untyped_storage().nbytes() for t in state.values()) == 0
+    assert bool((state["0.bias"] + 0 == 3.0).all())
+    assert sum(t.untyped_storage().nbytes() for t in state.values()) == 0
+    sharding = ds_zero.shard(net, stage=3, policy=SMALL)
+    with pytest.raises(ShardedAccessError, match="after the model was sharded"):
+        state["0.bias"].add(1)
+    sharding.close()
+    assert bool((net[0].bias == 3.0).all())
+
+
+class _Large(nn.Module):
+    """Sixteen layers, each of which says how much is held while it is made."""
+
+    def __init__(self, watch):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(16):
+            self.layers.append(nn.Sequential(nn.Linear(64, 64, bias=False)))
+            watch(self)
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@world(2)
+def test_no_process_holds_the_whole_model(memory):
+    """Bytes of parameters: while it is built, loaded on one rank, and handed to shard."""
+    layer, most = 64 * 64 * 4, 0
+
+    def held(module):
+        tensors = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+        chunks = [chunk_of(p) for p in module.parameters()]
+        return sum(tensors.values()) + sum(c.nbytes for c in chunks if c is not None)
+
+    def watch(module):
+        nonlocal most
+        most = max(most, held(module))
+
+    with ds_zero.Init():
+        net = _Large(watch)
+    watch(net)
+    for block in net.layers:
+        with ds_zero.GatheredParameters(block.parameters(), modifier_rank=0):
+            watch(net)
+            if dist.get_rank() == 0:
+                nn.init.eye_(block[0].weight)
+    assert most == 8 * layer + layer
+    sharding = ds_zero.shard(net, stage=3, policy=SMALL, memory=memory)
+    with ds_zero.GatheredParameters(net.layers[3].parameters()):
+        assert torch.equal(net.layers[3][0].weight, torch.eye(64))
+    sharding.close()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
+from ds_zero.scattered import chunk_of
 
-__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "unmark"]
+__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_scattered", "unmark"]
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
@@ -83,19 +84,31 @@ def mark(sharding: Sharding) -> None:
     if not sharding.options.residency.shard_params:
         return
     for unit in sharding.units:
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            values: dict[str, Any] = {
-                "ds_id": next(_ids),
-                "ds_shape": param.shape,
-                "ds_numel": slot.numel,
-                "ds_status": Status(param),
-                "ds_tensor": _local(param, slot.numel),
-                "ds_persist": not unit.releases,
-                "ds_active_sub_modules": set(),
-                "partition_numel": partial(_share, slot.numel, sharding.group.size),
-            }
-            for name, value in values.items():
-                setattr(param, name, value)
+        for param in unit.params:
+            _set(param, safe_get_local_fp32_param(param), sharding.group.size, persists=not unit.releases)
+
+
+def mark_scattered(param: Parameter, ranks: int) -> None:
+    """The same for a parameter that `zero.Init` has cut over so many ranks. Again for one that has them does nothing."""
+    if not is_zero_param(param):
+        _set(param, chunk_of(param), ranks, persists=False)
+
+
+def _set(param: Parameter, local: Tensor | None, ranks: int, *, persists: bool) -> None:
+    if local is not None:
+        local.ds_numel, local.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    values: dict[str, Any] = {
+        "ds_id": param.__dict__.get("ds_id", next(_ids)),
+        "ds_shape": param.shape,
+        "ds_numel": param.numel(),
+        "ds_status": Status(param),
+        "ds_tensor": local,
+        "ds_persist": persists,
+        "ds_active_sub_modules": set(),
+        "partition_numel": partial(_share, param.numel(), ranks),
+    }
+    for name, value in values.items():
+        setattr(param, name, value)
 
 
 def unmark(model: nn.Module) -> None:
@@ -108,13 +121,6 @@ def unmark(model: nn.Module) -> None:
 def is_zero_param(parameter: object) -> bool:
     """Whether a parameter is one of a stage 3 model."""
     return hasattr(parameter, "ds_id")
-
-
-def _local(param: Parameter, numel: int) -> Tensor | None:
-    local = safe_get_local_fp32_param(param)
-    if local is not None:
-        local.ds_numel, local.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    return local
 
 
 def _share(numel: int, ranks: int) -> int:

@@ -17,6 +17,7 @@ from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.tools import logger
 from deepspeed._ours.version import version
+from deepspeed._ours.zero import restore_init_context, shutdown_init_context
 from ds_comm import world_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
@@ -70,7 +71,11 @@ def initialize(
     _give_back(model)
     plan = make_plan(resolved, shapes_of(model), world_group().size)
     parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
-    engine = DeepSpeedEngine(plan, assemble(plan, model, parts), raw)
+    shutdown_init_context()
+    try:
+        engine = DeepSpeedEngine(plan, assemble(plan, model, parts), raw)
+    finally:
+        restore_init_context()
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]

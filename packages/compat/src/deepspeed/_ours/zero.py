@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,16 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 import ds_zero
-from ds_config.errors import ShardedAccessError, UnsupportedError
+from deepspeed._ours.comm import init_distributed
+from deepspeed._ours.params import mark_scattered
+from ds_comm import as_group
+from ds_config import read
+from ds_config.errors import ConfigError, ShardedAccessError, UnsupportedError
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "TiledLinear",
     "register_external_parameter",
     "restore_init_context",
@@ -52,16 +57,20 @@ def GatheredParameters(  # noqa: N802  upstream's name
         _log.warning("%s", error)
 
 
-class Init:
-    """A context in which models are made for stage 3.
+class Init(ds_zero.Init):
+    """Inside, models are cut over the ranks while they are built: no process ever holds one whole. Collective.
 
-    Models are built whole, on whatever device the caller chose, and cut by `deepspeed.initialize`: the numbers are upstream's,
-    the memory while building is not. Said in one warning. Nothing in torch is replaced and no random number is drawn.
+    `GatheredParameters` makes parameters whole again, `deepspeed.initialize` takes them over. Nothing in torch is replaced and no
+    random number is drawn. Makes the process group if there is none.
 
     Args:
-        module: A model that is there already; left as it is.
-        enabled: False does nothing, and says nothing.
-        others: Where and how upstream cuts; `initialize` decides that here.
+        module: A model that is there already: cut at once.
+        data_parallel_group, sequence_data_parallel_group: Ranks to cut over; all by default.
+        config_dict_or_path, config: Says the format of floating-point parameters: fp32, or what bf16 or fp16 enable. Without it
+            they keep the format they are made in. Nothing else of it is read, so it may hold "auto".
+        enabled: False does nothing.
+        dtype: The format, whatever the configuration says.
+        others: Where upstream puts the parts; here they stay on the device that the model is made on.
     """
 
     def __init__(
@@ -76,23 +85,66 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        sequence_data_parallel_group: Any = None,
         **others: Any,
     ) -> None:
-        del module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory
-        del config_dict_or_path, config, dtype, mpu, others
+        del mem_efficient_linear, remote_device, pin_memory, mpu, others
         if enabled:
-            _warn_whole()
+            init_distributed()
+        self._ranks = as_group(data_parallel_group or sequence_data_parallel_group)
+        source = config if config_dict_or_path is None else config_dict_or_path
+        super().__init__(
+            group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype
+        )
+        if module is not None and enabled:
+            self.cut(module)
 
-    def __enter__(self) -> None:
-        """Models made from here on are built whole."""
+    def __enter__(self) -> Init:
+        _entered.append(self)
+        super().__enter__()
+        return self
 
-    def __exit__(self, *raised: object) -> None:
-        """Nothing to undo."""
+    def __exit__(self, *raised: Any) -> None:
+        _entered.remove(self)
+        super().__exit__(*raised)
+
+    def taken(self, param: Parameter) -> None:
+        """Give it the attributes that clients read."""
+        mark_scattered(param, self._ranks.size)
 
 
-@functools.cache
-def _warn_whole() -> None:
-    _log.warning("zero.Init: models are built whole on every rank, and cut when deepspeed.initialize gets them")
+_entered: list[Init] = []
+"""The contexts that this process is in, for those who make something apart inside of them."""
+
+
+class MiCS_Init(Init):  # noqa: N801  upstream's name
+    """`Init` for a model that is then sharded over `mics_shard_size` ranks. Until then all ranks share one copy.
+
+    Raises:
+        ConfigError: the configuration has no `mics_shard_size` ("compat-argument").
+    """
+
+    def __init__(self, module: nn.Module | None = None, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        given = inspect.signature(Init).bind(module, *args, **options).arguments
+        source = given.get("config_dict_or_path", given.get("config"))
+        section = {} if source is None else read(source).data.get("zero_optimization", {})
+        if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
+            raise ConfigError(
+                f"MiCS_Init with zero_optimization.mics_shard_size = {section.get('mics_shard_size')}",
+                code="compat-argument",
+                fix="Set it in the configuration that MiCS_Init and initialize get, or use zero.Init.",
+            )
+
+
+def _format(source: Any) -> torch.dtype | None:
+    if source is None:
+        return None
+    found = read(source).data
+    for names, dtype in ((("bf16", "bfloat16"), torch.bfloat16), (("fp16",), torch.float16)):
+        if any(isinstance(found.get(name), Mapping) and found[name].get("enabled") is True for name in names):
+            return dtype
+    return torch.float32
 
 
 class TiledLinear(ds_zero.TiledLinear):
@@ -135,8 +187,12 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dty
 
 
 def shutdown_init_context() -> None:
-    """Nothing in torch was replaced, so there is nothing to take back while a model is built."""
+    """What is made from here on is not cut, though it may be inside `Init`; until `restore_init_context`."""
+    for context in _entered:
+        context.pause()
 
 
 def restore_init_context() -> None:
     """See `shutdown_init_context`."""
+    for context in _entered:
+        context.go_on()
