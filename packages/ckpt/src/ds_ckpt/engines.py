@@ -92,7 +92,7 @@ class Synchronous:
             gathered = Gathered(shards)
             job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
             stream = job.stream(self._pool)
-            saved = publish(self._ranks, job, lambda: stream.through(copier(gathered.local), job.write))
+            saved = publish(self._ranks, job, lambda: job.write(stream, copier(gathered.local)))
             _retain(self._ranks, job, self._keep)
         copied = threading.Event()
         copied.set()

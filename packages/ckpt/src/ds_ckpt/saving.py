@@ -31,7 +31,7 @@ from ds_ckpt.plan import Item, SavePlan, plan_save
 from ds_ckpt.protocols import Draft
 from ds_ckpt.storage import At, locate
 from ds_ckpt.tensors import Local, byte_view, check_local, copier
-from ds_ckpt.writer import Pool, Stream, Written
+from ds_ckpt.writer import Copy, Pool, Stream, Written
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -80,12 +80,17 @@ class Job:
         """This rank's file, to be filled and drained."""
         return Stream(self.items, pool, BLOCK_BYTES)
 
-    def write(self, stream: Stream) -> Json:
-        """Write and sync this rank's file from a stream; a JSON account of it, None when there is nothing to write."""
+    def write(self, stream: Stream, copy: Copy | None = None) -> Json:
+        """Write and sync this rank's file; a JSON account of it, None when there is nothing to write.
+
+        `copy` fills the stream here; without it somebody else does.
+        """
         if not self.items:
             return None
         with ds_monitor.span("ckpt.write", checkpoint=self.at.tag, nbytes=self.nbytes):
-            return _written_json(stream.drain(self.draft, self.rank))
+            if copy is None:
+                return _written_json(stream.drain(self.draft, self.rank))
+            return _written_json(stream.through(copy, self.draft, self.rank))
 
     def commit(self, written: Sequence[Json]) -> int:
         """Publish, from every rank's account; the sequence number. Rank 0 only."""
@@ -121,7 +126,7 @@ def save(
         gathered = Gathered(shards)
         job = prepare(ranks, path, gathered, (meta, aliases or {}), PlanCache())
         stream = job.stream(Pool())
-        return publish(ranks, job, lambda: stream.through(copier(gathered.local), job.write))
+        return publish(ranks, job, lambda: job.write(stream, copier(gathered.local)))
 
 
 def save_from(
@@ -152,7 +157,7 @@ def save_from(
             )
         return copy_crc32(target, present[0][1][start : start + target.nbytes])
 
-    return publish(ranks, job, lambda: stream.through(copy, job.write))
+    return publish(ranks, job, lambda: job.write(stream, copy))
 
 
 def prepare(
@@ -186,7 +191,10 @@ def prepare(
     if any(found is not None for found in described):
         if None in described:
             described = ranks.agree(lambda: [_shard_json(shard) for shard in own])
-        cache.plan = plan_save([[_shard_from_json(s) for s in found] for found in described])
+        held = [
+            [_shard_from_json(s) for s in found] if rank != ranks.rank else own for rank, found in enumerate(described)
+        ]
+        cache.plan = plan_save(held)
         cache.shards = own
     aliases = _merged_aliases([answer["aliases"] for answer in answers], cache.plan)
     at = locate(path)

@@ -5,8 +5,10 @@ the stream, at a multiple of that, in page-aligned memory that is kept between s
 *segment* is the part of a slab that belongs to one checksum block of one entry.
 
 Whoever owns the tensors calls `fill`: copies segments into free slabs and checksums them on the way. Whoever writes calls
-`drain`: begins the writing of slabs, as many as there are, and gives them back when they are written. The pool of slabs is all that is between the two: with a pool as large as the state, `fill` is a
-snapshot and never waits; with a small one it proceeds at the speed of the disk, in bounded memory.
+`drain`: begins the writing of slabs, as many as there are, and gives them back when they are written. The pool of slabs is
+all that is between the two: with a pool as large as the state, `fill` is a snapshot and never waits; with a small one it
+proceeds at the speed of the disk, in bounded memory. `through` does both on one thread, where nobody trains meanwhile: each
+slab's writing begins when it is copied, and handing slabs from thread to thread would cost a tenth of the disk's speed.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE, ITEMSIZE
@@ -33,9 +34,9 @@ from ds_config.errors import CheckpointError
 __all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
-T = TypeVar("T")
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PAGE: Final = 4096  # the header ends on a page: entries can be mapped, and slabs written past the page cache
+_UnderWay = deque[tuple[Callable[[], None], mmap.mmap]]  # writes that have begun, oldest first, with their memory
 
 Copy = Callable[
     [memoryview, Item, int], int
@@ -65,6 +66,10 @@ class _Range:
     at: int
     nbytes: int
     segments: tuple[_Segment, ...]
+
+
+# The next slab to write, None after the last: it may end writes that are under way, and has ended all at the end.
+_Source = Callable[[_UnderWay], tuple[_Range, mmap.mmap] | None]
 
 
 def safetensors_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
@@ -122,17 +127,25 @@ class Pool:
         """A free slab; None when `stop()` says that nobody will drain."""
         with self._changed:
             while not stop():
-                if self._free:
-                    return self._free.pop()
-                if self._made < self._limit:
-                    return self._new()
+                if (slab := self._take()) is not None:
+                    return slab
                 self._changed.wait(0.05)
         return None
+
+    def acquire_now(self) -> mmap.mmap | None:
+        """A free slab; None when all are in use."""
+        with self._changed:
+            return self._take()
 
     def release(self, slab: mmap.mmap) -> None:
         with self._changed:
             self._free.append(slab)
             self._changed.notify()
+
+    def _take(self) -> mmap.mmap | None:
+        if self._free:
+            return self._free.pop()
+        return self._new() if self._made < self._limit else None
 
     def _new(self) -> mmap.mmap:
         slab = self._map(self._made)
@@ -149,7 +162,7 @@ class Pool:
 
 
 class Stream:
-    """One file on its way from tensors to storage. `fill` and `drain` run in two threads, each once."""
+    """One file on its way from tensors to storage: `fill` and `drain` in two threads, or `through` in one, once."""
 
     def __init__(self, items: Sequence[Item], pool: Pool, block_bytes: int = BLOCK_BYTES) -> None:
         self._items, self._pool, self._block_bytes = items, pool, block_bytes
@@ -171,12 +184,7 @@ class Stream:
                 slab = self._pool.acquire(self._stopped.is_set)
                 if slab is None:
                     return
-                view = memoryview(slab)
-                head = self._head[part.at : part.at + SLAB_BYTES]
-                view[: len(head)] = head
-                for s in part.segments:
-                    crc = copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
-                    self._sums[s.entry][s.block] ^= shifted(crc, s.after)
+                self._copy(part, slab, copy)
                 self._queue.put((part, slab))
         except BaseException as error:
             self._error = error
@@ -188,12 +196,27 @@ class Stream:
             if self._stopped.is_set():
                 self.stop()  # takes back a slab that was queued after the last one was taken
 
-    def through(self, copy: Copy, write: Callable[[Stream], T]) -> T:
-        """Fill here and write on a second thread, at the same time; what `write` returns (it calls `drain`)."""
-        with ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain") as thread:
-            written = thread.submit(write, self)
-            self.fill(copy)
-            return written.result()
+    def through(self, copy: Copy, draft: Draft, rank: int) -> Written:
+        """Copy and write, here; returns when the file is durable. Raises what `copy` and the storage say."""
+        ranges = self._ranges() if self._items else iter(())
+
+        def copied(under_way: _UnderWay) -> tuple[_Range, mmap.mmap] | None:
+            part = next(ranges, None)
+            if part is None:
+                self._end(under_way, len(under_way))
+                return None
+            while (slab := self._pool.acquire_now()) is None and under_way:
+                self._end(under_way, 1)
+            if slab is None and (slab := self._pool.acquire(self._stopped.is_set)) is None:  # other streams have them
+                return None
+            try:
+                self._copy(part, slab, copy)
+            except BaseException:
+                self._pool.release(slab)
+                raise
+            return part, slab
+
+        return self._write(draft, rank, copied)
 
     def drain(self, draft: Draft, rank: int) -> Written:
         """Write what `fill` delivers and return when it is durable.
@@ -201,23 +224,26 @@ class Stream:
         Raises:
             OSError: what the storage said. CheckpointError: "ckpt-failed", when `fill` gave up.
         """
-        name = draft.file_name(rank)
         try:
-            file = draft.write_file(name, self.nbytes)
-            try:
-                total = self._write_all(file)
-                if total != self.nbytes:
-                    raise CheckpointError(
-                        f"only {total} of {self.nbytes} bytes of {name} could be copied: {self._error!r}",
-                        code="ckpt-failed",
-                        fix="See the cause of this error.",
-                    ) from self._error
-                file.close()
-            except BaseException:
-                file.abandon()
-                raise
+            return self._write(draft, rank, self._next)
         finally:
             self.stop()
+
+    def _write(self, draft: Draft, rank: int, source: _Source) -> Written:
+        name = draft.file_name(rank)
+        file = draft.write_file(name, self.nbytes)
+        try:
+            total = self._write_all(file, source)
+            if total != self.nbytes:
+                raise CheckpointError(
+                    f"only {total} of {self.nbytes} bytes of {name} could be copied: {self._error!r}",
+                    code="ckpt-failed",
+                    fix="See the cause of this error.",
+                ) from self._error
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
         record = FileRecord(name, self.nbytes, len(self._head), f"{crc32(self._head):08x}")
         return Written(record, tuple(tuple(f"{c:08x}" for c in sums) for sums in self._sums))
 
@@ -233,12 +259,20 @@ class Stream:
                 self._pool.release(entry[1])
         self._queue.put(None)  # whoever waits for a slab learns that none comes
 
-    def _write_all(self, file: WriteFile) -> int:
+    def _copy(self, part: _Range, slab: mmap.mmap, copy: Copy) -> None:
+        view = memoryview(slab)
+        head = self._head[part.at : part.at + SLAB_BYTES]
+        view[: len(head)] = head
+        for s in part.segments:
+            crc = copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
+            self._sums[s.entry][s.block] ^= shifted(crc, s.after)
+
+    def _write_all(self, file: WriteFile, source: _Source) -> int:
         # Writes end in the order in which they began, nearly: the oldest is waited for when nothing new is there.
         total = 0
-        under_way: deque[tuple[Callable[[], None], mmap.mmap]] = deque()
+        under_way: _UnderWay = deque()
         try:
-            while (entry := self._next(under_way)) is not None:
+            while (entry := source(under_way)) is not None:
                 part, slab = entry
                 try:
                     ended = file.write(part.at, memoryview(slab)[: part.nbytes])
@@ -255,7 +289,7 @@ class Stream:
             self._end(under_way, len(under_way))
         return total
 
-    def _next(self, under_way: deque[tuple[Callable[[], None], mmap.mmap]]) -> tuple[_Range, mmap.mmap] | None:
+    def _next(self, under_way: _UnderWay) -> tuple[_Range, mmap.mmap] | None:
         """What `fill` delivered next; None at the end, after all writes have ended."""
         while under_way:
             try:
@@ -268,7 +302,7 @@ class Stream:
                 return entry
         return self._queue.get()
 
-    def _end(self, under_way: deque[tuple[Callable[[], None], mmap.mmap]], count: int) -> None:
+    def _end(self, under_way: _UnderWay, count: int) -> None:
         """Wait for the `count` oldest writes, all of them, and give back their slabs; then raise the first error."""
         errors = []
         for _ in range(count):
