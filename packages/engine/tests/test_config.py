@@ -80,7 +80,7 @@ def test_a_dict_text_file_and_base64_are_the_same(written: Write) -> None:
         ("sparse_gradients", True, False),
         ("curriculum_learning", {"enabled": True}, {"enabled": False}),
         ("sequence_parallel_size", 2, 1),
-        ("activation_checkpointing", {"cpu_checkpointing": True}, {"cpu_checkpointing": False}),
+        ("pipeline", {"activation_checkpoint_interval": 1}, {"activation_checkpoint_interval": 0}),
         ("autotuning", {"enabled": True, "fast": False}, {"fast": False}),
     ],
 )

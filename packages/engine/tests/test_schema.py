@@ -26,6 +26,7 @@ from ds_engine.schedules import Schedule, Scheduler
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
+    "activation_checkpointing.modules",
     "checkpoint.saving",
     "checkpoint.saving.asynchronous",
     "checkpoint.saving.buffer_bytes",
@@ -169,6 +170,9 @@ BASES: dict[str, Mapping[str, Any]] = {
     "torch_autocast": {"torch_autocast": {"enabled": True}},
     "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 90, "micro_batch_sizes": [2, 3], "min_gpus": 2,
                                   "num_gpus_per_node": 4, "ignore_non_elastic_batch_info": True}},
+    "activation_checkpointing": {
+        "activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 3}
+    },
     "checkpoint.writer": {"checkpoint": {"writer": {"decoupled": True}}},
     "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
     **{name: {name: {"enabled": True}} for name in (
@@ -200,6 +204,7 @@ SCHEDULES: dict[str, Mapping[str, Any]] = {
     "WarmupCosineLR": {"warmup_num_steps": 9, "total_num_steps": 30},
 }
 VALUES: dict[str, list[Any]] = {
+    "activation_checkpointing.modules": [["1"]],
     "optimizer.type": ["Lion", "Adagrad", "Adam"],
     "scheduler.type": ["WarmupLR", "LRRangeTest", "StepLR"],
     "scheduler.params": [{"gamma": 0.5}],

@@ -33,6 +33,7 @@ from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.telemetry import Telemetry
 from ds_monitor.config import make_sinks
+from ds_parallel import ActivationCheckpointing, checkpoint_modules
 from ds_zero import ShardedOptimizer, Sharding, ShardOptions, shard
 from ds_zero.layout import Kind
 from ds_zero.scattered import place
@@ -43,7 +44,7 @@ __all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
 _log = logging.getLogger("ds_engine")
 
 _USUAL_PORT = 29500  # torch's; another one is a wish of the caller
-_LOGGERS = ("ds_ckpt", "ds_comm", "ds_config", "ds_engine", "ds_monitor", "ds_zero")
+_LOGGERS = ("ds_ckpt", "ds_comm", "ds_config", "ds_engine", "ds_monitor", "ds_parallel", "ds_zero")
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
 SchedulerLike = Any
@@ -141,7 +142,10 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     device = accelerator.device(index)
     place(model, device)
     _cast_buffers(model, plan.casting.buffers)
-    # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel, checkpointing, compile.
+    # Later transforms go here, in this order: tensor parallel, expert parallel, sequence parallel.
+    activations = ActivationCheckpointing(plan.keeping, mesh["tensor"])
+    checkpointed = checkpoint_modules(model, plan.checkpointed, activations)
+    # Compilation goes here.
     inner = _optimizer(plan, model, parts, mesh["gradient"])
     options: dict[str, Any] = {
         "stage": plan.residency,
@@ -175,6 +179,8 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         device=device,
         telemetry=Telemetry(plan.telling, mesh.rank == 0, accelerator, comms),
         checkpointer=make_engine(plan.config.checkpoint, mesh["world"]),
+        activations=activations,
+        checkpointed=checkpointed,
         sinks=sinks,
     )
 

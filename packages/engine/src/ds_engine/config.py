@@ -26,7 +26,6 @@ from ds_engine.batch import BatchRequest
 from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
-    ActivationCheckpointingConfig,
     AutotuningConfig,
     CompileConfig,
     CompressionConfig,
@@ -42,6 +41,7 @@ from ds_engine.unbuilt import (
 )
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig
+from ds_parallel.config import ActivationCheckpointingConfig
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
 __all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of"]

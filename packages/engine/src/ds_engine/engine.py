@@ -38,6 +38,7 @@ from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Telemetry
 from ds_engine.uneven import Share
+from ds_parallel import ActivationCheckpointing, Checkpointed
 from ds_pipe import Action, Op, run
 from ds_zero import ShardedOptimizer, Sharding
 from ds_zero.moving import KINDS
@@ -59,6 +60,7 @@ class Components:
         device: Where the model is.
         telemetry: Tells of steps.
         checkpointer: Saves at once, or behind the next steps.
+        activations, checkpointed: How calls are checkpointed, and the modules whose forward is such a call.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 
@@ -71,6 +73,8 @@ class Components:
     device: torch.device
     telemetry: Telemetry
     checkpointer: Checkpointer
+    activations: ActivationCheckpointing
+    checkpointed: Checkpointed
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
@@ -106,6 +110,7 @@ class Engine(nn.Module):
         training_dataloader: Microbatches of this rank, or None.
         counters: How far the run is.
         last: What the last call of `step` did; None before the first.
+        activations: What `ds_parallel.checkpoint` in the model's forward means.
     """
 
     def __init__(self, plan: Plan, components: Components) -> None:
@@ -119,6 +124,7 @@ class Engine(nn.Module):
         self.counters = Counters()
         self.last: StepResult | None = None
         self.checkpointer = components.checkpointer
+        self.activations, self._checkpointed = components.activations, components.checkpointed
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = plan.program.backwards(0)
@@ -144,7 +150,7 @@ class Engine(nn.Module):
         self._present("forward")
         if self.module.training:
             kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
-        with self._telemetry.phase("forward", self.module), self._autocast():
+        with self._telemetry.phase("forward", self.module), self._autocast(), self.activations.active():
             return self.module(*to_device(args, self.device, dtype), **to_device(kwargs, self.device, dtype))
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -471,6 +477,7 @@ class Engine(nn.Module):
             self.optimizer.close()
         else:
             self.sharding.close()
+        self._checkpointed.remove()
         ds_monitor.detach(self._sinks)
         self._sinks, self._stream = (), None
 

@@ -18,6 +18,7 @@ from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself, state_tensors
 from ds_engine.precision import Casting, casting_of, precision_of, precision_text
 from ds_engine.rules import asked_batch, check_rules
+from ds_parallel import Keeping, matching
 from ds_pipe import Program, accumulation, mark_reduce, verify
 from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_bytes, plan_units
 from ds_zero.units import ModuleInfo, ParamInfo
@@ -124,6 +125,8 @@ class Plan:
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
         layer_drop: What the forward is told about layers to drop; None tells nothing.
+        keeping: What checkpointed calls keep of their inputs, and where.
+        checkpointed: Names of the modules whose forward is a checkpointed call.
         data_multiple: What the loader cuts an epoch to a multiple of.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
@@ -147,6 +150,8 @@ class Plan:
     predivide: float = 1.0
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
+    keeping: Keeping = field(default_factory=Keeping)
+    checkpointed: tuple[str, ...] = ()
     transforms: tuple[str, ...] = field(default=("ZeRO",))
 
     def arguments(self, step: int) -> Mapping[str, object]:
@@ -186,6 +191,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     precision = precision_of(config)
     states = _states(config, shapes, precision)
     kept = (state_tensors(config.optimizer), None if states is None else states.itemsize)
+    callables = [m.name for m in shapes.modules if m.callable and m.name]
+    checkpointed = matching(callables, config.activation_checkpointing.modules)
     return Plan(
         config=config,
         mesh=mesh,
@@ -205,6 +212,9 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         predivide=float(mesh.data) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
+        keeping=config.activation_checkpointing.keeping,
+        checkpointed=checkpointed,
+        transforms=(*(["activation checkpointing"] if checkpointed else []), "ZeRO"),
     )
 
 
@@ -292,6 +302,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "precision": precision_text(plan.precision, plan.casting),
         "program": _program_text(plan.program),
         "transforms": " -> ".join(plan.transforms),
+        "activations": _activations_text(plan),
         "optimizer": _optimizer_text(config),
         "schedule": "constant"
         if config.scheduler is None
@@ -323,6 +334,13 @@ def _residency_text(residency: Residency) -> str:
 def _program_text(program: Program) -> str:
     words = str(program).split()
     return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-4:]])
+
+
+def _activations_text(plan: Plan) -> str:
+    if not plan.checkpointed:
+        return f"as the model says; of checkpointed calls: {plan.keeping}"
+    names = plan.checkpointed if len(plan.checkpointed) <= 4 else (*plan.checkpointed[:2], "...", plan.checkpointed[-1])
+    return f"{len(plan.checkpointed)} modules computed again in backward ({', '.join(names)}); {plan.keeping}"
 
 
 def _gradients_text(plan: Plan) -> str:

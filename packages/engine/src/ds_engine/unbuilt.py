@@ -14,7 +14,6 @@ from pydantic import Field
 from ds_config import Alias, Dead, StrictModel, Unbuilt
 
 __all__ = [
-    "ActivationCheckpointingConfig",
     "AutotuningConfig",
     "CompileConfig",
     "CompressionConfig",
@@ -32,22 +31,10 @@ __all__ = [
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-_CHECKPOINT = "torch.utils.checkpoint in the model's forward"
 _STAGES = "leave it out; pipeline stages come with a later ds-pipe"
 
 
 # ---- ds-parallel
-
-
-class ActivationCheckpointingConfig(StrictModel):
-    """`activation_checkpointing`. Where it comes from, too, only a model that calls its checkpoint function is affected."""
-
-    partition_activations: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
-    cpu_checkpointing: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
-    contiguous_memory_optimization: Annotated[bool, Unbuilt(_CHECKPOINT)] = False
-    number_checkpoints: Annotated[int | None, Dead("it sized the buffers of contiguous_memory_optimization")] = None
-    synchronize_checkpoint_boundary: Annotated[bool, Dead("it timed checkpoints one by one; use a profiler")] = False
-    profile: Annotated[bool, Dead("wall_clock_breakdown times forward and backward")] = False
 
 
 class LayerSpecConfig(StrictModel):

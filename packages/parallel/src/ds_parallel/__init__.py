@@ -1,0 +1,24 @@
+"""Activation checkpointing. Tensor and sequence parallelism come with later versions.
+
+`ds_parallel.config` holds the section `activation_checkpointing` of the configuration; it is imported by whoever needs it.
+"""
+
+from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current
+from ds_parallel.keeping import Account, Keeping
+from ds_parallel.modules import Checkpointed, checkpoint_modules, matching
+from ds_parallel.rng import TENSOR_PARALLEL, RngTracker, tensor_seed
+
+__all__ = [
+    "TENSOR_PARALLEL",
+    "Account",
+    "ActivationCheckpointing",
+    "Checkpointed",
+    "Keeping",
+    "RngTracker",
+    "checkpoint",
+    "checkpoint_modules",
+    "checkpoint_reentrant",
+    "current",
+    "matching",
+    "tensor_seed",
+]

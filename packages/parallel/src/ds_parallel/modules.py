@@ -1,0 +1,109 @@
+"""Checkpoint the forward of whole modules of a model, chosen by name; nothing in the model's code changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ds_config import nearest
+from ds_config.errors import PlanError
+from ds_parallel.checkpointing import ActivationCheckpointing, current
+
+__all__ = ["Checkpointed", "checkpoint_modules", "matching"]
+
+_NO_FORWARD = nn.Module.forward  # of a ModuleList: there is nothing to checkpoint
+
+
+class _Forward:
+    """Mixed into the class of a module: its forward is a checkpointed call. Hooks of the module run outside of it."""
+
+    _plain: type[nn.Module]
+    _policy: ActivationCheckpointing | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        return (kind._policy or current()).checkpoint(MethodType(kind._plain.forward, self), *args, **kwargs)
+
+
+class Checkpointed:
+    """What `checkpoint_modules` did.
+
+    Attributes:
+        names: Qualified names of the modules, in the model's order.
+    """
+
+    def __init__(self, names: tuple[str, ...], modules: Sequence[nn.Module]) -> None:
+        self.names, self._modules = names, list(modules)
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        for module in self._modules:
+            kind = type(module)
+            if issubclass(kind, _Forward):
+                module.__class__ = kind._plain
+        self._modules.clear()
+
+
+def checkpoint_modules(
+    model: nn.Module, patterns: Iterable[str], policy: ActivationCheckpointing | None = None
+) -> Checkpointed:
+    """Checkpoint the forward of the modules of `model` whose names match. Names, parameters, hooks and state dicts stay.
+
+    Args:
+        patterns: Qualified names; in them `*` is any one part (`layers.*`), `**` any number of parts.
+        policy: How; the policy that is active when the forward runs by default.
+    Raises:
+        PlanError: a pattern matches no module ("activations-modules"); a module has a forward of its own that is not its
+            class's ("activations-forward").
+    """
+    callables = [name for name, module in model.named_modules() if name and type(module).forward is not _NO_FORWARD]
+    names = matching(callables, tuple(patterns))
+    found = [module for name, module in model.named_modules() if name in names]
+    own = [name for name, module in zip(names, found, strict=True) if "forward" in vars(module)]
+    if own:
+        raise PlanError(
+            f"the forward of {own[0]!r} was replaced on the module itself, so that its class's is never called",
+            code="activations-forward",
+            fix="Checkpoint before whatever replaces it, or call ds_parallel.checkpoint in the model's forward.",
+        )
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in found:
+        plain = type(module)
+        if issubclass(plain, _Forward):
+            continue
+        if plain not in kinds:
+            space = {"_plain": plain, "_policy": policy, "__module__": plain.__module__, "__doc__": plain.__doc__}
+            kinds[plain] = type(plain.__name__, (_Forward, plain), space)
+        module.__class__ = kinds[plain]
+    return Checkpointed(names, found)
+
+
+def matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    """The names that match a pattern, in their order. Pure.
+
+    Raises:
+        PlanError: a pattern matches none ("activations-modules").
+    """
+    found = {pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns}
+    empty = [pattern for pattern, matched in found.items() if not matched]
+    if empty:
+        close = nearest(empty[0], names)
+        raise PlanError(
+            f"activation checkpointing: no module's name matches {', '.join(map(repr, empty))} among {len(names)}",
+            code="activations-modules",
+            fix=f"Did you mean {close[0]!r}?" if close else "Use names as model.named_modules() gives them.",
+        )
+    chosen = set().union(*found.values())
+    return tuple(name for name in names if name in chosen)
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_matches(name[skip:], pattern[1:]) for skip in range(len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
