@@ -1,6 +1,8 @@
 """Ranks of one host: `shm` against gloo and against one memcpy, shared arenas, DDP's overhead, and the recorder's.
 
-usage: nox -s bench -- comm [MODE ...]      MODE: collectives arena ddp recorder adam onebit forgetful
+usage: nox -s bench -- comm [MODE ...] [SECONDS]      MODE: collectives arena ddp recorder adam onebit forgetful
+
+With SECONDS, trainings (adam, onebit, forgetful) end after them and go on in the next call.
 
 Each row says which share of the machine other processes took. Rows of an earlier run stay where it was the quieter one.
 Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
@@ -27,7 +29,7 @@ MODES = ["collectives", "arena", "ddp", "recorder", *TRAINED]
 RANKS = 2
 
 
-def run(mode: str) -> dict[str, Any]:
+def run(mode: str, *limits: str) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -35,12 +37,12 @@ def run(mode: str) -> dict[str, Any]:
     base |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), mode],
+            [sys.executable, str(WORKER), mode, *limits],
             env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for r in range(RANKS)
     ]  # fmt: skip
-    outs = [rank.communicate(timeout=470) for rank in ranks]
+    outs = [rank.communicate(timeout=3600) for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit("\n".join(error for _, error in outs))
     return json.loads(outs[0][0].splitlines()[-1])
@@ -110,11 +112,16 @@ def disturbance(row: dict[str, Any]) -> float:
     return float(row.get("others", 0.0))
 
 
-def main(modes: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Run and write one mode after the other. Remove the file to forget the rows of earlier runs."""
-    for mode in modes:
+    limits = [word for word in words if word.isdigit()]
+    for mode in [word for word in words if word not in limits] or MODES:
+        found = run(mode, *limits)
+        if found.get("steps", 0) < found.get("of", 0):
+            print(f"{mode}: {found['steps']} of {found['of']} steps; the next call goes on")
+            continue
         record = json.loads(DATA.read_text()) if DATA.exists() else {}
-        record[mode] = quieter(record.get(mode), run(mode))
+        record[mode] = quieter(record.get(mode), found)
         report(mode, record[mode])
         record["machine"] = {
             "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(),
@@ -126,4 +133,4 @@ def main(modes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or MODES)
+    main(sys.argv[1:])

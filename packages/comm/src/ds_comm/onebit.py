@@ -23,6 +23,7 @@ a coarse form of this.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,73 @@ __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+def _limited(default: float, good: Callable[[Any], bool], wanted: str) -> Any:
+    """A setting that must be `good`."""
+    return field(default=default, metadata={"good": good, "wanted": wanted})
+
+
+def _count(default: int) -> Any:
+    return _limited(default, lambda found: found >= 1, "at least 1")
+
+
+def _fraction(default: float) -> Any:
+    return _limited(default, lambda found: 0 <= found < 1, "in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What the optimizers are told by keyword, and what is the same for all parameter groups.
+
+    Raises:
+        ConfigError: a value is out of its range ("optimizer-value").
+        UnsupportedError: amsgrad ("optimizer-amsgrad").
+    """
+
+    bias_correction: bool = True
+    amsgrad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.amsgrad:
+            raise UnsupportedError(
+                "a one-bit optimizer with amsgrad=True: its maximum of variances has no frozen phase",
+                code="optimizer-amsgrad",
+                fix="Use amsgrad=False.",
+            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.metadata and not each.metadata["good"](value):
+                raise _value_error(each.name, value, each.metadata["wanted"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdamSettings(_Settings):
+    freeze_step: int = _count(100_000)
+    eps_inside_sqrt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ZeroOneSettings(_Settings):
+    var_freeze_step: int = _count(100_000)
+    var_update_scaler: int = _count(16)
+    local_step_scaler: int = _count(32_678)
+    local_step_clipper: int = _count(16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LambSettings(_AdamSettings):
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = _fraction(0.9)
+    factor_max: float = 4.0
+    factor_min: float = _limited(0.5, lambda found: found > 0, "positive")
+    factor_threshold: float = _limited(0.1, lambda found: 0 < found < 1, "in (0, 1)")
+
+    def __post_init__(self) -> None:
+        _AdamSettings.__post_init__(self)
+        if self.factor_min > self.factor_max:
+            raise _value_error("factor_min", self.factor_min, f"at most factor_max, {self.factor_max}")
+
+
 class _OneBit(Optimizer):
     """What the three have in common: flat messages, errors, checks.
 
@@ -49,21 +117,36 @@ class _OneBit(Optimizer):
     owns_reduction: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    _settings: ClassVar[type[Any]] = _Settings
 
-    def __init__(self, params: Params, defaults: dict[str, Any], group: GroupLike, *, amsgrad: bool) -> None:
-        if amsgrad:
-            raise UnsupportedError(
-                f"{type(self).__name__} with amsgrad=True: its maximum of variances has no frozen phase",
-                code="optimizer-amsgrad",
-                fix="Use amsgrad=False.",
-            )
-        for name in ("lr", "eps", "weight_decay"):
-            _require(name, defaults[name], defaults[name] >= 0, "at least 0")
-        for beta in defaults["betas"]:
-            _require("betas", beta, 0 <= beta < 1, "in [0, 1)")
-        super().__init__(params, defaults)
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        group: GroupLike = None,
+        **settings: Any,
+    ) -> None:
+        """`group`: ranks whose gradients are averaged; default all. `settings`: see the class."""
+        self.settings = self._settings(**settings)
+        defaults: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in defaults.items():
+            if value < 0:
+                raise _value_error(name, value, "at least 0")
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise _value_error("betas", beta, "in [0, 1)")
+        own = {"bias_correction": self.settings.bias_correction, **self._group_defaults()}
+        super().__init__(params, defaults | {"betas": betas} | own)
         self._group = as_group(group)
         self._errors: dict[str, SignErrors] = {}
+
+    def _group_defaults(self) -> dict[str, Any]:
+        """What else a parameter group holds."""
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; errors start at zero."""
@@ -154,7 +237,7 @@ class OnebitAdam(_OneBit):
     Args:
         freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run.
         eps_inside_sqrt: sqrt(v / c2 + eps) as the denominator.
-        group: Ranks whose gradients are averaged; default all.
+        bias_correction: As in Adam. (amsgrad is refused.)
 
     A parameter group may have `non_freeze=True` (always exact; for parameters that begin to be trained late) and
     `exp_avg_mask` (a tensor, or one per parameter, that momentum is multiplied with: zeros where gradients are always zero,
@@ -163,25 +246,11 @@ class OnebitAdam(_OneBit):
     Cost: fp32 gradients once per step until the freeze, 1/31 of it then. State: 8 bytes an element, and 4 (1 + 1/N) of errors.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        eps_inside_sqrt: bool = False,
-        amsgrad: bool = False,
-        group: GroupLike = None,
-    ) -> None:
-        _require("freeze_step", freeze_step, freeze_step >= 1, "at least 1")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bias_correction, "non_freeze": False, "exp_avg_mask": None}
-        self.freeze_step, self.eps_inside_sqrt = freeze_step, eps_inside_sqrt
-        super().__init__(params, defaults, group, amsgrad=amsgrad)
+    _settings = _AdamSettings
+    settings: _AdamSettings
+
+    def _group_defaults(self) -> dict[str, Any]:
+        return {"non_freeze": False, "exp_avg_mask": None}
 
     def _step(self, params: Sequence[Tensor]) -> None:
         warm = [p for group, found in self._groups_of(params) for p in found if self._is_warm(group, p)]
@@ -206,7 +275,7 @@ class OnebitAdam(_OneBit):
                 self._update(group, p, _mask(group, index), id(p) in keep)
 
     def _is_warm(self, group: dict[str, Any], p: Tensor) -> bool:
-        return bool(group["non_freeze"]) or self.state[p]["step"] < self.freeze_step
+        return bool(group["non_freeze"]) or self.state[p]["step"] < self.settings.freeze_step
 
     def _update(self, group: dict[str, Any], p: Tensor, mask: Tensor | None, warm: bool) -> None:
         state = self.state[p]
@@ -216,8 +285,8 @@ class OnebitAdam(_OneBit):
         if group["bias_correction"]:
             b1, b2 = group["betas"]
             c1 = 1 - b1 ** state["step"]
-            c2 = 1 - b2 ** (state["step"] if warm else self.freeze_step)
-        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
+            c2 = 1 - b2 ** (state["step"] if warm else self.settings.freeze_step)
+        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.settings.eps_inside_sqrt)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_((state["exp_avg"] / denominator).to(p.dtype), alpha=-group["lr"] / c1)
 
@@ -240,36 +309,12 @@ class ZeroOneAdam(_OneBit):
 
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "moved", "start")
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        var_freeze_step: int = 100_000,
-        var_update_scaler: int = 16,
-        local_step_scaler: int = 32_678,
-        local_step_clipper: int = 16,
-        bias_correction: bool = True,
-        amsgrad: bool = False,
-        group: GroupLike = None,
-    ) -> None:
-        counts = {
-            "var_freeze_step": var_freeze_step,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-        }
-        for name, value in counts.items():
-            _require(name, value, value >= 1, "at least 1")
-        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
-        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    _settings = _ZeroOneSettings
+    settings: _ZeroOneSettings
+
+    def _group_defaults(self) -> dict[str, Any]:
         # The counters are values of the groups, so that they are saved and loaded with everything else.
-        counters = {"step": 0, "var_interval": 1, "var_updates": 0, "local_interval": 1, "rates": 0.0}
-        super().__init__(params, defaults | {"bias_correction": bias_correction} | counters, group, amsgrad=amsgrad)
+        return {"step": 0, "var_interval": 1, "var_updates": 0, "local_interval": 1, "rates": 0.0}
 
     @property
     def synchronised(self) -> bool:
@@ -290,18 +335,18 @@ class ZeroOneAdam(_OneBit):
         for group in self.param_groups:
             group["step"] += 1
         lead = self.param_groups[0]
-        if lead["step"] <= self.var_freeze_step:
+        if lead["step"] <= self.settings.var_freeze_step:
             self._learn_variance(params, lead["step"] % lead["var_interval"] == 0)
         else:
-            if lead["step"] == self.var_freeze_step + 1:
+            if lead["step"] == self.settings.var_freeze_step + 1:
                 self._errors.clear()  # the messages mean something else from now on
             self._step_alone(params)
             if lead["step"] % lead["local_interval"] == 0:
                 self._synchronise(params)
-            past = lead["step"] - self.var_freeze_step
-            if past % self.local_step_scaler == 0:
+            past = lead["step"] - self.settings.var_freeze_step
+            if past % self.settings.local_step_scaler == 0:
                 for group in self.param_groups:
-                    group["local_interval"] = min(group["local_interval"] * 2, self.local_step_clipper)
+                    group["local_interval"] = min(group["local_interval"] * 2, self.settings.local_step_clipper)
 
     def _learn_variance(self, params: Sequence[Tensor], exact: bool) -> None:
         gradients = self._gradients(params)
@@ -323,7 +368,7 @@ class ZeroOneAdam(_OneBit):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 step = state["exp_avg"] / _denominator(state["exp_avg_sq"], c2, group["eps"])
                 p.add_(step.to(p.dtype), alpha=-group["lr"] / c1)
-            if exact and group["var_updates"] % self.var_update_scaler == 0:
+            if exact and group["var_updates"] % self.settings.var_update_scaler == 0:
                 group["var_interval"] *= 2
 
     def _step_alone(self, params: Sequence[Tensor]) -> None:
@@ -380,35 +425,11 @@ class OnebitLamb(_OneBit):
     elementwise: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze_step: int = 100_000,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        bias_correction: bool = True,
-        eps_inside_sqrt: bool = False,
-        amsgrad: bool = False,
-        group: GroupLike = None,
-    ) -> None:
-        _require("freeze_step", freeze_step, freeze_step >= 1, "at least 1")
-        _require("coeff_beta", coeff_beta, 0 <= coeff_beta < 1, "in [0, 1)")
-        _require("factor_min", factor_min, 0 < factor_min <= factor_max, "positive and at most factor_max")
-        _require("factor_threshold", factor_threshold, 0 < factor_threshold < 1, "in (0, 1)")
-        self.freeze_step, self.eps_inside_sqrt, self.coeff_beta = freeze_step, eps_inside_sqrt, coeff_beta
-        self.factor_bounds, self.factor_threshold = (factor_min, factor_max), factor_threshold
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
-        super().__init__(params, defaults, group, amsgrad=amsgrad)
+    _settings = _LambSettings
+    settings: _LambSettings
+
+    def _group_defaults(self) -> dict[str, Any]:
+        return {"max_coeff": self.settings.max_coeff, "min_coeff": self.settings.min_coeff}
 
     def lamb_coefficients(self) -> list[float]:
         """The rate of each parameter at the last step, relative to lr, in the order of the groups."""
@@ -422,10 +443,10 @@ class OnebitLamb(_OneBit):
 
     def _step(self, params: Sequence[Tensor]) -> None:
         gradients = self._gradients(params)
-        if self.state[params[0]]["step"] < self.freeze_step:
+        if self.state[params[0]]["step"] < self.settings.freeze_step:
             self._exact_mean(gradients, "onebit/gradient")
             self._warm(params, gradients)
-            if self.state[params[0]]["step"] == self.freeze_step:
+            if self.state[params[0]]["step"] == self.settings.freeze_step:
                 for p in params:
                     self.state[p]["exp_avg_sq_fresh"].copy_(self.state[p]["exp_avg_sq"])
         else:
@@ -443,7 +464,7 @@ class OnebitLamb(_OneBit):
                 update = self._direction(group, p)
                 rate = _trust(p.float().norm(), update.norm(), group)
                 if rate != 1.0:
-                    average, beta = state["coefficient"], self.coeff_beta
+                    average, beta = state["coefficient"], self.settings.coeff_beta
                     state["coefficient"] = rate if average == 0.0 else beta * average + (1 - beta) * rate
                 state["rate"] = rate
                 p.add_(update.to(p.dtype), alpha=-group["lr"] * rate)
@@ -472,22 +493,22 @@ class OnebitLamb(_OneBit):
     def _direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
         state = self.state[p]
         c1, c2 = self._corrections(group, state["step"])
-        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
+        denominator = _denominator(state["exp_avg_sq"], c2, group["eps"], self.settings.eps_inside_sqrt)
         update: Tensor = (state["exp_avg"] / denominator).div_(c1)
         return update.add_(p, alpha=group["weight_decay"]) if group["weight_decay"] else update
 
     def _factor(self, group: dict[str, Any], p: Tensor, update: Tensor) -> float:
-        state, low_high = self.state[p], self.factor_bounds
+        state, low_high = self.state[p], (self.settings.factor_min, self.settings.factor_max)
         _, c2 = self._corrections(group, state["step"])
-        frozen = _denominator(state["exp_avg_sq"], c2, group["eps"], self.eps_inside_sqrt)
-        fresh = _denominator(state["exp_avg_sq_fresh"], c2, group["eps"], self.eps_inside_sqrt)
+        frozen = _denominator(state["exp_avg_sq"], c2, group["eps"], self.settings.eps_inside_sqrt)
+        fresh = _denominator(state["exp_avg_sq_fresh"], c2, group["eps"], self.settings.eps_inside_sqrt)
         factor = float((frozen / fresh).max()) if p.numel() else 1.0
         if group["weight_decay"]:  # decay has no variance: only the rest of the update follows it
             without = update.sub(p, alpha=group["weight_decay"]).norm()
             share = min(1.0, float(without / update.norm().clamp_min(1e-30)))
             factor = factor * share + 1.0 - share
         factor = min(max(factor, low_high[0]), low_high[1])
-        last, slack = state["factor"], self.factor_threshold
+        last, slack = state["factor"], self.settings.factor_threshold
         state["factor"] = factor = min(max(factor, last * (1 - slack)), last * (1 + slack))
         return factor
 
@@ -495,7 +516,7 @@ class OnebitLamb(_OneBit):
         if not group["bias_correction"]:
             return 1.0, 1.0
         b1, b2 = group["betas"]
-        return 1 - b1**step, 1 - b2 ** min(step, self.freeze_step)
+        return 1 - b1**step, 1 - b2 ** min(step, self.settings.freeze_step)
 
 
 def _denominator(variance: Tensor, correction: float, eps: float, inside: bool = False) -> Tensor:
@@ -527,8 +548,7 @@ def _unflat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-def _require(name: str, value: object, good: bool, wanted: str) -> None:
-    if not good:
-        raise ConfigError(
-            f"{name}: expected a number {wanted}, found {value}.", code="optimizer-value", fix=f"Set {name}."
-        )
+def _value_error(name: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: expected a number {wanted}, found {value}.", code="optimizer-value", fix=f"Set {name}."
+    )

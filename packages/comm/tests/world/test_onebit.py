@@ -235,6 +235,8 @@ def test_what_cannot_be_is_refused() -> None:
     params = [nn.Parameter(torch.ones(2))]
     with pytest.raises(UnsupportedError):
         OnebitAdam(params, amsgrad=True)
+    with pytest.raises(TypeError, match="var_freeze_step"):
+        OnebitAdam(params, var_freeze_step=10)  # 0/1 Adam's
     for make in (
         lambda: OnebitAdam(params, lr=-1.0),
         lambda: OnebitAdam(params, freeze_step=0),
