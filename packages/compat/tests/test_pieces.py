@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import logging
 import pickle
+from functools import partial
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
+from deepspeed._ours import activations
 from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -22,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from torch import nn
 
-from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 
 # ---- optimizers and schedules
 
@@ -203,30 +205,85 @@ def test_timers():
 # ---- activation checkpointing
 
 
-def test_activation_checkpointing():
+@pytest.fixture
+def unconfigured(monkeypatch):
+    monkeypatch.setattr(activations, "_process", activations._Process())
+
+
+def checkpointed(form, dropout=0.3):
+    """Loss and gradients of two layers called through `form`, with a keyword."""
+    torch.manual_seed(3)
+    layers, x = [nn.Linear(4, 4), nn.Linear(4, 4)], torch.ones(5, 4, requires_grad=True)
+
+    def layer(linear, t, scale):
+        return nn.functional.dropout(linear(t) * scale, dropout)
+
+    out = x * 1
+    for linear in layers:
+        out = form(partial(layer, linear), out, scale=torch.tensor(2.0))
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for linear in layers for p in linear.parameters())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"partition_activations": True},
+        {"contiguous_checkpointing": True, "num_checkpoints": 2},
+        {"checkpoint_in_cpu": True},
+        {"synchronize": True, "profile": True},
+        {"deepspeed_config": {"train_batch_size": 8, "activation_checkpointing": {"number_checkpoints": 2}},
+         "contiguous_checkpointing": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("unconfigured")
+def test_activation_checkpointing(options, caplog):
+    plain = checkpointed(lambda f, *args, **kwargs: f(*args, **kwargs))
     assert not deepspeed.checkpointing.is_configured()
-    options = {
-        "partition_activations": False,
-        "contiguous_checkpointing": False,
-        "checkpoint_in_cpu": False,
-        "profile": False,
-    }
-    deepspeed.checkpointing.configure(mpu_=None, **options)
-    assert deepspeed.checkpointing.is_configured()
-    deepspeed.checkpointing.reset()
-    with pytest.raises(UnsupportedError, match="checkpoint_in_cpu"):
-        deepspeed.checkpointing.configure(checkpoint_in_cpu=True)
-    layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
-    deepspeed.checkpointing.checkpoint(layer, x).sum().backward()
-    grad = layer.weight.grad.clone()
-    layer.weight.grad = None
-    deepspeed.checkpointing.non_reentrant_checkpoint(layer, x).sum().backward()
-    assert torch.equal(grad, layer.weight.grad)
+    with caplog.at_level("INFO", "ds_parallel"):
+        deepspeed.checkpointing.configure(None, **options)
+        assert deepspeed.checkpointing.is_configured()
+        for form in (deepspeed.checkpointing.checkpoint, deepspeed.checkpointing.non_reentrant_checkpoint):
+            assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed(form), strict=True))
+            deepspeed.checkpointing.reset()
+            assert deepspeed.checkpointing.is_configured()
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert ("partition_activations has no effect" in said) == options.get("partition_activations", False)
+    assert ("cpu_checkpointing has no effect" in said) == options.get("checkpoint_in_cpu", False)
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_buffers_of_contiguous_checkpointing_run_out():
+    with pytest.raises(ConfigError, match="number_checkpoints"):
+        deepspeed.checkpointing.configure(contiguous_checkpointing=True)
+    deepspeed.checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=1)
+    with pytest.raises(PlanError, match="number_checkpoints = 1"):
+        checkpointed(deepspeed.checkpointing.checkpoint)
+    deepspeed.checkpointing.set_num_layers(2)
+    checkpointed(deepspeed.checkpointing.checkpoint)
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_named_states_come_again_in_the_recomputation():
+    deepspeed.checkpointing.configure()
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
+    drawn = []
+
+    def draw(t):
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            drawn.append(torch.rand(2))
+        return t.sin()
+
+    deepspeed.checkpointing.checkpoint(draw, torch.ones(2, requires_grad=True)).sum().backward()
+    assert torch.equal(drawn[0], drawn[1])
 
 
 def test_named_random_states():
     deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.set_states(tracker.get_states())
     outside = torch.get_rng_state()
     with tracker.fork():
         first = torch.rand(3)
@@ -234,7 +291,7 @@ def test_named_random_states():
     with tracker.fork():
         second = torch.rand(3)
     assert not torch.equal(first, second)
-    with pytest.raises(ValueError, match="exists"):
+    with pytest.raises(ValueError, match="was added"):
         tracker.add("model-parallel-rng", 1)
     tracker.reset()
     with pytest.raises(ValueError, match="no random state"), tracker.fork():

@@ -128,11 +128,11 @@ _CHECKPOINTING: dict[str, str | Missing] = {
         _ACTIVATIONS, "CheckpointFunction", "CudaRNGStatesTracker", "_CUDA_RNG_STATE_TRACKER",
         "_MODEL_PARALLEL_RNG_TRACKER_NAME", "_set_cuda_rng_state", "checkpoint", "configure", "get_cuda_rng_tracker",
         "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
-        "non_reentrant_checkpoint", "reset", "set_num_layers",
+        "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
     ),
     **_not(
-        Missing("partitioned activations need tensor parallelism, which is not built yet", "checkpoint"),
-        "gather_partitioned_activations", "get_partitioned_activations_for_backward", "partition_activations_in_checkpoint",
+        Missing("checkpointed calls cut and gather their inputs themselves", "checkpoint"),
+        "gather_partitioned_activations", "get_partitioned_activations_for_backward",
     ),
 }  # fmt: skip
 _COMM_ROWS: dict[str, str | Missing] = {

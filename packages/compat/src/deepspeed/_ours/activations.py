@@ -1,17 +1,22 @@
-"""`deepspeed.checkpointing`: activation checkpointing, by torch's own."""
+"""`deepspeed.checkpointing`: activation checkpointing by ds-parallel, with one policy for the process as upstream has it.
+
+What `configure` was told counts; before, what the engine whose forward is running was told in its configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ds_accel import get_accelerator
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_comm import Group, as_group, single_group
+from ds_config import load
+from ds_config.reading import read_all
+from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, Keeping, RngTracker, current, tensor_seed
+from ds_parallel.config import ActivationCheckpointingConfig
 
 __all__ = [
     "CheckpointFunction",
@@ -23,13 +28,46 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "reset",
     "set_num_layers",
 ]
 
-_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
-_TENSOR_OFFSET = 2718
-_configured: list[bool] = []
+_MODEL_PARALLEL_RNG_TRACKER_NAME = TENSOR_PARALLEL
+
+
+class CudaRNGStatesTracker(RngTracker):
+    """Named random states of the device, under upstream's names; `fork(name)` computes with one of them."""
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the table."""
+        return self.states()
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace the table."""
+        self.restore(states)
+
+
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
+@dataclass(slots=True)
+class _Process:
+    """What this process was told. Upstream keeps the same in a dozen module variables."""
+
+    configured: bool = False
+    group: Group = field(default_factory=lambda: single_group("tensor"))
+    policy: ActivationCheckpointing = field(
+        default_factory=lambda: ActivationCheckpointing(tracker=_CUDA_RNG_STATE_TRACKER)
+    )
+
+    def keep(self, keeping: Keeping) -> None:
+        """Checkpoint like this from now on."""
+        self.policy = ActivationCheckpointing(keeping, self.group, tracker=_CUDA_RNG_STATE_TRACKER)
+        self.configured = True
+
+
+_process = _Process()
 
 
 def configure(
@@ -42,127 +80,83 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` keeps activations: whole, on the device. What asks for more is refused.
+    """Say how calls are checkpointed. Of a configuration only `activation_checkpointing` is read; arguments override it.
 
+    Args:
+        mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations.
     Raises:
-        UnsupportedError: partitioned, contiguous or host activations, or their profile ("compat-activations").
+        ConfigError: contiguous checkpointing without a number, or the section is no good.
     """
-    del mpu_, deepspeed_config, num_checkpoints
-    asked = {
+    document = {} if deepspeed_config is None else read_all(deepspeed_config).data
+    given = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    wanted = [name for name, value in asked.items() if value]
-    if wanted:
-        raise UnsupportedError(
-            f"deepspeed.checkpointing.configure({', '.join(f'{name}=True' for name in wanted)})",
-            code="compat-activations",
-            fix="Leave it out; torch.autograd.graph.save_on_cpu keeps activations on the host.",
-        )
-    _configured[:] = [True]
+    section = {**(document.get("activation_checkpointing") or {})}
+    section |= {name: value for name, value in given.items() if value is not None}
+    found = load(ActivationCheckpointingConfig, section)
+    _process.group = _tensor_group(mpu_)
+    _process.keep(found.keeping)
+
+
+def _tensor_group(mpu: Any) -> Group:
+    getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+    found = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
+    return single_group("tensor") if found is None else as_group(found())
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called since the last `reset`."""
-    return bool(_configured)
+    """Whether `configure` was called."""
+    return _process.configured
 
 
 def reset() -> None:
-    """Forget `configure`. There are no buffers to free."""
-    _configured.clear()
+    """Drop the buffers of contiguous checkpointing and the host's; what was configured stays."""
+    if _process.configured:
+        _process.keep(_process.policy.keeping)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing depends on it: there is no buffer to size."""
-    del nlayers
+    """How many buffers contiguous checkpointing makes."""
+    if _process.policy.keeping.slots is not None:
+        _process.keep(replace(_process.policy.keeping, slots=nlayers))
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Whether each tensor-parallel rank keeps its part of every input."""
+    _process.keep(replace(_process.policy.keeping, slices=partition_activation))
+
+
+def _policy() -> ActivationCheckpointing:
+    engines = current()
+    if _process.configured:
+        engines.calls += 1  # its section is heard: these are the calls that it speaks of
+        return _process.policy
+    engines.tracker = _CUDA_RNG_STATE_TRACKER
+    return engines
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` and keep only its inputs; it runs again in backward."""
-    return torch_checkpoint(function, *args, use_reentrant=True)
+    return _policy().checkpoint_reentrant(function, *args, **kwargs)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The same by saved-tensor hooks."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    return _policy().checkpoint(function, *args, **kwargs)
 
 
 # ---- random states by name
 
 
-def _get_state() -> torch.Tensor:
-    accelerator = get_accelerator()
-    state: torch.Tensor = torch.get_rng_state() if accelerator.name == "cpu" else accelerator.module.get_rng_state()
-    return state
-
-
 def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:
     """Set the device's random state; the host's on the CPU."""
     del device
-    accelerator = get_accelerator()
-    if accelerator.name == "cpu":
-        torch.set_rng_state(new_state)
-    else:
-        accelerator.module.set_rng_state(new_state)
-
-
-class CudaRNGStatesTracker:
-    """Named random states of the device; `fork(name)` computes with one of them."""
-
-    def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
-        self.seeds_: set[int] = set()
-
-    def reset(self) -> None:
-        """Forget all."""
-        self.states_, self.seeds_ = {}, set()
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the table."""
-        return dict(self.states_)
-
-    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace the table."""
-        self.states_ = dict(states)
-
-    def add(self, name: str, seed: int) -> None:
-        """A new state, begun at `seed`.
-
-        Raises:
-            ValueError: name or seed is there already.
-        """
-        if seed in self.seeds_ or name in self.states_:
-            raise ConfigError(f"random state {name!r} or seed {seed} exists", code="compat-rng", fix="Use another.")
-        before = _get_state()
-        get_accelerator().manual_seed(seed)
-        self.states_[name] = _get_state()
-        self.seeds_.add(seed)
-        _set_cuda_rng_state(before)
-
-    @contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Inside, the device draws from the named state.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        if name not in self.states_:
-            raise ConfigError(
-                f"there is no random state {name!r}", code="compat-rng", fix="Call add(name, seed) first."
-            )
-        before = _get_state()
-        _set_cuda_rng_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = _get_state()
-            _set_cuda_rng_state(before)
-
-
-_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+    _CUDA_RNG_STATE_TRACKER.set_default_state(new_state)
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
@@ -171,13 +165,12 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begin the named state of tensor parallelism anew; there is one tensor-parallel rank."""
+    """Begin the named state of tensor parallelism anew, at this rank's seed."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + _TENSOR_OFFSET)
+    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_seed(seed, _process.group.rank))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device with `seed`, and the named state apart from it."""
-    model_parallel_reconfigure_tp_seed(seed)
-    get_accelerator().manual_seed(seed)
+    """Seed the device with `seed`, and the named state apart from it, at this rank's seed."""
+    get_cuda_rng_tracker().seed_tensor_parallel(seed, _process.group.rank)
