@@ -32,7 +32,7 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm.arena import arena_refusal
 from ds_config.errors import CommError
-from ds_ops.shm import Segment, combine
+from ds_ops.shm import Segment
 
 __all__ = ["HostMemory", "HostPlan", "Slot", "host_refusal"]
 
@@ -154,12 +154,11 @@ class HostMemory:
         self._posted.advance()
         self._marks[slot.number] = self._posted.value
 
-    def pull(self, slot: Slot, out: Tensor, start: int, what: str) -> None:
-        """out = sum over ranks of [start, start + n) of their parts of a slot, in rank order; waits until all posted."""
+    def wait(self, slot: Slot, what: str) -> None:
+        """Return when every rank has posted its part of a slot."""
         mark = self._marks.get(slot.number)
         if mark is not None:
             self._posted.wait(mark, what)
-        combine(out, [part[start : start + out.numel()] for part in slot.all])
 
     def pulled(self, slot: Slot) -> None:
         """This rank needs a slot no more."""

@@ -38,13 +38,15 @@ class NormScope:
 
 
 def square_of(units: Sequence[Unit], scope: NormScope | None) -> float:
-    """This rank's share of the sum of squares of reduced gradients. Reads each gradient once."""
+    """This rank's share of the sum of squares of reduced gradients. Reads each gradient once, unless the pass that
+    summed it over the ranks has told."""
     total = 0.0
     for unit in units:
         if unit.grad is None:
             continue
         if scope is None or scope.replicated.isdisjoint(unit.spec.shapes):
-            total += _square(unit.grad)
+            told = unit.square
+            total += _square(unit.grad) if told is None else told
             continue
         for piece in unit.layout.owned(unit.rank):
             copies = scope.group.size if piece.name in scope.replicated else 1

@@ -9,7 +9,7 @@ An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients 
 the norm that clips them, alike on all ranks, is the root of the mean of the ranks' squared norms.
 
 Gradients are consumed by `step`. The averaged gradient is sum / (ranks x loss scale x divisor); that factor and clipping are
-one multiplication of the shard.
+one factor, see `stepping.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ds_zero.moving import KINDS
 from ds_zero.precision import ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
+from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
 
 __all__ = ["ShardedOptimizer", "StepReport"]
@@ -264,17 +265,20 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         self.sharding.adopt_edits()
+        grads = [u.grad for u in units if u.grad is not None]
+        if any(u.grad is not None and u.grad.dtype != u.shard.dtype for u in units):
+            for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
+                grad.mul_(factor)
+            factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
             if unit.grad is None:
                 continue
-            if factor != 1.0:
-                unit.grad.mul_(factor)
             if absent and len(absent) < len(unit.params):
                 self._split(unit)
             for part in unit.parts:
                 if not absent.issuperset(part.members) or not absent:
                     part.tensor.grad = _as(unit.grad[part.start : part.stop], part.tensor)
-        self.inner.step()
+        step_with(self.inner, grads, factor)
         for unit in units:
             for part in unit.parts:
                 part.tensor.grad = None

@@ -38,8 +38,10 @@ from ds_zero._torch import foreach_add, foreach_copy, storage_uses
 from ds_zero.host import HostMemory
 from ds_zero.host import Slot as HostSlot
 from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
+from ds_zero.posting import Posting
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
+from ds_zero.rows import RowSum
 from ds_zero.scattered import whole
 from ds_zero.store import Pool
 from ds_zero.units import UnitSpec
@@ -109,6 +111,7 @@ class Unit:
         self.rank = seat.shards.rank
         self.releases = spec.residency.shard_params and seat.shards.size > 1 and self.host is None
         self.pins = 0
+        self.rows: RowSum | None = None  # how gradients of embeddings are summed at stage 0; None: like all others
         self.state = Full.CURRENT
         self.arena: Tensor | None = None
         self.open = False
@@ -120,7 +123,8 @@ class Unit:
         self._spare_grad: Tensor | None = None
         self._gathering: list[comm.Work] = []
         self._reducing: _Reduction | None = None
-        self._slot: HostSlot | None = None
+        self._square: tuple[float, int] | None = None
+        self._posting = None if self.host is None else Posting(self.host, self.layout, self.rank, spec.name)
         self._adopt()
         self.parts: list[Part] = []
         if spec.trained:
@@ -314,36 +318,47 @@ class Unit:
         """
         self.finish_reduce()
         present = [i for i, param in enumerate(self.params) if param.grad is not None]
-        fresh = not self.open
         with torch.no_grad():
-            if fresh:
-                self._open(self.dtypes.reduce if now else self.dtypes.accumulate, shown=now)
-            elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
-                self._recast(self.arena, self.dtypes.accumulate)
-            views = self._arena_views
-            if len(present) != len(views):
-                if fresh:
-                    for i in set(range(len(views))).difference(present):
-                        views[i].zero_()
-                views = [views[i] for i in present]
-            grads = [_dense(self.params[i].grad) for i in present]
-            if grads:
-                (foreach_copy if fresh else foreach_add)(views, grads)
+            if now and not self.open and self._posting is not None:
+                self._show(self._posting, present)
+            else:
+                self._collect(present, now=now)
         for i in present:
             self.params[i].grad = None
+
+    def _show(self, posting: Posting, present: Sequence[int]) -> None:
+        slot = self._open_slot(posting, self.dtypes.reduce)
+        posting.show(slot, {i: _dense(self.params[i].grad) for i in present})
+        self.open = True
+
+    def _collect(self, present: Sequence[int], *, now: bool) -> None:
+        fresh = not self.open
+        if fresh:
+            self._open(self.dtypes.reduce if now else self.dtypes.accumulate)
+        elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
+            self._recast(self.arena, self.dtypes.accumulate)
+        views = self._arena_views
+        if len(present) != len(views):
+            if fresh:
+                for i in set(range(len(views))).difference(present):
+                    views[i].zero_()
+            views = [views[i] for i in present]
+        grads = [_dense(self.params[i].grad) for i in present]
+        if grads:
+            (foreach_copy if fresh else foreach_add)(views, grads)
 
     def reduce(self) -> None:
         """Start to sum the arena over the ranks and add this rank's shard of the sum to `grad`. Sends (N-1)/N of it."""
         if not self.open:
             self.accumulate()
         arena = self.arena
+        if arena is not None and self.seat.size > 1 and self._travels_narrow(arena):
+            arena = self._recast(arena, self.dtypes.reduce)
+        if self._posting is not None:
+            self._post(self._posting, arena)
+            return
         if arena is None:
             raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
-        if self._slot is None and self.seat.size > 1 and self._travels_narrow(arena):
-            arena = self._recast(arena, self.dtypes.reduce)
-        if self.host is not None:
-            self._post(arena, self.host)
-            return
         first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
         keeps = not self.spec.residency.shard_grads or self.layout.world == 1
         # A sum that is also one of its terms would need memory for the term that comes.
@@ -351,7 +366,7 @@ class Unit:
         if in_place:
             out = self._own(arena)[0]
         else:
-            out = self._sum_buffer(arena)
+            out = self._sum_buffer(arena.dtype)
         works = []
         for segment in self.layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
@@ -359,7 +374,9 @@ class Unit:
             works.append(
                 comm.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=self.spec.name)
             )
-        if self.layout.world == 1:
+        if self.layout.world == 1 and self.rows is not None:
+            works += self.rows.start(out, self.seat.replicas)
+        elif self.layout.world == 1:
             works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=self.spec.name))
         self.open = False
         self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
@@ -368,32 +385,23 @@ class Unit:
         # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
         return self.dtypes.reduce.itemsize < min(arena.dtype.itemsize, self.dtypes.param.itemsize)
 
-    def _post(self, arena: Tensor, host: HostMemory) -> None:
+    def _post(self, posting: Posting, arena: Tensor | None) -> None:
         # The same on a shared host: the ranks' slots are summed where they are.
-        slot = self._slot
-        if slot is None:
-            slot = host.open_slot(self.layout.numel, arena.dtype, self.finish_reduce)
-            slot.mine.copy_(arena)
-        host.post(slot)
-        self._give_arena()
-        self._slot, self.open = slot, False
-        adds = not (self.grad is None and arena.dtype == self.dtypes.accumulate)
-        self._reducing = _Reduction([], self._sum_buffer(arena), adds=adds, keeps=True, in_place=False)
+        if arena is not None:
+            posting.show_flat(self._open_slot(posting, arena.dtype), arena)
+        posting.post()
+        self.open, dtype = False, posting.slot.mine.dtype
+        adds = not (self.grad is None and dtype == self.dtypes.accumulate)
+        self._reducing = _Reduction([], self._sum_buffer(dtype), adds=adds, keeps=False, in_place=False)
 
-    def _sum_buffer(self, arena: Tensor) -> Tensor:
+    def _open_slot(self, posting: Posting, dtype: torch.dtype) -> HostSlot:
+        return posting.host.open_slot(self.layout.numel, dtype, self.finish_reduce)
+
+    def _sum_buffer(self, dtype: torch.dtype) -> Tensor:
         """Where the sum goes: the gradient itself, if there is none yet and formats agree; else a buffer to add from."""
-        if self.grad is None and arena.dtype == self.dtypes.accumulate:
+        if self.grad is None and dtype == self.dtypes.accumulate:
             return self._take_spare()
-        return self.seat.pool.take(self.layout.shard_numel, arena.dtype, arena.device)
-
-    def _pull(self, out: Tensor) -> None:
-        slot, self._slot = self._slot, None
-        if slot is None or self.host is None:
-            return
-        for segment in self.layout.segments:
-            start = segment.start + self.rank * segment.chunk
-            self.host.pull(slot, out[segment.at : segment.at + segment.chunk], start, self.spec.name)
-        self.host.pulled(slot)
+        return self.seat.pool.take(self.layout.shard_numel, dtype, self.full.device)
 
     def finish_reduce(self) -> None:
         """Wait for `reduce`: `grad` is valid afterwards."""
@@ -402,9 +410,10 @@ class Unit:
             return
         for work in going.works:
             work.wait()
-        self._pull(going.out)
+        square = None if self._posting is None else self._posting.pull(going.out)
         if self.layout.world > 1 and self.seat.replicas.size > 1:
             comm.all_reduce(going.out, group=self.seat.replicas, unit=self.spec.name)
+            square = None
         if going.adds:
             if self.grad is None:
                 self.grad = self._take_spare().copy_(going.out)
@@ -413,8 +422,16 @@ class Unit:
             self.seat.pool.give(going.out)
         else:
             self.grad, self._grad_in_arena = going.out, going.in_place
+        self._square = None if square is None or going.adds else (square, going.out._version)
         if not going.keeps:
             self._give_arena()
+
+    @property
+    def square(self) -> float | None:
+        """Sum of squares of `grad`, if the pass that made it told, and nobody has written it since."""
+        if self.grad is None or self._square is None or self.grad._version != self._square[1]:
+            return None
+        return self._square[0]
 
     def clear_grad(self) -> None:
         """Forget every gradient, reduced or not."""
@@ -424,7 +441,8 @@ class Unit:
             param.grad = None
         if self.spec.residency.shard_grads or self.host is not None:
             self._give_arena()
-        self._slot = None
+        if self._posting is not None:
+            self._posting.drop()
 
     def drop_idle(self) -> int:
         """Give back gradient buffers that hold nothing. Returns the bytes that were not the pool's."""
@@ -443,18 +461,13 @@ class Unit:
         held["grad_shard"] = 0 if self._spare_grad is None else self._spare_grad.nbytes
         return held
 
-    def _open(self, dtype: torch.dtype, *, shown: bool) -> None:
+    def _open(self, dtype: torch.dtype) -> None:
         if self._grad_in_arena and self.grad is not None:
             self.grad = self._take_spare().copy_(self.grad)  # the arena is about to be written
             self._grad_in_arena = False
         if self.arena is not None and self.arena.dtype != dtype:
             self._give_arena()
-        arena = self.arena
-        if arena is None and shown and self.host is not None:
-            self._slot = self.host.open_slot(self.layout.numel, dtype, self.finish_reduce)
-            arena = self._set_arena(dtype, self._slot.mine)
-        elif arena is None:
-            arena = self._set_arena(dtype)
+        arena = self._set_arena(dtype) if self.arena is None else self.arena
         for gap in self._gaps:
             arena[gap.start : gap.stop].zero_()
         self.open = True
@@ -464,15 +477,13 @@ class Unit:
         self.seat.pool.give(old)
         return new
 
-    def _set_arena(self, dtype: torch.dtype, buffer: Tensor | None = None) -> Tensor:
-        if buffer is None:
-            buffer = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
-        self.arena = arena = buffer
+    def _set_arena(self, dtype: torch.dtype) -> Tensor:
+        self.arena = arena = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
         self._arena_views = [arena[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
         return arena
 
     def _give_arena(self) -> None:
-        if self.arena is not None and self._slot is None:
+        if self.arena is not None:
             self.seat.pool.give(self.arena)
         self.arena, self._arena_views = None, []
 

@@ -1,0 +1,173 @@
+"""One unit's reduction in memory that the ranks of a host share: who copies what, and what is summed from where.
+
+Words: a rank *shows* the others the elements of its gradients that they own, by copying them into its slot. The elements that it
+owns itself are *kept*: they are summed straight out of the tensors that autograd made, which live until then. Ranges too
+short to be worth a call of their own are shown, too. A *run* is a range of the shard that is summed by one call.
+
+Cost, for W ranks and n elements: (W-1)/W n read and written to show, n read and n/W written to sum; the squares of the sum come
+out of the same pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from ds_ops.summing import sum_sources
+from ds_zero._torch import foreach_copy
+from ds_zero.host import HostMemory, Slot
+from ds_zero.layout import UnitLayout
+
+__all__ = ["Posting", "Run", "Shown", "SumPlan", "plan_sums"]
+
+LEAST = 16384
+"""Elements; copying fewer takes less time than the call that would spare it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Elements [start, stop) of flattened parameter number `member` go to `at` of the slot."""
+
+    member: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, stop) of the shard are the sum over ranks of what begins at `at` of their slots.
+
+    Attributes:
+        member: The parameter whose gradient stands for this rank's slot, from its element `first`; None: the slot.
+    """
+
+    start: int
+    stop: int
+    at: int
+    member: int | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SumPlan:
+    """Of one rank. `shown` names the kept parameters only; all others are shown whole. Runs cover the shard."""
+
+    shown: tuple[Shown, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Numbers of the parameters of which a part is kept."""
+        return frozenset(run.member for run in self.runs if run.member is not None)
+
+
+def plan_sums(layout: UnitLayout, rank: int, least: int = LEAST) -> SumPlan:
+    """What rank `rank` shows and sums of a unit. Pure; O(parameters x segments)."""
+    places = {slot.name: (member, slot) for member, slot in enumerate(layout.slots)}
+    shown: list[Shown] = []
+    runs: list[Run] = []
+    ends: dict[int, list[int]] = {}
+    pieces = [piece for piece in layout.owned(rank) if piece.interval.numel >= least]
+    for segment in layout.segments:
+        done, last = segment.at, segment.at + segment.chunk
+        to_full = segment.start + rank * segment.chunk - segment.at
+        for piece in (p for p in pieces if segment.at <= p.start < last):
+            member = places[piece.name][0]
+            if piece.start > done:
+                runs.append(Run(done, piece.start, done + to_full))
+            done = piece.stop
+            runs.append(Run(piece.start, done, piece.start + to_full, member, piece.interval.start))
+            ends.setdefault(member, []).extend((piece.interval.start, piece.interval.stop))
+        if done < last:
+            runs.append(Run(done, last, done + to_full))
+    for member, inside in ends.items():
+        slot = layout.slots[member]
+        for start, stop in list(pairwise((0, *sorted(inside), math.prod(slot.shape))))[::2]:
+            if stop > start:
+                shown.append(Shown(member, start, stop, slot.offset + start))
+    return SumPlan(tuple(shown), tuple(runs))
+
+
+class Posting:
+    """The slots of one unit, one reduction after the other. All ranks make the same calls in the same order."""
+
+    def __init__(self, host: HostMemory, layout: UnitLayout, rank: int, name: str) -> None:
+        self.host, self.layout, self.rank, self.name = host, layout, rank, name
+        self.plan = plan_sums(layout, rank)
+        self._whole = SumPlan((), tuple(Run(s.at, s.at + s.chunk, s.start + rank * s.chunk) for s in layout.segments))
+        self._kept_numbers, self._gaps = self.plan.kept, layout.gaps
+        self._slot: Slot | None = None
+        self._kept: dict[int, Tensor] = {}
+        self._flat: Tensor | None = None
+
+    @property
+    def slot(self) -> Slot:
+        """The one that is open or posted."""
+        if self._slot is None:
+            raise RuntimeError(f"unit {self.name} has no slot open")
+        return self._slot
+
+    def show(self, slot: Slot, grads: Mapping[int, Tensor]) -> None:
+        """Fill a slot with gradients by number of the parameter; those without one contribute zeros.
+
+        Where formats agree, what this rank owns is kept and not copied: the tensors must not change until `pull`.
+        """
+        mine, self._slot = slot.mine, slot
+        for gap in self._gaps:
+            mine[gap.start : gap.stop].zero_()
+        to, of = [], []
+        for member, place in enumerate(self.layout.slots):
+            grad = grads.get(member)
+            if grad is None:
+                mine[place.offset : place.offset + place.numel].zero_()
+            elif member in self._kept_numbers and grad.dtype == mine.dtype and grad.is_contiguous():
+                self._kept[member] = grad.view(-1)
+            else:
+                to.append(mine[place.offset : place.offset + place.numel].view(place.shape))
+                of.append(grad)
+        for part in self.plan.shown:
+            kept = self._kept.get(part.member)
+            if kept is not None:
+                to.append(mine[part.at : part.at + part.stop - part.start])
+                of.append(kept[part.start : part.stop])
+        if to:
+            foreach_copy(to, of)
+
+    def show_flat(self, slot: Slot, flat: Tensor) -> None:
+        """The same from a buffer laid out like the slot; what this rank owns of it must not change until `pull`."""
+        self._slot, self._flat = slot, flat
+        for segment in self.layout.segments:
+            own = segment.start + self.rank * segment.chunk
+            end = segment.start + segment.chunk * self.layout.world
+            for start, stop in ((segment.start, own), (own + segment.chunk, end)):
+                slot.mine[start:stop].copy_(flat[start:stop])
+
+    def post(self) -> None:
+        """What is shown may be read by the others."""
+        self.host.post(self.slot)
+
+    def pull(self, out: Tensor) -> float:
+        """out = the sum over ranks of this rank's shard, in rank order; waits until all posted. Returns its squares' sum."""
+        slot, squares = self.slot, 0.0
+        self.host.wait(slot, self.name)
+        for run in self._whole.runs if self._flat is not None else self.plan.runs:
+            end = run.at + run.stop - run.start
+            sources = [row[run.at : end] for row in slot.all]
+            if self._flat is not None:
+                sources[self.rank] = self._flat[run.at : end]
+            elif run.member in self._kept:
+                sources[self.rank] = self._kept[run.member][run.first : run.first + run.stop - run.start]
+            squares += sum_sources(out[run.start : run.stop], sources)
+        self.host.pulled(slot)
+        self.drop()
+        return squares
+
+    def drop(self) -> None:
+        """Forget a slot that nobody will pull, and what was kept for it."""
+        self._slot, self._flat = None, None
+        self._kept.clear()
