@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -171,6 +172,37 @@ for path in ["zero.Init", "zero.GatheredParameters", "comm.get_rank", "utils.log
 """
     source = str(Path(deepspeed.__path__[0]).parent)
     subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{text}"], check=True)
+
+
+SIGNATURES = {
+    "deepspeed.initialize": "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+    "dist_init_required collate_fn config mesh_param config_params",
+    "deepspeed.init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method "
+    "dist_init_required config rank world_size",
+    "deepspeed.DeepSpeedEngine.backward": "self loss retain_graph scale_wrt_gas",
+    "deepspeed.DeepSpeedEngine.step": "self lr_kwargs",
+    "deepspeed.DeepSpeedEngine.save_checkpoint": "self save_dir tag client_state save_latest exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.load_checkpoint": "self load_dir tag load_module_strict load_optimizer_states "
+    "load_lr_scheduler_states load_module_only custom_load_fn",
+    "deepspeed.DeepSpeedEngine.compile": "self backend compile_kwargs schedule compiled_autograd_enabled",
+    "deepspeed.DeepSpeedEngine._consolidated_16bit_state_dict": "self exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.save_16bit_model": "self save_dir save_filename exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.offload_states": "self include device pin_memory non_blocking",
+    "deepspeed.DeepSpeedEngine.reload_states": "self non_blocking",
+    "deepspeed.DeepSpeedEngine.set_gradient_accumulation_boundary": "self is_boundary",
+    "deepspeed.zero.Init": "module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path "
+    "config enabled dtype mpu",
+    "deepspeed.zero.GatheredParameters": "params modifier_rank fwd_module enabled",
+}
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_arguments_that_clients_give_by_name_or_look_for(path):
+    found = deepspeed
+    for name in path.split(".")[1:]:
+        found = getattr(found, name)
+    wanted = SIGNATURES[path].split()
+    assert list(inspect.signature(found).parameters)[: len(wanted)] == wanted
 
 
 def test_versions():

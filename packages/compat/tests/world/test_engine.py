@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_testing import world
 
 STAGES = [0, 1, 2, 3]
@@ -32,6 +32,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(4)
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.register_buffer("table", torch.arange(6).float() / 7, persistent=False)
 
     def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
@@ -123,6 +124,40 @@ def test_the_caller_decides_where_a_step_ends(stage):
 
 
 @world(2, backend=None)
+def test_who_steps_the_schedule():
+    """The engine steps one that it was given or made; a client's own acts on the group dicts that the engine shares."""
+    import deepspeed
+
+    def rates(engine, after):
+        found = []
+        for step in range(3):
+            engine.backward(loss_of(engine, step, engine.mesh.rank))
+            engine.step()
+            after()
+            found.append(engine.get_lr()[0])
+        return found
+
+    linear = {"warmup_min_lr": 0, "warmup_max_lr": 0.3, "warmup_num_steps": 3, "warmup_type": "linear"}
+    engine, _, _, scheduler = start(1, scheduler={"type": "WarmupLR", "params": linear})
+    assert scheduler is engine.lr_scheduler
+    assert rates(engine, lambda: None) == pytest.approx([0.0, 0.1, 0.2])
+    assert scheduler.get_last_lr() == engine.get_lr()
+    engine.destroy()
+    model = Net()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
+    config = settings(1)
+    del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=inner, config=config)
+    assert engine.optimizer.param_groups[0] is inner.param_groups[0]
+    assert rates(engine, schedule.step) == pytest.approx([0.1 / 2, 0.1 / 3, 0.1 / 4])
+    engine.destroy()
+    with pytest.raises(PlanError, match="train_batch_size"):
+        start(1, train_batch_size=5)
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_the_optimizer_may_be_stepped_directly():
     """Fabric's way: counters of the engine do not move, numbers are the same."""
     import deepspeed
@@ -180,7 +215,7 @@ def test_parameters_of_stage_3():
 
 
 @world(2, backend=None)
-def test_a_model_made_inside_init():
+def test_a_model_made_inside_init(monkeypatch):
     """Transformers' way under stage 3: made cut, filled on rank 0 inside GatheredParameters, a layer replaced, initialized."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
@@ -191,14 +226,19 @@ def test_a_model_made_inside_init():
         apart = nn.Sequential(nn.Linear(2, 2))
         deepspeed.runtime.zero.partition_parameters.restore_init_context()
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert torch.equal(half.table, torch.arange(6).float() / 7)  # tables stay as exact as they were made
     assert not is_zero_param(apart[0].weight)
     assert apart[0].weight.dtype == torch.float32
     with deepspeed.zero.Init(config_dict_or_path=settings(3), enabled=False):
         assert type(nn.Sequential(nn.Linear(2, 2))[0].weight) is nn.Parameter
-    state = torch.get_rng_state()
-    with deepspeed.zero.Init(config_dict_or_path=settings(3)):
-        torch.set_rng_state(state)
-        model = nn.ModuleDict({"first": nn.Linear(6, 8), "net": Net()})
+    with monkeypatch.context() as patch:  # as Transformers does, before it enters Init
+        pp = deepspeed.runtime.zero.partition_parameters
+        patch.setattr(pp, "zero_wrapper_for_fp_tensor_constructor", lambda fn, *rest, **options: fn)
+        with deepspeed.zero.Init(config_dict_or_path=settings(3)):
+            model = nn.ModuleDict({"net": Net()})
+            after = torch.get_rng_state()
+    Net()
+    assert torch.equal(torch.get_rng_state(), after), "cutting draws no random numbers"
     weight = model["net"].first.weight
     assert is_zero_param(weight)
     assert (weight.ds_shape, weight.ds_numel, weight.partition_numel()) == ((8, 6), 48, 24)
