@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
 __all__ = [
     "foreach_add",
     "foreach_copy",
     "graph_task_id",
     "has_saved_tensor_hooks",
+    "plain_step",
     "queue_callback",
     "storage_uses",
     "without_torch_function",
@@ -44,3 +47,9 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def without_torch_function() -> AbstractContextManager[None]:
     """Inside, tensor subclasses are treated as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """An optimizer class's own `step`, without the profiler that torch wraps around it and imports when it first runs."""
+    step: Callable[..., Any] = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ds_config.errors import UnsupportedError
+from ds_zero._torch import plain_step
 from ds_zero.layout import Kind
 
 __all__ = ["needed_layout", "needed_layouts", "owns_reduction"]
@@ -85,11 +86,12 @@ def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) 
     if isinstance(settings.get("lr"), float) and settings["lr"] == 0.0:
         settings["lr"] = 1e-2  # a warm-up begins at zero; nothing would move
     twin.param_groups = [{**settings, "params": params}]
-    for step in range(_STEPS):
+    step = plain_step(type(optimizer))
+    for number in range(_STEPS):
         for param in params:  # a function of each element, so the same whole and in pieces
-            turned = param.detach() * (5.0 + step) + 0.5
+            turned = param.detach() * (5.0 + number) + 0.5
             param.grad = turned / (1.0 + turned * turned)
-        type(optimizer).step(twin)
+        step(twin)
     return [param.detach() for param in params]
 
 

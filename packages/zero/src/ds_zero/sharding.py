@@ -31,6 +31,7 @@ from ds_zero.norms import NormScope
 from ds_zero.precision import Precision
 from ds_zero.replicas import Replicas, split_replicas
 from ds_zero.residency import STAGES, Residency
+from ds_zero.rows import row_sum, tables
 from ds_zero.scattered import is_scattered
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Seat, Unit
@@ -59,6 +60,7 @@ class ShardOptions:
             independently of each other, whole for one that needs whole parameters (found out by asking it).
         shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
             over all ranks. None: all ranks share one copy.
+        sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
     """
@@ -73,6 +75,7 @@ class ShardOptions:
     strict: bool = False
     layout: Kind | None = None
     shard_size: int | None = None
+    sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
 
     @property
@@ -144,6 +147,12 @@ class Sharding:
         self.group = comm.as_group(options.group)
         self.precision = Precision.of(options.precision)
         residency = options.residency
+        if options.sparse and residency.shard_optim:
+            raise PlanError(
+                f"sparse gradients were asked for with {residency}: shards of a gradient are summed, not rows",
+                code="zero-sparse",
+                fix="Use stage 0, or leave it out.",
+            )
         params, modules = describe(model, groups, layouts or options.layout or "flat", self.precision)
         self.specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
@@ -160,6 +169,10 @@ class Sharding:
         self._unforeseen: Group | None = None
         self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
         self.seat = seat
+        if options.sparse:
+            names = tables(model)
+            for unit in self.units:
+                unit.rows = row_sum(unit.layout, names, unit.spec.name)
         if host is not None:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
@@ -175,9 +188,7 @@ class Sharding:
 
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
-        unit = Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
-        unit.reshard()  # one at a time: the model need not fit whole
-        return unit
+        return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
 
     def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
         group = self._replicas.shards

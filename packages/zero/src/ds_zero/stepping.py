@@ -8,6 +8,7 @@ multiplied first: one read and one write more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +47,10 @@ def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
 
 
 def _step_divided(optimizer: Optimizer, divisor: float) -> None:
-    optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.zeros((), dtype=torch.float32)  # type: ignore[attr-defined]
+    told: Any = optimizer  # both attributes exist during a step only
+    told.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    told.found_inf = torch.zeros((), dtype=torch.float32)
     try:
         optimizer.step()
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        del told.grad_scale, told.found_inf

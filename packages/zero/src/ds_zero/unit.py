@@ -140,7 +140,7 @@ class Unit:
         device, numel = _device(self.params[0]), self.layout.numel
         if self.host is None:
             self.full = self.home = torch.empty(numel, dtype=self.dtypes.param, device=device)
-            for gap in self._gaps:
+            for gap in self._gaps if not self.releases else ():
                 self.full[gap.start : gap.stop].zero_()
         else:
             self.home, self.full = self.host.full(self.number)
@@ -150,7 +150,8 @@ class Unit:
             if self.aliased:
                 self.shard = self._own(self.home)[0]
             else:
-                self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
+                self.shard = torch.empty(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
+                self._clear_shard_gaps()
             owned: dict[str, list[Piece]] = {}
             for piece in self.layout.owned(self.rank):
                 owned.setdefault(piece.name, []).append(piece)
@@ -164,15 +165,26 @@ class Unit:
         self._versions = [param._version for param in self.params]
         self._uses = storage_uses(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
+        self.reshard()  # of a unit that releases, full was never written: the model need not fit whole
+
+    def _clear_shard_gaps(self) -> None:
+        end = 0
+        for piece in self.layout.owned(self.rank):
+            self.shard[end : piece.start].zero_()
+            end = piece.stop
+        self.shard[end:].zero_()
 
     def _fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor) -> None:
         """Put one parameter's values where this unit keeps them. Those of meta parameters come later: `load_pretrained`."""
+        keeps_full = self.host is None and not self.releases
         if value.is_meta:
-            if self.host is None:
+            for piece in pieces if not self.aliased else ():
+                self.shard[piece.start : piece.stop].zero_()
+            if keeps_full:
                 self.full[slot.offset : slot.offset + slot.numel].zero_()
             return
         flat = value.reshape(-1)
-        if self.host is None:
+        if keeps_full:
             self.full[slot.offset : slot.offset + slot.numel].copy_(flat)
         for piece in pieces:
             mine = flat[piece.interval.start : piece.interval.stop]
