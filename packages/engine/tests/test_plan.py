@@ -155,6 +155,7 @@ def broken(world: int = 2, **changes: Any) -> DsError:
                 ({"zero_optimization": {"stage": 1}}, "stage = 1"),
                 ({"communication_data_type": "bf16"}, "communication_data_type = bf16"),
                 ({"prescale_gradients": True}, "prescale_gradients"),
+                ({"sparse_gradients": True}, "sparse_gradients"),
                 ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
                 (
                     {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},

@@ -147,7 +147,7 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     seen += [entry for recorder in made for entry in recorder]
     if config.optimizer is not None:
         optimizer = make_optimizer(config.optimizer, list(MODEL.parameters()), MODEL, plan.states)
-        seen += [type(optimizer), optimizer.defaults]
+        seen += [type(optimizer), optimizer.defaults, getattr(optimizer, "settings", None)]
         seen += [(k, v) for k, v in vars(optimizer).items() if isinstance(v, int | float | tuple)]
         seen += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     if config.scheduler is not None and isinstance(config.scheduler.params, Schedule):

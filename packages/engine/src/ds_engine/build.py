@@ -155,6 +155,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         "overlap": plan.sharding.overlap,
         "strict": plan.sharding.strict,
         "shard_size": plan.sharding.shard_size,
+        "sparse": plan.sharding.sparse,
     }
     sharded: ShardedOptimizer | Sharding
     if inner is None:

@@ -84,7 +84,9 @@ class Config(MonitorConfig):
     gradient_predivide_factor: float = Field(
         default=1.0, gt=0, description="Divide gradients by it before they are added up, and by the rest after."
     )
-    sparse_gradients: Annotated[bool, Unbuilt("false; embedding gradients are reduced as they are")] = False
+    sparse_gradients: bool = Field(
+        default=False, description="Send only the rows of embedding gradients that are not zero. At ZeRO stage 0."
+    )
     progressive_layer_drop: LayerDropConfig | None = Field(default=None, description="Tell the model to drop layers.")
     eigenvalue: Annotated[Section, Dead("it cannot be enabled where it comes from, either")] = None
 

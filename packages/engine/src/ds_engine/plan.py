@@ -69,12 +69,14 @@ class ShardPlan:
         overlap: Communicate while computing.
         strict: Raise if the ranks of a step used different parameters.
         shard_size: Ranks that share one copy of what is sharded; None: all.
+        sparse: Send only the rows of embedding gradients that are not zero.
     """
 
     policy: UnitPolicy
     overlap: bool
     strict: bool
     shard_size: int | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config.zero_optimization.overlap_comm is not False,
         config.zero_optimization.enable_sanity_checks,
         config.zero_optimization.mics_shard_size if config.zero_optimization.mics_shard_size > 0 else None,
+        config.sparse_gradients,
     )
     units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
@@ -347,6 +350,7 @@ def _gradients_text(plan: Plan) -> str:
     text = "summed over ranks" if plan.sums else "averaged over ranks"
     text += ", by the optimizer" if reduces_itself(plan.config.optimizer) else ""
     text += f", divided by {plan.predivide:g} before" if plan.predivide != 1.0 else ""
+    text += ", of embeddings only rows that are not zero" if plan.sharding.sparse else ""
     return text if plan.managed else f"{text}; every step() is the end of a step"
 
 

@@ -80,6 +80,12 @@ RULES: tuple[Rule, ...] = (
         "Keep one.",
     ),
     Rule(
+        "zero-sparse",
+        lambda c, world: c.sparse_gradients and c.zero_optimization.stage > 0,
+        lambda c, world: f"sparse_gradients = true with zero_optimization.stage = {c.zero_optimization.stage}",
+        "Use stage 0, or remove the key: shards of a gradient are summed, not rows.",
+    ),
+    Rule(
         "optimizer-owns-reduction",
         lambda c, world: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
         lambda c, world: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
@@ -134,6 +140,7 @@ def _of_the_reduction(config: Config) -> list[str]:
     found = {
         f"zero_optimization.stage = {stage} shards its state": stage > 0,
         f"communication_data_type = {travel} speaks of gradients that do not travel": travel is not None,
+        "sparse_gradients = true speaks of gradients that do not travel": config.sparse_gradients,
         "prescale_gradients = true speaks of sums that are not made": config.prescale_gradients,
         "gradient_predivide_factor speaks of sums that are not made": config.gradient_predivide_factor != 1.0,
         "bf16.bf16_optimizer_states = true would make its state narrow": config.bf16.bf16_optimizer_states,

@@ -31,6 +31,7 @@ class _Options(TypedDict, total=False):
     strict: bool
     layout: Kind | None
     shard_size: int | None
+    sparse: bool
     memory: Literal["auto", "private", "shared"]
 
 
@@ -47,7 +48,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, memory.
+            strict, layout, shard_size, sparse, memory.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:
