@@ -49,6 +49,12 @@ int populate(const py::object &data) {
   return ds::populate(bytes.data(), bytes.size());
 }
 
+bool resident(const py::object &data) {
+  const Bytes bytes(data, false);
+  py::gil_scoped_release nogil;
+  return ds::resident(bytes.data(), bytes.size());
+}
+
 }  // namespace
 
 void bind_checksum(py::module_ &m) {
@@ -56,4 +62,5 @@ void bind_checksum(py::module_ &m) {
   m.def("crc32", crc32, py::arg("data"), py::arg("value"), py::arg("level"));
   m.def("copy_crc32", copy_crc32, py::arg("target"), py::arg("source"), py::arg("value"), py::arg("level"));
   m.def("populate", populate, py::arg("data"));
+  m.def("resident", resident, py::arg("data"));
 }

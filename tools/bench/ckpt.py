@@ -1,11 +1,12 @@
 """Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP, safetensors and DeepSpeed in one run.
 
-usage: nox -s bench -- ckpt [bandwidth] [stall] [export] [--directory DIRECTORY] [--repeats N]
+usage: nox -s bench -- ckpt [bandwidth] [cold] [stall] [export] [--directory DIRECTORY] [--repeats N]
 
 All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
-Loads go into tensors that exist: "warm" with the files in the page cache, "cold" with them dropped from it. `raw` is the device:
-as many bytes from aligned memory with O_DIRECT, by the same io_uring engine as ds-ops' own benchmark, and one fsync. Every save
-makes new files; those of the turn before are removed outside the timing, for all programs. The state is parameters and Adam's
+Loads go into tensors that exist: "bandwidth" loads have their files in the page cache, "cold" ones have not: synced, dropped, and
+looked for with mincore before every load, the order of the programs turning by one every round. `raw` is the device: as many
+bytes to or from huge pages with O_DIRECT, by the same io_uring engine as ds-ops' own benchmark, and one fsync. Every save makes
+new files; those of the turn before are removed outside the timing, for all programs. The state is parameters and Adam's
 moments in fp32; DeepSpeed (stage 2, one process, its own environment) adds a second copy of the parameters to its files.
 The export is of a model of 4 GB; what comes out is loaded by transformers in an environment of its own.
 """
@@ -38,6 +39,7 @@ import ds_ckpt
 from ds_ckpt.convert.tensors import Entry, Source, write_checkpoint
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_ops.io import AsyncIO, IOSettings
+from ds_ops.mapped import MappedFile
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt.json"
@@ -71,8 +73,9 @@ def synced(path: Path) -> None:
 
 
 def aligned(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory with something in it."""
-    memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
+    """Memory in huge pages, with something in it: what a transfer past the page cache is fastest with."""
+    memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     memory.write(os.urandom(2**20) * (len(memory) // 2**20))
     return memory
 
@@ -86,6 +89,11 @@ def raw_write(path: Path, memory: mmap.mmap) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def raw_read(path: Path, memory: mmap.mmap) -> None:
+    with AsyncIO(IOSettings(block_bytes=2**20, queue_depth=32)) as io:
+        io.read(path, memory)
 
 
 class Shard:
@@ -234,6 +242,7 @@ def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[],
 
 
 FILES = {
+    "raw": "raw",
     "ds-ckpt": "runs",
     "torch.load": "torch.pt",
     "safetensors": "st.safetensors",
@@ -243,17 +252,30 @@ FILES = {
 WRITTEN = {"raw": "raw", "ds-ckpt": "runs", "torch.save": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
 
 
-def cache(root: Path, name: str, *, warm: bool) -> None:
-    """Bring the files that a case reads into the page cache, or drop them from it."""
+def files(root: Path, name: str) -> list[Path]:
+    """What a load of this name reads."""
     top = root / FILES[name.split(",")[0]]
-    for file in [f for f in [top, *top.rglob("*")] if f.is_file()]:
-        fd = os.open(file, os.O_RDONLY)
-        if warm:
-            while os.read(fd, 2**24):
+    return [file for file in [top, *top.rglob("*")] if file.is_file()]
+
+
+def warm(root: Path, name: str) -> None:
+    """Bring the files that a case reads into the page cache."""
+    for file in files(root, name):
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(2**24):
                 pass
-        else:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+
+
+def drop(root: Path, name: str) -> None:
+    """Drop the files that a case reads from the page cache, and see that they are gone."""
+    for file in files(root, name):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())  # pages that are not written yet would stay
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapped = MappedFile(file)  # this maps the first page; the others are looked at
+        for at in range(2**23, mapped.nbytes, 2**23):
+            if mapped.cached(at, 1):
+                raise SystemExit(f"{file} stays in the page cache; --directory names a place on a disk")
 
 
 def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
@@ -300,13 +322,12 @@ Times = dict[str, list[float]]
 
 
 def bandwidth(root: Path, repeats: int) -> dict[str, object]:
-    """Durable saves, and loads with warm and cold files, of every program in turn."""
+    """Durable saves, and loads of files in the page cache, of every program in turn."""
     full, target = state(1.0), state(0.0)
     nbytes = sum(t.nbytes for t in full.values())
     memory_of_raw = aligned(nbytes)
     save_s: Times = {}
     load_s: Times = {}
-    cold_s: Times = {}
     peer = DeepSpeed(root / "peer")
     try:
         for turn in range(-1, repeats):
@@ -315,26 +336,23 @@ def bandwidth(root: Path, repeats: int) -> dict[str, object]:
                 save_s.setdefault(name, []).append(timed(action))
             removed(root / "peer" / "state")
             save_s.setdefault("deepspeed", []).append(peer.run("save"))
-            for warm, times in ((True, load_s), (False, cold_s)):
-                for name, action in loads(root, target).items():
-                    cache(root, name, warm=warm)
-                    times.setdefault(name, []).append(timed(action))
-                cache(root, "deepspeed", warm=warm)
-                times.setdefault("deepspeed", []).append(peer.run("load"))
+            for name, action in loads(root, target).items():
+                warm(root, name)
+                load_s.setdefault(name, []).append(timed(action))
+            warm(root, "deepspeed")
+            load_s.setdefault("deepspeed", []).append(peer.run("load"))
             if turn < 0:  # the first round warms up
-                for times in (save_s, load_s, cold_s):
+                for times in (save_s, load_s):
                     times.clear()
     finally:
         peer.close()
     ours = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
     theirs = sum(p.stat().st_size for p in (root / "peer" / "state").iterdir())
     best = max((n for n in load_s if not n.startswith("ds-ckpt")), key=lambda n: -statistics.median(load_s[n]))
-    coldest = max((n for n in cold_s if not n.startswith("ds-ckpt")), key=lambda n: -statistics.median(cold_s[n]))
     other = "ds-ckpt, as two shards each"
     return {
         "save_gb_per_s": rates(save_s, nbytes),
         "load_gb_per_s": rates(load_s, nbytes),
-        "cold_load_gb_per_s": rates(cold_s, nbytes),
         "bytes_over_minimum": ours / nbytes,
         "deepspeed_bytes_over_minimum": theirs / nbytes,
         # Of the two times of each round; the medians of these.
@@ -343,10 +361,47 @@ def bandwidth(root: Path, repeats: int) -> dict[str, object]:
             **{f"save over {n}": ratio(save_s, n) for n in ("dcp", "torch.save", "safetensors", "deepspeed")},
             "load over dcp": ratio(load_s, "dcp"),
             f"load over the best peer ({best})": ratio(load_s, best),
-            "cold load over dcp": ratio(cold_s, "dcp"),
-            f"cold load over the best peer ({coldest})": ratio(cold_s, coldest),
             "other layout over plain load": 1 / ratio(load_s, other),
-            "cold, other layout over plain load": 1 / ratio(cold_s, other),
+        },
+    }
+
+
+def cold(root: Path, repeats: int) -> dict[str, object]:
+    """Loads of files that are on the device alone, and the device's own speed between them."""
+    full, target = state(1.0), state(0.0)
+    nbytes = sum(t.nbytes for t in full.values())
+    memory = aligned(nbytes)
+    times: Times = {}
+    peer = DeepSpeed(root / "peer")
+    try:
+        for action in saves(root, full, memory).values():
+            action()
+        peer.run("save")
+        actions: dict[str, Callable[[], object]] = {
+            "raw": lambda: raw_read(root / "raw", memory),
+            **loads(root, target),
+        }
+        names = [*actions, "deepspeed"]
+        for turn in range(-1, repeats):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                drop(root, name)
+                seconds = peer.run("load") if name == "deepspeed" else timed(actions[name])
+                if turn >= 0:
+                    times.setdefault(name, []).append(seconds)
+    finally:
+        peer.close()
+    peers_ = [name for name in names if not name.startswith(("ds-ckpt", "raw"))]
+    best = min(peers_, key=lambda name: statistics.median(times[name]))
+    other = "ds-ckpt, as two shards each"
+    return {
+        "load_gb_per_s": rates(times, nbytes),
+        "slowest_and_fastest_gb_per_s": {n: [nbytes / max(t) / 1e9, nbytes / min(t) / 1e9] for n, t in times.items()},
+        "ratios": {
+            "load over raw": ratio(times, "raw"),
+            "raw over dcp": ratio(times, "dcp", "raw"),
+            "load over dcp": ratio(times, "dcp"),
+            f"load over the best peer ({best})": ratio(times, best),
+            "other layout over plain load": 1 / ratio(times, other),
         },
     }
 
@@ -371,7 +426,7 @@ def behind(memory: Path, repeats: int) -> dict[str, object]:
     }
 
 
-PARTS = ("bandwidth", "stall", "export")
+PARTS = ("bandwidth", "cold", "stall", "export")
 
 
 def main(parts: Sequence[str], where: str | None, repeats: int) -> int:
@@ -389,6 +444,8 @@ def main(parts: Sequence[str], where: str | None, repeats: int) -> int:
             body = {"date": time.strftime("%Y-%m-%d %H:%M"), "repeats": repeats}
             if part == "bandwidth":
                 found[part] = {**body, **bandwidth(root, repeats)}
+            elif part == "cold":
+                found[part] = {**body, **cold(root, repeats)}
             elif part == "stall":
                 found[part] = {**body, **behind(memory, repeats)}
             else:

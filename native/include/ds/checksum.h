@@ -27,4 +27,8 @@ std::uint32_t copy_crc32(std::uint32_t value, unsigned char *target, const unsig
 // EINVAL from kernels that cannot be asked (before 5.14).
 int populate(const unsigned char *data, std::size_t nbytes);
 
+// Whether the mapped file's pages at 16 places of [data, data + nbytes) are in memory; nothing is read. True where the
+// kernel does not say. Cost: 16 system calls of under a microsecond.
+bool resident(const unsigned char *data, std::size_t nbytes);
+
 }  // namespace ds

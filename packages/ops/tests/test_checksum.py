@@ -98,6 +98,21 @@ def test_a_file_cut_after_it_was_opened_is_an_error_and_not_a_signal(mapped: Map
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "file"))
 
 
+def test_what_is_in_the_page_cache_is_seen_without_reading(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(DATA * 10)
+    assert MappedFile(path).cached(0, len(DATA) * 10)  # just written, or there is nobody to ask
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = MappedFile(path)
+    if mapped.cached(400_000, 5000):
+        pytest.skip("this file system keeps its files in memory, or there is no native module")
+    assert not mapped.cached(400_000, 5000)  # asking has not read it
+    mapped.view(400_000, 5000)
+    assert mapped.cached(400_000, 5000)
+
+
 def test_empty_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert MappedFile(tmp_path / "empty").view(0, 0) == b""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import ds_monitor
 from ds_ckpt.agree import TRANSFER_S, Ranks
 from ds_ckpt.catalog import read_manifest
 from ds_ckpt.format import Manifest
 from ds_ckpt.jsontext import Json, from_json
-from ds_ckpt.plan import LoadOptions, all_blocks, check_load, plan_load
+from ds_ckpt.plan import BlockRead, LoadOptions, all_blocks, check_load, plan_load
 from ds_ckpt.reader import Files, Partial, check_block, missing_bytes, read_blocks, unproven
 from ds_ckpt.storage import At, locate
 from ds_ckpt.tensors import Local, byte_view, check_local, staging
 from ds_config.errors import CheckpointError
 
 __all__ = ["load"]
+
+_SHARED: Final = 1.25  # times each byte is read, by all ranks, from which on the page cache is worth its cost
 
 
 def load(
@@ -70,10 +72,20 @@ def _load(ranks: Ranks, at: At, local: Sequence[Local], what: tuple[Manifest, se
     manifest, asked, options = what
     own = [item.shard for item in local]
     known = {**{name: name for name in manifest.tensors}, **manifest.aliases}
-    ranks.agree(lambda: check_load(own, asked, manifest, options))
-    local = [item for item in local if item.shard.name in known]  # the others have no elements
-    reads = plan_load([item.shard for item in local], manifest)
-    with Files(at.storage, at.tag, manifest) as files:
+    reads: list[BlockRead] = []
+
+    def plan() -> Json:
+        check_load(own, asked, manifest, options)
+        reads.extend(
+            plan_load([shard for shard in own if shard.name in known], manifest)
+        )  # the others have no elements
+        return sum(run.nbytes for read in reads for run in read.runs)
+
+    wanted = sum(ranks.agree(plan))
+    local = [item for item in local if item.shard.name in known]
+    stored = {known[name] for name in asked if name in known}
+    alone = wanted <= _SHARED * sum(manifest.tensors[name].nbytes for name in stored)
+    with Files(at.storage, at.tag, manifest, direct=alone) as files:
 
         def read() -> Json:
             targets = [staging(item, manifest.tensors[known[item.shard.name]].dtype) for item in local]

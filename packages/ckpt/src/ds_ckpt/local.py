@@ -149,13 +149,16 @@ class LocalWriteFile:
 
 class _MappedReadFile:
     def __init__(self, path: str, where: str) -> None:
-        self._file, self._where = MappedFile(path), where
+        self._file, self._path, self._where = MappedFile(path), path, where
         self.nbytes = self._file.nbytes
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         if offset + nbytes > self.nbytes:
             raise truncated(self._where, offset, nbytes)
         return self._file.view(offset, nbytes)
+
+    def on_disk(self, offset: int, nbytes: int) -> str | None:
+        return None if self._file.cached(offset, nbytes) else self._path
 
     def close(self) -> None:
         self._file.close()

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 
-__all__ = ["Draft", "ReadFile", "Storage", "WriteFile", "not_found", "truncated"]
+__all__ = ["Draft", "OnDisk", "ReadFile", "Storage", "WriteFile", "not_found", "truncated"]
 
 
 class WriteFile(Protocol):
@@ -44,6 +44,14 @@ class ReadFile(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class OnDisk(Protocol):
+    """A ReadFile that may be read past the page cache."""
+
+    def on_disk(self, offset: int, nbytes: int) -> str | None:
+        """The path of the local file when these bytes of it are not in memory yet, else None. Reads nothing."""
 
 
 class Draft(Protocol):

@@ -137,6 +137,13 @@ class Pool:
         with self._changed:
             return self._take()
 
+    def wait(self) -> mmap.mmap:
+        """A free slab, however long it takes: for those who know that one comes back."""
+        with self._changed:
+            while (slab := self._take()) is None:
+                self._changed.wait()
+        return slab
+
     def release(self, slab: mmap.mmap) -> None:
         with self._changed:
             self._free.append(slab)
