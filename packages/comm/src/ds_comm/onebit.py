@@ -9,8 +9,9 @@ ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took diff
 
 Phases. Adaptive optimizers cannot use one-bit gradients: the variance would see the error squared. So variance is learnt
 with exact means first, then frozen, and what travels from then on is linear in the gradient and corrected by error feedback
-(`ds_comm.signs`). All masters and states are fp32 of the parameters' shape; errors are not saved: after a load they start
-at zero, as the papers' own code does.
+(`ds_comm.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
+ranks: `error_tensors` hands them out to be saved, `expect_errors` makes room for them; after any other load they start at zero, as
+in the papers' own code.
 
 Where formulas leave a choice: bias correction is applied as in Adam, with the variance's factor frozen together with it;
 weight decay is decoupled; magnitudes are per block of 2048 elements, where the papers have one per tensor. And what travels
@@ -22,7 +23,7 @@ a coarse form of this.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -153,6 +154,21 @@ class _OneBit(Optimizer):
         super().load_state_dict(state_dict)
         self._errors.clear()
 
+    def error_tensors(self) -> dict[str, Tensor]:
+        """Error feedback of this rank as it is now, 1-D fp32, by `worker/<message>` and `server/<message>`. Written in place."""
+        found = {f"worker/{unit}": errors.worker for unit, errors in self._errors.items()}
+        return found | {f"server/{unit}": errors.server for unit, errors in self._errors.items()}
+
+    @property
+    def error_numels(self) -> dict[str, int]:
+        """Elements of each message, the same on all ranks; what `expect_errors` takes."""
+        return {unit: errors.numel for unit, errors in self._errors.items()}
+
+    def expect_errors(self, numels: Mapping[str, int]) -> None:
+        """Begin anew with zero errors for these messages, so that `error_tensors` can be filled; {} forgets them."""
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        self._errors = {unit: SignErrors.zeros(n, self._group.size, device) for unit, n in numels.items()}
+
     @property
     def error_bytes(self) -> int:
         """Memory of error feedback."""
@@ -198,7 +214,7 @@ class _OneBit(Optimizer):
         """The same, one bit per element, in units of `denominators`, with the errors of `unit`."""
         flat, unit_of = _flat(tensors), _flat(denominators)
         flat.div_(unit_of)
-        if unit not in self._errors:
+        if unit not in self._errors or self._errors[unit].numel != flat.numel():
             self._errors[unit] = SignErrors.zeros(flat.numel(), self._group.size, flat.device)
         mean_of_signs(flat, self._errors[unit], self._group, unit=unit)
         _unflat(flat.mul_(unit_of), tensors)

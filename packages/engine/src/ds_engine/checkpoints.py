@@ -3,6 +3,7 @@
 param/<name>  optim/<name>/<state>   logical tensors, in the master format     from ds_zero
 buffer/<name>                        persistent buffers of the model            whole, equal on all ranks
 rng/<rank>/<stream>                  random states of each rank                 used again only on as many ranks
+onebit/<rank>/<kind>/<message>       error feedback of a 1-bit optimizer        used again only on as many ranks
 meta                                 counters, scalars of the optimizer, scheduler, data position, config, client state
 """
 
@@ -74,13 +75,14 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
         "config": run.record(),
         "client": dict(client),
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
+        "onebit": getattr(_inner(run), "error_numels", {}),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
     }
     left_out = set() if frozen else {f"param/{n}" for n, p in run.module.named_parameters() if not p.requires_grad}
     model = [shard for shard in _model_shards(run) if shard.shard.name not in left_out]
     aliases = {name: stored for name, stored in _aliases(run.module).items() if stored not in left_out}
-    shards = [*model, *_optim_shards(run), *_random_shards(run, _random_states(run.device))]
+    shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
     run.checkpointer.save(path, shards, meta, aliases=aliases)
     ds_monitor.event("engine/saved", path=path)
     return path
@@ -100,7 +102,10 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
     manifest = ds_ckpt.inspect(path)
-    resumed = "run" in parts and manifest.meta.get("world") == run.mesh["world"].size
+    # A checkpoint that was converted from another library's has no random states.
+    random_states = any(name.startswith("rng/") for name in manifest.tensors)
+    as_many = manifest.meta.get("world") == run.mesh["world"].size
+    resumed = "run" in parts and random_states and as_many
     shards, prefixes = _model_shards(run), ["param/", "buffer/"]
     if "partly" in parts:
         shards = [shard for shard in shards if shard.shard.name in manifest.tensors]
@@ -108,6 +113,9 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
         run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in manifest.tensors if n.startswith("optim/")}))
         shards += _optim_shards(run)
         prefixes.append("optim/")
+        _expect_errors(run, manifest.meta.get("onebit", {}), as_many)
+        shards += _error_shards(run)
+        prefixes += ["onebit/"] if as_many else []
     states = _random_states(run.device)
     if resumed:
         shards += _random_shards(run, states)
@@ -167,6 +175,24 @@ def _optim_shards(run: Run) -> list[LocalShard]:
     if run.optimizer is None:
         return []
     return [shard for shard in run.optimizer.shards() if shard.shard.name.startswith("optim/")]
+
+
+def _inner(run: Run) -> torch.optim.Optimizer | None:
+    return None if run.optimizer is None else run.optimizer.inner
+
+
+def _error_shards(run: Run) -> list[LocalShard]:
+    errors: dict[str, Tensor] = getattr(_inner(run), "error_tensors", dict)()
+    return [_whole(f"onebit/{run.mesh.rank}/{name}", tensor) for name, tensor in errors.items()]
+
+
+def _expect_errors(run: Run, saved: Mapping[str, int], as_many: bool) -> None:
+    expect = getattr(_inner(run), "expect_errors", None)
+    if expect is None:
+        return
+    expect(saved if as_many else {})
+    if saved and not as_many and run.mesh.rank == 0:
+        _log.info("error feedback of the 1-bit optimizer is of another number of ranks and starts at zero")
 
 
 def _random_shards(run: Run, states: Mapping[str, Tensor]) -> list[LocalShard]:

@@ -326,7 +326,7 @@ class Engine(nn.Module):
 
     def set_progress(self, saved: Mapping[str, int]) -> None:
         """Go on with these counters."""
-        self._position, self._taken = 0, saved["taken"]
+        self._position, self._taken = 0, saved.get("taken", 0)  # another library's checkpoint does not say
         self.counters = Counters(**{name: value for name, value in saved.items() if name != "taken"})
         ds_monitor.set_step(self.counters.steps, self.counters.samples)
 
