@@ -27,6 +27,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PYTHONS = {"ours": "DS_CLIENTS_PYTHON", "upstream": "DS_PEER_PYTHON"}
 TABLE = "DS_CLIENTS_TABLE"
 """Names a file that collects, test by test, how far losses are apart, step times and peak memory of both."""
+ROUNDS = "DS_CLIENTS_ROUNDS"
+"""How often each side runs for a row of the table, by turns."""
 LIMIT_S = 400  # DeepSpeed compiles its operations when it first uses them
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -152,11 +154,14 @@ class Client:
         return found
 
     def both(self, script: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The same script with ours, then with upstream's."""
-        ours, upstream = self.run("ours", script, **options), self.run("upstream", script, **options)
+        """The same script with ours, then with upstream's. For the table as often as asked for, by turns; the first results."""
+        found: dict[str, list[dict[str, Any]]] = {"ours": [], "upstream": []}
+        for _ in range(int(os.environ.get(ROUNDS, "1")) if TABLE in os.environ else 1):
+            for who, runs in found.items():
+                runs.append(self.run(who, script, **options))
         if TABLE in os.environ:
-            record(Path(os.environ[TABLE]), self._case, {"ours": ours, "upstream": upstream})
-        return ours, upstream
+            record(Path(os.environ[TABLE]), self._case, found)
+        return found["ours"][0], found["upstream"][0]
 
 
 def environment(python: Path) -> dict[str, str]:
@@ -179,23 +184,26 @@ def launched(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def record(file: Path, case: str, found: dict[str, dict[str, Any]]) -> None:
-    """One row of the table."""
+def record(file: Path, case: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """One row of the table: medians over the steps of all rounds, without the first two of each."""
     table = json.loads(file.read_text()) if file.exists() else {}
-    rows = table.setdefault("rows", {})
-    row: dict[str, Any] = {"steps": len(found["ours"]["losses"])}
-    for who, values in found.items():
+    ours, upstream = (runs[0]["losses"] for runs in found.values())
+    row: dict[str, Any] = {"steps": len(ours), "rounds": len(found["ours"])}
+    for who, runs in found.items():
+        # The first steps also compile, allocate and open connections.
         row[who] = {
-            "last_loss": round(values["losses"][-1], 7),
-            # The first steps also compile, allocate and open connections.
-            "step_ms": round(1e3 * statistics.median(values["seconds"][2:]), 2),
-            "peak_mib": round(values["peak_bytes"] / 2**20),
+            "last_loss": round(runs[0]["losses"][-1], 7),
+            "step_ms": _median_ms([run["seconds"][2:] for run in runs]),
+            "busy_ms": _median_ms([run["busy"][2:] for run in runs]),
+            "peak_mib": round(max(run["peak_bytes"] for run in runs) / 2**20),
         }
-    pairs = zip(found["ours"]["losses"], found["upstream"]["losses"], strict=True)
-    row["largest_difference"] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
-    rows[case] = row
+    row["largest_difference"] = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, upstream, strict=True))
     here = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "machine": platform.machine()}
-    file.write_text(json.dumps({**table, **here}, indent=1) + "\n")
+    file.write_text(json.dumps({"rows": table.get("rows", {}) | {case: row}, **here}, indent=1) + "\n")
+
+
+def _median_ms(rounds: list[list[float]]) -> float:
+    return round(1e3 * statistics.median(value for values in rounds for value in values), 2)
 
 
 @pytest.fixture(scope="session")

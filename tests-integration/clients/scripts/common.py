@@ -91,24 +91,27 @@ def section(stage: int, dtype: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _clocks() -> tuple[float, float]:
+    """Wall time, and processor time of all threads of this process."""
+    return time.perf_counter(), time.process_time()
+
+
 class Report:
     """Collects what a run tells; rank 0 writes it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.values = args, {"losses": [], "seconds": []}
-        self._begun = time.perf_counter()
-
-    def tick(self) -> None:
-        """A step begins."""
-        self._begun = time.perf_counter()
+        self.args, self.values = args, {"losses": [], "seconds": [], "busy": []}
+        self._begun = _clocks()
 
     def add(self, loss: torch.Tensor | float) -> None:
         """A step ended with this loss, which is averaged over ranks."""
-        self.values["seconds"].append(time.perf_counter() - self._begun)
+        wall, busy = _clocks()
+        self.values["seconds"].append(wall - self._begun[0])
+        self.values["busy"].append(busy - self._begun[1])
         value = torch.as_tensor(float(loss))
         torch.distributed.all_reduce(value)
         self.values["losses"].append(float(value) / torch.distributed.get_world_size())
-        self._begun = time.perf_counter()
+        self._begun = _clocks()
 
     def write(self, **values: Any) -> None:
         """On rank 0."""
@@ -119,3 +122,41 @@ class Report:
             self.args.out.write_text(
                 json.dumps({**self.values, "deepspeed": deepspeed.__version__, "peak_bytes": peak, **values})
             )
+
+
+def watch(report: Report | None, *names: str) -> Any:
+    """A callback for Transformers' Trainer: losses go from its log into `report`, what else is named into `seen`."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        seen: dict[str, list[float]] = {name: [] for name in names}  # noqa: RUF012
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if report is not None and "loss" in logs:
+                report.add(logs["loss"])
+                for name, values in self.seen.items():
+                    values.append(float(logs.get(name) or 0))
+
+    return Watch()
+
+
+def trl(args: argparse.Namespace) -> dict[str, Any]:
+    """What the settings of TRL's trainers have in common; makes the process group, which they expect to be there."""
+    from accelerate.state import PartialState
+
+    # On a machine without a GPU, Accelerate counts one process unless it is told a backend for CPU tensors.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return {
+        "output_dir": str(args.out.parent / "trl"),
+        "max_steps": args.steps,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "deepspeed": section(args.stage, args.dtype, train_micro_batch_size_per_gpu="auto", gradient_clipping="auto"),
+        "report_to": [],
+        "accelerator_config": {"use_configured_state": True},
+        "disable_tqdm": True,
+        "bf16": args.dtype == "bf16",
+        "seed": SEED,
+    }

@@ -34,6 +34,9 @@ class Lit(lightning.LightningModule):
             self.losses.append(report.values["losses"][-1])
         return loss
 
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("validation", self.model(**batch).loss, sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
@@ -62,12 +65,16 @@ report = None
 loader = torch.utils.data.DataLoader(common.Tokens(), batch_size=2)
 first = trainer(args.steps)
 report = common.Report(args)
-first.fit(Lit([]), loader)
+module = Lit([])
+first.fit(module, loader)
 losses = list(report.values["losses"])
 folder = args.out.parent / f"{args.out.stem}-state"
 first.save_checkpoint(str(folder))
 later: list[float] = []
 trainer(args.steps + 3).fit(Lit(later), loader, ckpt_path=str(folder))
 report.values["losses"] = losses
-report.values["seconds"] = report.values["seconds"][: len(losses)]
-report.write(later=later, steps=first.global_step)
+for name in ("seconds", "busy"):
+    report.values[name] = report.values[name][: len(losses)]
+# A Trainer of its own initializes the trained module again, without an optimizer.
+[scores] = trainer(args.steps).validate(module, loader, verbose=False)
+report.write(later=later, steps=first.global_step, validation=scores["validation"])

@@ -1,4 +1,5 @@
-"""The loop of three calls, as scripts for DeepSpeed have it."""
+"""The loop of three calls, as scripts for DeepSpeed have it. With a folder it saves in the middle of the run (mode `save`), or goes
+on from what another run saved there (mode `late`)."""
 
 import common
 import deepspeed
@@ -21,7 +22,13 @@ data = common.Tokens()
 rank, size, micro = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), engine.train_micro_batch_size_per_gpu()
 position = 0
 norms, rates = [], []
+if args.mode == "late":
+    path, client = engine.load_checkpoint(str(args.folder))
+    assert path is not None
+    position = client["position"]
 while engine.global_steps < args.steps:
+    if args.mode == "save" and engine.global_steps == args.steps // 2:
+        engine.save_checkpoint(str(args.folder), client_state={"position": position})
     total = 0.0
     for _ in range(engine.gradient_accumulation_steps()):
         start = (position + rank * micro) % len(data)

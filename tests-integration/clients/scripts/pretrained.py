@@ -44,4 +44,5 @@ engine.train()
 loss = engine(input_ids=ids, labels=ids).loss
 engine.backward(loss)
 engine.step()
-report.write(numel=numel, held=held, text=text.tolist(), plain=plain.tolist(), after=float(loss))
+tables = sorted({str(buffer.dtype) for buffer in model.buffers()})
+report.write(numel=numel, held=held, tables=tables, text=text.tolist(), plain=plain.tolist(), after=float(loss))

@@ -6,7 +6,7 @@ import os
 import common
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 args = common.arguments()
 # On a machine without a GPU, Accelerate counts one process unless it is told a backend for CPU tensors.
@@ -35,18 +35,6 @@ config = {
     },
 }
 folder = args.out.parent / f"{args.out.stem}-run"
-
-
-class Watch(TrainerCallback):
-    """Takes the losses out of the log."""
-
-    def __init__(self, report: common.Report | None = None) -> None:
-        self.report, self.norms = report, []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.report is not None and "loss" in logs:
-            self.report.add(logs["loss"])
-            self.norms.append(float(logs.get("grad_norm") or 0))  # stage 0 has none
 
 
 def settings(steps: int, **changes) -> TrainingArguments:
@@ -86,25 +74,25 @@ half = args.steps // 2
 if args.mode == "late":  # another run's checkpoint, on any number of ranks
     first = settings(args.steps)
     report = common.Report(args)
-    late = Trainer(made(), first, train_dataset=common.Tokens(), callbacks=[Watch(report)])
+    late = Trainer(made(), first, train_dataset=common.Tokens(), callbacks=[common.watch(report)])
     late.train(resume_from_checkpoint=str(args.folder / f"checkpoint-{half}"))
     report.write()
     raise SystemExit
 
 first = settings(args.steps)  # process group and stage 3 context before the model, as scripts have it
 report = common.Report(args)
-watch = Watch(report)
+watch = common.watch(report, "grad_norm")  # stage 0 has none
 trainer = Trainer(made(), first, train_dataset=common.Tokens(), callbacks=[watch])
 trainer.train()
 trainer.save_model(str(folder / "final"))
 straight = list(report.values["losses"])
 
-early = Trainer(made(), settings(half), train_dataset=common.Tokens(), callbacks=[Watch()])
+early = Trainer(made(), settings(half), train_dataset=common.Tokens(), callbacks=[common.watch(None)])
 early.args.max_steps = half
 early.train()
 early._save_checkpoint(early.model, trial=None)
 late_report = common.Report(args)
-late = Trainer(made(), settings(args.steps), train_dataset=common.Tokens(), callbacks=[Watch(late_report)])
+late = Trainer(made(), settings(args.steps), train_dataset=common.Tokens(), callbacks=[common.watch(late_report)])
 late.train(resume_from_checkpoint=str(folder / f"checkpoint-{half}"))
 resumed = late_report.values["losses"]
 
@@ -112,4 +100,4 @@ loaded = []
 if args.mode != "lora" and trainer.is_world_process_zero():
     whole = LlamaForCausalLM.config_class.from_pretrained(str(folder / "final"))
     loaded = [whole.model_type, sorted(path.name for path in (folder / "final").iterdir())]
-report.write(norms=watch.norms, straight=straight[half:], resumed=resumed, loaded=loaded)
+report.write(norms=watch.seen["grad_norm"], straight=straight[half:], resumed=resumed, loaded=loaded)

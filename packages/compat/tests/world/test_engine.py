@@ -343,6 +343,45 @@ def test_checkpoints(tmp_path, stage):
 
 
 @world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
+    """It has no random states and does not say how much data was taken; the run goes on all the same."""
+    import deepspeed
+
+    from ds_ckpt.convert.regular import Regular, write_regular
+    from ds_ckpt.convert.tensors import open_checkpoint
+
+    linear = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 6, "warmup_type": "linear"}
+    engine, *_ = start(stage, scheduler={"type": "WarmupLR", "params": linear}, gradient_accumulation_steps=2)
+
+    def train(first, last):
+        for step in range(first, last):
+            for micro in range(2):
+                engine.backward(loss_of(engine, 2 * step + micro, engine.mesh.rank))
+                engine.step()
+
+    train(0, 3)
+    engine.save_checkpoint(tmp_path / "ours", "t")
+    train(3, 5)
+    straight, rates = engine.whole_state_dict(), engine.get_lr()
+    if engine.mesh.rank == 0:
+        write_regular(
+            open_checkpoint(tmp_path / "ours" / "t"), tmp_path / "theirs", "t", Regular(stage, 2), allow_pickle=True
+        )
+    deepspeed.comm.barrier()
+    path, _ = engine.load_checkpoint(tmp_path / "theirs")
+    assert path == str(tmp_path / "theirs" / "t")
+    assert engine.global_steps == 3
+    assert engine.is_gradient_accumulation_boundary() is False
+    train(3, 5)
+    assert engine.get_lr() == rates
+    same(engine, straight)
+    assert not (tmp_path / "theirs" / "t.translated").exists()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_whole_weights(tmp_path):
     import deepspeed
 
