@@ -75,8 +75,8 @@ class Endpoint {
   }
   std::shared_ptr<Job> start(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
                              const std::vector<std::int64_t> &send, const std::vector<std::int64_t> &receive,
-                             std::int64_t timeout_ms) {
-    return progress_->start(call(verb, element, op, root, n, in, out, send, receive), world_, timeout_ms);
+                             std::int64_t timeout_ms, int spin_us) {
+    return progress_->start(call(verb, element, op, root, n, in, out, send, receive), world_, spin_us, timeout_ms);
   }
   std::shared_ptr<Job> post(bool outgoing, int peer, std::int64_t tag, std::uintptr_t data, std::int64_t nbytes,
                             std::int64_t timeout_ms) {
@@ -108,7 +108,8 @@ void bind_shm(py::module_ &m) {
       .def(py::init<int, std::int64_t, std::int64_t, int, std::vector<int>>(), py::arg("fd"), py::arg("slot_bytes"),
            py::arg("mailbox_bytes"), py::arg("rank"), py::arg("pids"))
       .def("run", &Endpoint::run)
-      .def("start", &Endpoint::start)
+      .def("start", &Endpoint::start, py::arg("verb"), py::arg("element"), py::arg("op"), py::arg("root"), py::arg("n"),
+           py::arg("inp"), py::arg("out"), py::arg("send"), py::arg("receive"), py::arg("timeout_ms"), py::arg("spin_us") = 200)
       .def("post", &Endpoint::post)
       .def("abort", &Endpoint::abort)
       .def("close", &Endpoint::close);

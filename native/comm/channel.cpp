@@ -24,6 +24,8 @@ constexpr int nap_ms = 50;  // longest sleep before peers are looked at again
 // A waiting call spins this long on its own; then it lets others run between looks, since the rank it waits for may need
 // the very core that it spins on.
 constexpr int selfish_us = 5;
+constexpr std::int64_t once_bytes = 32 << 10;  // up to here everyone adds everything, however many they are
+constexpr std::int64_t post_bytes = 64 << 10;  // copied in the time that it takes to wake up a thread
 
 struct alignas(line) Word {
   std::atomic<std::uint32_t> value;
@@ -46,16 +48,22 @@ struct Mailbox {  // of one ordered pair
   Cell cell[2];
 };
 
+// The processor that a rank was last seen on.
+struct alignas(line) Place {
+  std::atomic<std::int32_t> cpu;
+};
+
 struct ControlPage {
   Word arrived, generation, aborted;
-  // then: Claim[2][world], Mailbox[world][world]
+  // then: Claim[2][world], Place[world], Mailbox[world][world]
 };
 
 std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
 std::int64_t control_bytes(int world) {
   const std::int64_t w = world;
-  return round_up(static_cast<std::int64_t>(sizeof(ControlPage) + sizeof(Claim) * 2 * w + sizeof(Mailbox) * w * w), page);
+  const std::int64_t fixed = static_cast<std::int64_t>(sizeof(ControlPage) + (2 * sizeof(Claim) + sizeof(Place)) * w);
+  return round_up(fixed + static_cast<std::int64_t>(sizeof(Mailbox)) * w * w, page);
 }
 
 std::int64_t now_us() {
@@ -103,11 +111,47 @@ class Channel::Impl {
         rank_(rank),
         world_(world),
         peers_(peers, peers + world),
-        sources_(static_cast<std::size_t>(world)) {}
+        sources_(static_cast<std::size_t>(world)) {
+    cpu_set_t mine;
+    roomy_ = ::sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= world;
+  }
 
   Outcome run(const Call &c, int spin_us, std::int64_t timeout_ms) {
     begin(spin_us, timeout_ms);
-    if (control().aborted.value.load(std::memory_order_acquire)) return outcome_ = {Code::aborted, -1};
+    if (announce(c)) walk(c);
+    if (outcome_.code == Code::ok) turn_ ^= 1;  // the next call's claims go to the other row
+    return outcome_;
+  }
+
+  bool single(const Call &c) const {
+    const std::int64_t nbytes = c.n * size_of(c.element);
+    const bool parted = c.verb == Verb::reduce_scatter || c.verb == Verb::scatter;
+    if (c.verb == Verb::all_to_all || nbytes > (parted ? part_bytes() : layout_.slot_bytes)) return false;
+    return nbytes * (parted ? world_ : 1) <= (c.verb == Verb::all_reduce && world_ > 2 ? once_bytes : post_bytes);
+  }
+
+  Outcome post(const Call &c) {
+    begin(0, -1);
+    posting_ = true;
+    if (announce(c)) walk(c);
+    posting_ = false;
+    return outcome_;
+  }
+
+  bool ready() { return control().generation.value.load(std::memory_order_acquire) != posted_; }
+
+  Outcome complete(const Call &c, int spin_us, std::int64_t timeout_ms) {
+    begin(spin_us, timeout_ms);
+    resumed_ = true;
+    walk(c);
+    resumed_ = false;
+    if (outcome_.code == Code::ok) turn_ ^= 1;
+    return outcome_;
+  }
+
+  // Says what this rank was asked to do. False if nobody listens any more.
+  bool announce(const Call &c) {
+    if (control().aborted.value.load(std::memory_order_acquire)) return fail(Code::aborted, -1);
     Claim &mine = claim(rank_);
     mine.verb = static_cast<std::int32_t>(c.verb);
     mine.element = static_cast<std::int32_t>(c.element);
@@ -115,6 +159,10 @@ class Channel::Impl {
     mine.root = c.root;
     mine.n = c.verb == Verb::all_to_all ? -1 : c.n;
     mine.call.store(++calls_, std::memory_order_release);
+    return true;
+  }
+
+  void walk(const Call &c) {
     switch (c.verb) {
       case Verb::barrier: meet(); break;
       case Verb::all_reduce: all_reduce(c); break;
@@ -126,8 +174,6 @@ class Channel::Impl {
       case Verb::gather: gather(c); break;
       case Verb::scatter: scatter(c); break;
     }
-    if (outcome_.code == Code::ok) turn_ ^= 1;  // the next call's claims go to the other row
-    return outcome_;
   }
 
   Outcome step(const Letter &letter, std::int64_t *moved) {
@@ -177,10 +223,10 @@ class Channel::Impl {
   // ---- addresses
   ControlPage &control() { return *reinterpret_cast<ControlPage *>(base_); }
   Claim &claim(int rank) { return reinterpret_cast<Claim *>(base_ + sizeof(ControlPage))[turn_ * world_ + rank]; }
-  Mailbox &mailbox(int from, int to) {
-    auto *first = reinterpret_cast<Mailbox *>(base_ + sizeof(ControlPage) + sizeof(Claim) * 2 * static_cast<std::size_t>(world_));
-    return first[from * world_ + to];
+  Place &place(int rank) {
+    return reinterpret_cast<Place *>(base_ + sizeof(ControlPage) + sizeof(Claim) * 2 * static_cast<std::size_t>(world_))[rank];
   }
+  Mailbox &mailbox(int from, int to) { return reinterpret_cast<Mailbox *>(&place(world_))[from * world_ + to]; }
   unsigned char *slot(int rank, int side) { return base_ + control_bytes(world_) + (2ll * rank + side) * layout_.slot_bytes; }
   unsigned char *cell(int from, int to, std::uint32_t side) {
     const std::int64_t boxes = control_bytes(world_) + 2ll * world_ * layout_.slot_bytes;
@@ -193,6 +239,17 @@ class Channel::Impl {
     spin_us_ = spin_us;
     deadline_us_ = timeout_ms < 0 ? -1 : now_us() + timeout_ms * 1000;
     checked_ = false;
+    shares_core();
+  }
+
+  // Notes where this rank runs, and whether another was last seen on the same processor. 0 in a place: never seen.
+  bool shares_core() {
+    if (!roomy_) return false;
+    const int cpu = ::sched_getcpu() + 1;
+    place(rank_).cpu.store(cpu, std::memory_order_relaxed);
+    bool shared = false;
+    for (int r = 0; r < world_; r++) shared |= r != rank_ && place(r).cpu.load(std::memory_order_relaxed) == cpu;
+    return shared && cpu > 0;
   }
 
   // Until good(word). False with outcome_ set when it will not come.
@@ -207,7 +264,10 @@ class Channel::Impl {
       const std::int64_t t = now_us();
       if (until < 0) until = t + spin_us_;
       if (t >= until) break;
-      if (t >= until - spin_us_ + selfish_us) ::sched_yield();
+      if (t < until - spin_us_ + selfish_us) continue;
+      // Two ranks that yield to each other stay on one core for long; one that sleeps is woken up on an idle one.
+      if (shares_core()) break;
+      ::sched_yield();
     }
     for (;;) {
       const std::uint32_t seen = word.value.load(std::memory_order_acquire);
@@ -239,20 +299,30 @@ class Channel::Impl {
     return false;
   }
 
-  bool barrier() {
+  // Returns the generation that is over when all have arrived.
+  std::uint32_t arrive() {
     ControlPage &c = control();
     const std::uint32_t generation = c.generation.value.load(std::memory_order_acquire);
     if (c.arrived.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(world_)) {
       c.arrived.value.store(0, std::memory_order_relaxed);
       publish(c.generation, generation + 1);
-      return true;
     }
-    return wait(c.generation, [&](std::uint32_t now) { return now != generation; });
+    return generation;
   }
+  bool pass(std::uint32_t generation) {
+    return wait(control().generation, [&](std::uint32_t now) { return now != generation; });
+  }
+  bool barrier() { return pass(arrive()); }
 
   // The barrier that every chunk ends with. The first one of a call also compares the claims.
   bool meet() {
-    if (!barrier()) return false;
+    if (posting_) {
+      posted_ = arrive();
+      return false;
+    }
+    const bool arrived = resumed_;
+    resumed_ = false;
+    if (!pass(arrived ? posted_ : arrive())) return false;
     if (checked_) return true;
     checked_ = true;
     const Claim &mine = claim(rank_);
@@ -267,7 +337,7 @@ class Channel::Impl {
 
   // ---- moving data. Every verb walks chunks; `side_` alternates so that a slot is reused two barriers later.
   void put(std::int64_t at, const unsigned char *from, std::int64_t nbytes) {
-    if (nbytes) std::memcpy(slot(rank_, side_) + at, from, static_cast<std::size_t>(nbytes));
+    if (nbytes && !resumed_) std::memcpy(slot(rank_, side_) + at, from, static_cast<std::size_t>(nbytes));
   }
   static void take(unsigned char *to, const unsigned char *from, std::int64_t nbytes) {
     if (nbytes && to != from) std::memmove(to, from, static_cast<std::size_t>(nbytes));
@@ -299,7 +369,7 @@ class Channel::Impl {
   // Small, or two ranks: everyone adds everything (one barrier). Else each rank adds its part and all read it back.
   void all_reduce(const Call &c) {
     const std::int64_t nbytes = c.n * size_of(c.element);
-    const bool once = world_ == 2 || nbytes <= 32 * 1024;
+    const bool once = world_ == 2 || nbytes <= once_bytes;
     const bool large = nbytes >= streaming_bytes && c.in != c.out;  // in place, its lines are in the cache already
     chunks(nbytes, layout_.slot_bytes, [&](std::int64_t at, std::int64_t m) {
       put(0, c.in + at, m);
@@ -437,6 +507,10 @@ class Channel::Impl {
   std::int64_t calls_ = 0;
   std::int64_t deadline_us_ = -1;
   bool checked_ = false;
+  bool roomy_ = false;     // there is a processor for every rank
+  bool posting_ = false;   // until the barrier only
+  bool resumed_ = false;   // from the barrier on
+  std::uint32_t posted_ = 0;
   Outcome outcome_;
 };
 
@@ -444,6 +518,12 @@ Channel::Channel(void *base, const Layout &layout, int rank, int world, const Pe
     : impl_(new Impl(base, layout, rank, world, peers)) {}
 Channel::~Channel() { delete impl_; }
 Outcome Channel::run(const Call &call, int spin_us, std::int64_t timeout_ms) { return impl_->run(call, spin_us, timeout_ms); }
+bool Channel::single(const Call &call) const { return impl_->single(call); }
+Outcome Channel::post(const Call &call) { return impl_->post(call); }
+bool Channel::ready() { return impl_->ready(); }
+Outcome Channel::complete(const Call &call, int spin_us, std::int64_t timeout_ms) {
+  return impl_->complete(call, spin_us, timeout_ms);
+}
 Outcome Channel::step(const Letter &letter, std::int64_t *moved) { return impl_->step(letter, moved); }
 Outcome Channel::health(int peer) { return impl_->health(peer); }
 void Channel::abort() { impl_->abort(); }

@@ -11,12 +11,14 @@ namespace {
 constexpr int background_spin_us = 20;
 }  // namespace
 
-bool Job::done() const {
+bool Job::done() {
+  if (Progress *helper = helper_.load()) helper->help(*this, Progress::Help::if_ready);
   std::lock_guard<std::mutex> lock(mutex_);
   return done_;
 }
 
 bool Job::wait(std::int64_t timeout_ms) {
+  if (Progress *helper = helper_.load()) helper->help(*this, timeout_ms < 0 ? Progress::Help::now : Progress::Help::by_thread);
   std::unique_lock<std::mutex> lock(mutex_);
   if (timeout_ms < 0) {
     finished_.wait(lock, [this] { return done_; });
@@ -37,6 +39,8 @@ Progress::~Progress() {
     std::lock_guard<std::mutex> lock(mutex_);
     std::lock_guard<std::mutex> lock2(letters_mutex_);
     closing_ = true;
+    // The others have what they need of it.
+    if (halfway_) take_halfway().job->finish({Code::aborted, -1});
     if (!queue_.empty() || busy_ || !posted_.empty()) channel_.abort();  // nobody may wait for us for ever
   }
   changed_.notify_all();
@@ -46,11 +50,14 @@ Progress::~Progress() {
 }
 
 Outcome Progress::run(const Call &call, int spin_us, std::int64_t timeout_ms) {
+  std::optional<Queued> before;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return queue_.empty() && !busy_; });
+    if (halfway_) before = take_halfway();
     busy_ = true;
   }
+  if (before) finish(*before, spin_us);
   const Outcome outcome = channel_.run(call, spin_us, timeout_ms);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -60,8 +67,8 @@ Outcome Progress::run(const Call &call, int spin_us, std::int64_t timeout_ms) {
   return outcome;
 }
 
-std::shared_ptr<Job> Progress::start(const Call &call, int world, std::int64_t timeout_ms) {
-  Queued queued{call, {}, timeout_ms, std::make_shared<Job>()};
+std::shared_ptr<Job> Progress::start(const Call &call, int world, int spin_us, std::int64_t timeout_ms) {
+  Queued queued{call, {}, spin_us, timeout_ms, std::make_shared<Job>()};
   if (call.send) {
     queued.sizes.assign(call.send, call.send + world);
     queued.sizes.insert(queued.sizes.end(), call.receive, call.receive + world);
@@ -69,11 +76,70 @@ std::shared_ptr<Job> Progress::start(const Call &call, int world, std::int64_t t
   auto job = queued.job;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { collectives(); });
-    queue_.push_back(std::move(queued));
+    if (queue_.empty() && !busy_ && !halfway_ && channel_.single(call)) {
+      const Outcome outcome = channel_.post(call);
+      if (outcome.code != Code::ok) {
+        job->finish(outcome);
+        return job;
+      }
+      queued.posted = true;
+      halfway_ = std::move(queued);
+      job->helper_.store(this);
+      return job;
+    }
+    // Another rank may come to the first only after it has what follows the second here: we must not wait for it.
+    if (halfway_) queue(take_halfway());
+    queue(std::move(queued));
   }
   changed_.notify_all();
   return job;
+}
+
+// mutex_ is held.
+Progress::Queued Progress::take_halfway() {
+  Queued found = std::move(*halfway_);
+  halfway_.reset();
+  found.job->helper_.store(nullptr);
+  return found;
+}
+
+// mutex_ is held.
+void Progress::queue(Queued queued) {
+  if (!thread_.joinable()) thread_ = std::thread([this] { collectives(); });
+  queue_.push_back(std::move(queued));
+}
+
+// mutex_ is not held, busy_ is set.
+Outcome Progress::finish(Queued &queued, int spin_us) {
+  if (!queued.sizes.empty()) {
+    queued.call.send = queued.sizes.data();
+    queued.call.receive = queued.sizes.data() + queued.sizes.size() / 2;
+  }
+  const Outcome outcome = queued.posted ? channel_.complete(queued.call, spin_us, queued.timeout_ms)
+                                        : channel_.run(queued.call, spin_us, queued.timeout_ms);
+  queued.job->finish(outcome);
+  return outcome;
+}
+
+void Progress::help(const Job &job, Help how) {
+  std::optional<Queued> mine;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!halfway_ || halfway_->job.get() != &job) return;  // somebody is at it
+    if (how == Help::if_ready && !channel_.ready()) return;
+    if (how == Help::by_thread) {
+      queue(take_halfway());
+    } else {
+      mine = take_halfway();
+      busy_ = true;
+    }
+  }
+  if (mine) {
+    finish(*mine, mine->spin_us);
+    std::lock_guard<std::mutex> lock(mutex_);
+    busy_ = false;
+  }
+  changed_.notify_all();
 }
 
 void Progress::collectives() {
@@ -85,11 +151,7 @@ void Progress::collectives() {
     queue_.pop_front();
     busy_ = true;
     lock.unlock();
-    if (!next.sizes.empty()) {
-      next.call.send = next.sizes.data();
-      next.call.receive = next.sizes.data() + next.sizes.size() / 2;
-    }
-    next.job->finish(channel_.run(next.call, background_spin_us, next.timeout_ms));
+    finish(next, background_spin_us);
     lock.lock();
     busy_ = false;
     changed_.notify_all();

@@ -1,30 +1,36 @@
 // Runs the calls of one channel in the order they were made: a blocking call in the caller's thread when nothing is queued,
-// others on one thread that knows nothing of Python. Point-to-point transfers have a thread of their own, because a send
+// others on one thread that knows nothing of Python. Of a small one that meets an empty queue the first half is done at once,
+// and the second by whoever comes next: who waits for it or asks for it, or the next call. No thread is woken up for it. Point-to-point transfers have a thread of their own, because a send
 // that waits for room must not keep a later collective, or the receive that would make room, from running.
 #pragma once
 #include <ds/shm.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 namespace ds::shm {
 
+class Progress;
+
 class Job {
  public:
   bool wait(std::int64_t timeout_ms);
-  bool done() const;
+  bool done();
   Outcome outcome() const { return outcome_; }
 
  private:
   friend class Progress;
   void finish(Outcome outcome);
-  mutable std::mutex mutex_;
+  std::atomic<Progress *> helper_{nullptr};  // while half of it is done and nobody is at it
+  std::mutex mutex_;
   std::condition_variable finished_;
   bool done_ = false;
   Outcome outcome_;
@@ -36,15 +42,17 @@ class Progress {
   ~Progress();
   Outcome run(const Call &call, int spin_us, std::int64_t timeout_ms);
   // `send` and `receive` of the call are copied; its memory must stay until the job is done.
-  std::shared_ptr<Job> start(const Call &call, int world, std::int64_t timeout_ms);
+  std::shared_ptr<Job> start(const Call &call, int world, int spin_us, std::int64_t timeout_ms);
   std::shared_ptr<Job> post(const Letter &letter, std::int64_t timeout_ms);
 
  private:
   struct Queued {
     Call call;
     std::vector<std::int64_t> sizes;
+    int spin_us;
     std::int64_t timeout_ms;
     std::shared_ptr<Job> job;
+    bool posted = false;
   };
   struct Posted {
     Letter letter;
@@ -52,6 +60,12 @@ class Progress {
     std::chrono::steady_clock::time_point deadline;
     std::shared_ptr<Job> job;
   };
+  friend class Job;
+  enum class Help { now, if_ready, by_thread };
+  void help(const Job &job, Help how);
+  Queued take_halfway();
+  void queue(Queued queued);
+  Outcome finish(Queued &queued, int spin_us);
   void collectives();
   void letters();
 
@@ -59,6 +73,7 @@ class Progress {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Queued> queue_;
+  std::optional<Queued> halfway_;  // posted; nothing is queued and nothing runs meanwhile
   bool busy_ = false;  // a call runs, in whatever thread
   bool closing_ = false;
   std::thread thread_;

@@ -87,6 +87,12 @@ class Channel {
 
   // `spin_us`: how long to spin before sleeping. `timeout_ms` < 0: no limit.
   Outcome run(const Call &call, int spin_us, std::int64_t timeout_ms);
+  // The same in two halves, for what needs one barrier only (`single`): `post` shows the others this rank's part and does
+  // not wait; `complete` waits for theirs (not at all once `ready`) and takes them. No other collective in between.
+  bool single(const Call &call) const;
+  Outcome post(const Call &call);
+  bool ready();
+  Outcome complete(const Call &call, int spin_us, std::int64_t timeout_ms);
   // Moves what can be moved now of a point-to-point transfer, in order per pair of ranks. `moved` is updated.
   // Code::timeout means: not finished yet, call again. The sizes and tags of both sides must be equal.
   Outcome step(const Letter &letter, std::int64_t *moved);

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -237,6 +238,7 @@ class Channel:
         self._end = _call.native().ShmEndpoint(
             segment.fd, self.settings.slot_bytes, self.settings.mailbox_bytes, rank, list(pids)
         )
+        self._under_way: deque[Task] = deque()
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every rank came; by default waits as long as the settings say. About 1 us on two idle cores."""
@@ -254,9 +256,13 @@ class Channel:
         self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
 
     def start(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> Task:
-        """The same on the channel's own thread; the tensors must not change before the task ended."""
-        job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms)
-        return Task(self, job, (inp, out), verb.name.lower())
+        """The same without waiting; the tensors must not change before the task ended.
+
+        What is small is shown to the others at once and taken from them by `Task.wait`, `Task.done` or the next call; the rest
+        runs on the channel's own thread.
+        """
+        job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms, self.settings.spin_us)
+        return self._kept(Task(self, job, (inp, out), verb.name.lower()))
 
     def all_to_all(self, inp: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> Task:
         """Give `send[r]` elements of `inp` to rank r, take `receive[r]` of rank r into `out`, in rank order."""
@@ -270,19 +276,26 @@ class Channel:
         element, width = _moved(inp, out)
         words = (Verb.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
         sizes = [n * width for n in send], [n * width for n in receive]
-        return Task(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all")
+        return self._kept(Task(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
 
     def send(self, data: Tensor, to: int, tag: int = 0) -> Task:
         """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
-        return Task(self, job, (data,), f"send to rank {to}")
+        return self._kept(Task(self, job, (data,), f"send to rank {to}"))
 
     def receive(self, data: Tensor, source: int, tag: int = 0) -> Task:
         """Fill `data` with the next message of rank `source`; its size and tag must be the same."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(False, self._peer(source), tag, _pointer(data), nbytes, self._timeout_ms)
-        return Task(self, job, (data,), f"receive from rank {source}")
+        return self._kept(Task(self, job, (data,), f"receive from rank {source}"))
+
+    def _kept(self, task: Task) -> Task:
+        """The task, whose tensors are kept until it ended, also when nobody else keeps it."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        self._under_way.append(task)
+        return task
 
     def abort(self) -> None:
         """End every rank's present and later calls with an error."""
@@ -291,6 +304,7 @@ class Channel:
     def close(self) -> None:
         """End the channel's threads and unmap it. Calls still queued end with an error on every rank."""
         self._end.close()
+        self._under_way.clear()
 
     def check(self, what: str, outcome: tuple[int, int]) -> None:
         """Raise what a native outcome says."""

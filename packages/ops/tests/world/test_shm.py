@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,66 +73,84 @@ def total(parts: list[torch.Tensor], op: Op = Op.SUM) -> torch.Tensor:
     return (acc / len(parts) if op is Op.AVERAGE else acc).to(dtype)
 
 
-def check_everything(end: Channel) -> None:
+Run = Callable[..., None]
+
+
+def check_everything(end: Channel, run: Run) -> None:
     w, rank = end.world, end.rank
     for dtype in DTYPES:
         for n in SIZES:
             mine, parts = part(rank, n, dtype), [part(r, n, dtype) for r in range(w)]
             out = torch.empty(n, dtype=dtype)
-            end.call(Verb.ALL_REDUCE, mine, out)
+            run(Verb.ALL_REDUCE, mine, out)
             assert torch.equal(out, total(parts)), (dtype, n)
             in_place = mine.clone()
-            end.call(Verb.ALL_REDUCE, in_place, in_place)
+            run(Verb.ALL_REDUCE, in_place, in_place)
             assert torch.equal(in_place, total(parts))
 
             whole = [part(r, n * w, dtype, salt=1) for r in range(w)]
-            end.call(Verb.REDUCE_SCATTER, whole[rank], out)
+            run(Verb.REDUCE_SCATTER, whole[rank], out)
             assert torch.equal(out, total([p[rank * n : (rank + 1) * n] for p in whole])), (dtype, n)
 
             gathered = torch.empty(n * w, dtype=dtype)
-            end.call(Verb.ALL_GATHER, mine, gathered)
+            run(Verb.ALL_GATHER, mine, gathered)
             assert torch.equal(gathered, torch.cat(parts))
             gathered[rank * n : (rank + 1) * n] = mine  # in place, as ZeRO gathers
-            end.call(Verb.ALL_GATHER, gathered[rank * n : (rank + 1) * n], gathered)
+            run(Verb.ALL_GATHER, gathered[rank * n : (rank + 1) * n], gathered)
             assert torch.equal(gathered, torch.cat(parts))
 
             for root in {0, w - 1}:
                 held = part(rank, n, dtype)
-                end.call(Verb.BROADCAST, held, held, root=root)
+                run(Verb.BROADCAST, held, held, root=root)
                 assert torch.equal(held, parts[root])
-                end.call(Verb.REDUCE, mine, out if rank == root else torch.empty(0, dtype=dtype), root=root)
+                run(Verb.REDUCE, mine, out if rank == root else torch.empty(0, dtype=dtype), root=root)
                 if rank == root:
                     assert torch.equal(out, total(parts))
-                end.call(Verb.GATHER, mine, gathered if rank == root else torch.empty(0, dtype=dtype), root=root)
+                run(Verb.GATHER, mine, gathered if rank == root else torch.empty(0, dtype=dtype), root=root)
                 if rank == root:
                     assert torch.equal(gathered, torch.cat(parts))
                 source = whole[root] if rank == root else torch.empty(0, dtype=dtype)
-                end.call(Verb.SCATTER, source, out, root=root)
+                run(Verb.SCATTER, source, out, root=root)
                 assert torch.equal(out, whole[root][rank * n : (rank + 1) * n])
 
 
 @world(1)
 def test_definition_1() -> None:
     with channel() as end:
-        check_everything(end)
+        check_everything(end, end.call)
 
 
 @world(2)
 def test_definition_2() -> None:
     with channel() as end:
-        check_everything(end)
+        check_everything(end, end.call)
 
 
 @world(3)
 def test_definition_3() -> None:
     with channel() as end:
-        check_everything(end)
+        check_everything(end, end.call)
 
 
 @world(4)
 def test_definition_4() -> None:
     with channel() as end:
-        check_everything(end)
+        check_everything(end, end.call)
+
+
+@pytest.mark.parametrize("how", ["wait", "look"])
+@world(3)
+def test_calls_that_are_started_have_the_same_definition(how: str) -> None:
+    """Small ones have two halves, the second in `wait` or `done`; large ones run on the channel's thread."""
+
+    def run(verb: Verb, inp: torch.Tensor, out: torch.Tensor, root: int = 0) -> None:
+        task = end.start(verb, inp, out, root=root)
+        while how == "look" and not task.done():
+            time.sleep(0)
+        task.wait()
+
+    with channel() as end:
+        check_everything(end, run)
 
 
 @world(2)
@@ -198,6 +216,69 @@ def test_queued_calls_run_in_order_and_overlap_with_blocking_ones() -> None:
                 task.wait(10)
                 assert task.done()
                 assert out.unique().item() == 2 * (i + 1)
+
+
+@world(2)
+def test_a_small_call_needs_no_rank_that_waits_for_it() -> None:
+    with channel() as end:
+        out = torch.zeros(10)
+        task = end.start(Verb.ALL_REDUCE, torch.ones(10), out)
+        if end.rank == 1:
+            task.wait()
+            assert out.sum() == 20
+        dist.barrier()
+        if end.rank == 0:
+            assert not out.any()  # nobody has asked
+            assert task.done()
+            assert out.sum() == 20
+
+
+@world(2)
+def test_what_follows_a_small_call_need_not_wait_for_the_others() -> None:
+    with channel() as end:
+        outs, word = [torch.zeros(10), torch.zeros(10)], torch.zeros(1)
+        if end.rank == 1:  # comes to the calls only when rank 0 has started both
+            end.receive(word, 0).wait()
+        tasks = [end.start(Verb.ALL_REDUCE, torch.ones(10) * (i + 1), out) for i, out in enumerate(outs)]
+        if end.rank == 0:
+            end.send(word, 1).wait()
+        for i, task in enumerate(tasks):
+            task.wait()
+            assert outs[i].sum() == 20 * (i + 1)
+
+
+@world(2)
+def test_a_call_that_nobody_keeps_is_completed_by_the_next() -> None:
+    with channel() as end:
+        for n in (10, 5000):
+            out = torch.zeros(n)
+            end.start(Verb.ALL_REDUCE, torch.ones(n), out)
+            end.barrier()
+            assert out.sum() == 2 * n
+
+
+@world(2)
+def test_a_limit_ends_the_waiting_and_not_the_call() -> None:
+    with channel() as end:
+        out = torch.zeros(10)
+        if end.rank == 1:
+            dist.barrier()
+        task = end.start(Verb.ALL_REDUCE, torch.ones(10), out)
+        if end.rank == 0:
+            with pytest.raises(TimeoutError, match="all_reduce"):
+                task.wait(0.05)
+            dist.barrier()
+        task.wait(60)
+        assert out.sum() == 20
+
+
+def test_closing_ends_what_nobody_waited_for() -> None:
+    end = Channel(Segment(SMALL.segment_bytes(2)), 0, [os.getpid(), os.getppid()], SMALL)
+    task = end.start(Verb.ALL_REDUCE, torch.ones(10), torch.zeros(10))
+    assert not task.done()
+    end.close()
+    with pytest.raises(CommError, match="aborted"):
+        task.wait()
 
 
 @world(2)
