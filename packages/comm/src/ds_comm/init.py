@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _PROBE_BYTES = 4096
 _POLL_S = 0.02
+_REFUSED_S = 0.005
+_FINE_S = 5.0  # after this torch's own pauses are no longer what one waits for
 _told: list[str] = []  # environment variables that this module set
 
 
@@ -165,6 +168,8 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
         if launch.port == 0:
             return _meet_on_free_port(launch, timeout)
         _tell_torch({"MASTER_ADDR": address, "MASTER_PORT": str(launch.port)})
+        if launch.rank != 0:
+            _await_server(address, launch.port, min(_FINE_S, timeout.total_seconds()))
         # torch knows when the launcher's own store is to be used and who serves it.
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     except (dist.DistError, OSError, ValueError) as error:
@@ -175,6 +180,24 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
             fix="Check that all ranks were started, that rank 0's host is reachable and that no other job uses this port.",
         ) from error
     return store
+
+
+def _await_server(address: str, port: int, limit_s: float) -> None:
+    """Return when someone listens there, or after the limit.
+
+    torch's client of a store that is not there yet tries again after half a second and more, which both ranks then wait; where
+    ranks start together, most runs began with it (docs/benchmarks/engine.md).
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+        except ConnectionRefusedError:
+            time.sleep(_REFUSED_S)
+        except OSError:  # no such host, no route: torch's client says it better
+            return
+        else:
+            return
 
 
 def _meet_on_free_port(launch: Launch, timeout: timedelta) -> dist.Store:
