@@ -174,7 +174,10 @@ def _surface_rows() -> tuple[dict[str, list[str]], list[tuple[str, str, str]]]:
                 missing.append((f"{home}.{name}", row.why, row.instead))
             else:
                 here.setdefault(home, []).append(name)
-    return here, missing
+    of_engine = [
+        (f"DeepSpeedEngine.{name}", row.why, row.instead) for name, row in sorted(module.MISSING_ATTRIBUTES.items())
+    ]
+    return here, [*missing, *of_engine]
 
 
 PAGES: Mapping[str, Page] = {

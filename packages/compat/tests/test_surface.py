@@ -15,7 +15,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 from deepspeed._lazy import UnsupportedImportError, UnsupportedNameError
-from deepspeed._surface import SURFACE, Missing
+from deepspeed._surface import MISSING_ATTRIBUTES, SURFACE, Missing
 
 from ds_config.errors import UnsupportedError
 from ds_testing.effects import import_effects
@@ -89,7 +89,14 @@ def test_each_missing_name_says_what_to_use(module, name):
         assert not hasattr(importlib.import_module(module), name)
 
 
-INSTEADS = sorted({row.instead for rows in SURFACE.values() for row in rows.values() if isinstance(row, Missing)})
+INSTEADS = sorted(
+    {
+        row.instead
+        for rows in (*SURFACE.values(), MISSING_ATTRIBUTES)
+        for row in rows.values()
+        if isinstance(row, Missing)
+    }
+)
 
 
 @pytest.mark.parametrize("instead", INSTEADS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SURFACE", "Missing", "Rows"]
+__all__ = ["MISSING_ATTRIBUTES", "SURFACE", "Missing", "Rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,31 @@ _MICS = Missing(
 )
 _INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 _ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
+
+_MONITOR = Missing(
+    "monitoring is ds-monitor's", "ds_monitor.gauge; the sections of the configuration choose where it goes"
+)
+_TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
+
+MISSING_ATTRIBUTES: Mapping[str, Missing] = {
+    "monitor": _MONITOR,
+    "get_summary_writer": _MONITOR,
+    "tensorboard_enabled": _MONITOR,
+    "timers": _TIMERS,
+    "tput_timer": _TIMERS,
+    "flops_profiler": Missing("the section of the configuration runs it", "deepspeed.profiling.flops_profiler"),
+    "checkpoint_engine": Missing("checkpoints are ds-ckpt's", "save_checkpoint and load_checkpoint"),
+    "curriculum_scheduler": _DATA,
+    "data_sampler": _DATA,
+    "random_ltd_scheduler": _DATA,
+    "set_custom_curriculum_learning_schedule": _DATA,
+    "set_data_post_process_func": _DATA,
+    "compression_scheduler": _COMPRESS,
+    "quantizer": _COMPRESS,
+    "has_moe_layers": _MOE,
+    "sequence_parallel_size": _SEQUENCE,
+}
+"""Attributes of upstream's engine that this one does not have."""
 
 # ---- groups of rows --------------------------------------------------------------------------------------------------
 

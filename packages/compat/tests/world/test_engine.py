@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_config.errors import ConfigError, PlanError, ShardedAccessError, UnsupportedError
 from ds_testing import world
 
 STAGES = [0, 1, 2, 3]
@@ -404,6 +404,7 @@ def test_whole_weights(tmp_path):
 @world(2, backend=None)
 def test_what_an_engine_tells():
     import deepspeed
+    from deepspeed._surface import MISSING_ATTRIBUTES
 
     raw = settings(1, gradient_accumulation_steps=4, gradient_clipping=0.5, bf16={"enabled": True})
     model = Net()
@@ -420,8 +421,25 @@ def test_what_an_engine_tells():
     assert engine.module is model
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     assert any(isinstance(module, deepspeed.DeepSpeedEngine) for module in nn.ModuleList([engine]).modules())
+    assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (deepspeed.comm.get_rank(), 2, 2)
+    assert engine.local_rank == engine.global_rank
+    assert deepspeed.comm.get_world_size(engine.data_parallel_group) == 2
+    for missing in MISSING_ATTRIBUTES:
+        assert not hasattr(engine, missing)
+    with pytest.raises(UnsupportedError, match=r"DeepSpeedEngine\.monitor is not here"):
+        _ = engine.monitor
     engine.lr_scheduler = None
     engine.mpu = None
+    engine.backward(engine(rows(0, engine.mesh.rank)[0].bfloat16()).float().square().mean())
+    before = engine.whole_state_dict()
+    kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+    engine.optimizer.offload_states(include=[kinds.hp_params, kinds.optim_states], device="cpu", pin_memory=False)
+    engine.offload_states(pin_memory=False)
+    with pytest.raises(ShardedAccessError):
+        engine.optimizer.step()
+    engine.optimizer.reload_states(non_blocking=True)
+    after = engine.whole_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(ConfigError):
         engine.offload_states(device="nvme")
     with pytest.raises(UnsupportedError):

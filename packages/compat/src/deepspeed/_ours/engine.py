@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed._lazy import UnsupportedNameError
+from deepspeed._ours.optimizer import kinds_of
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated
+from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_comm import barrier
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.errors import UnsupportedError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.engine import Components
 from ds_pipe import Action
@@ -28,13 +31,6 @@ from ds_pipe import Action
 __all__ = ["ACCESSORS", "DeepSpeedEngine"]
 
 _log = logging.getLogger("DeepSpeed")
-_STATES = {
-    "optim_states": "optimizer",
-    "hp_params": "masters",
-    "lp_params": "parameters",
-    "lp_grads": "gradients",
-    "contiguous_grad_buffer": "gradients",
-}
 
 
 def _of_zero(name: str) -> Callable[[DeepSpeedEngine], Any]:
@@ -147,7 +143,15 @@ class DeepSpeedEngine(Engine):
         tells = ACCESSORS.get(name)
         if tells is not None:
             return lambda: tells(self)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            row = MISSING_ATTRIBUTES.get(name)
+            if row is None:
+                raise
+            raise UnsupportedNameError(
+                f"DeepSpeedEngine.{name} is not here: {row.why}", code="compat-missing", fix=f"Use {row.instead}."
+            ) from error
 
     @property
     def config(self) -> dict[str, Any]:
@@ -158,6 +162,31 @@ class DeepSpeedEngine(Engine):
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that is sharded."""
         return None if self.optimizer is None else self.optimizer.inner
+
+    @property
+    def global_rank(self) -> int:
+        """Of this process, in the world."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.mesh["world"].size
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process, on its host."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that the batch is split over."""
+        return self.mesh["data"].size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Their process group; None in a world of one that made none."""
+        return self.mesh["data"].pg
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
@@ -327,20 +356,9 @@ class DeepSpeedEngine(Engine):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move state to the host until `reload_states`.
-
-        Args:
-            include: Of `OffloadStateTypeEnum`; None is all.
-            device: The host; files are not supported.
-        Raises:
-            ValueError: another device ("compat-offload").
-        """
+        """Move state to the host until `reload_states`. See `kinds_of`."""
         del non_blocking
-        target = str(getattr(device, "value", device))
-        if target != "cpu":
-            raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
-        names = None if include is None else {_STATES[str(getattr(kind, "value", kind))] for kind in include}
-        super().offload_states(names, pin_memory)
+        super().offload_states(kinds_of(include, device), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` moved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import Any
@@ -9,9 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_config.errors import ConfigError
 from ds_zero import ShardedOptimizer, ShardOptions
 
-__all__ = ["DeepSpeedZeroOptimizer", "ParameterOffload"]
+__all__ = ["DeepSpeedZeroOptimizer", "ParameterOffload", "kinds_of"]
+
+_KINDS = {
+    "optim_states": "optimizer",
+    "hp_params": "masters",
+    "lp_params": "parameters",
+    "lp_grads": "gradients",
+    "contiguous_grad_buffer": "gradients",
+}
+
+
+def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
+    """What ds-zero calls the states that `offload_states` is to move.
+
+    Args:
+        include: Of `OffloadStateTypeEnum`, or their values; None is all.
+        device: The host; files are not supported.
+    Raises:
+        ConfigError: another device ("compat-offload").
+    """
+    target = str(getattr(device, "value", device))
+    if target != "cpu":
+        raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
+    asked = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
+    return frozenset(_KINDS[kind] for kind in asked)
 
 
 class DeepSpeedZeroOptimizer(ShardedOptimizer):
@@ -84,6 +110,22 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`."""
         self.scale(loss).backward(retain_graph=retain_graph)
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to the host until `reload_states`. See `kinds_of`."""
+        del non_blocking
+        self.suspend(kinds_of(include, device) - {away.kind for away in self.sharding.away}, pin_memory=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        del non_blocking
+        self.resume()
 
 
 class ParameterOffload:
