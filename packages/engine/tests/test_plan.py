@@ -59,7 +59,7 @@ def test_memory_shrinks_with_the_stage_and_the_ranks() -> None:
 
     by_stage = [total(stage, 8) for stage in range(4)]
     assert by_stage == sorted(by_stage, reverse=True)
-    assert len(set(by_stage)) == 4
+    assert len(set(by_stage)) == 3  # stages 1 and 2 differ in what comes and goes within a step
     assert total(3, 16) < total(3, 8)
     assert total(0, 16) == total(0, 8)
 

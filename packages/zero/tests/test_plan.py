@@ -23,10 +23,10 @@ NO_PERSIST = ds_zero.UnitPolicy(max_numel=64 * 64 + 64, persist_numel=0)
 @pytest.mark.parametrize(
     ("stage", "precision", "bytes_per_element"),
     # world 4; per element: full, shard, grads, optim
-    [(0, "fp32", (4, 0, 4, 8)), (1, "fp32", (4, 0, 4 + 1, 2)), (2, "fp32", (4, 0, 1, 2)), (3, "fp32", (0, 1, 1, 2)),
-     (0, "bf16", (2, 4, 2 + 4, 8)), (1, "bf16", (2, 1, 2 + 1, 2)), (2, "bf16", (2, 1, 1, 2)), (3, "bf16", (0, 1, 1, 2))],
+    [(0, "fp32", (4, 0, 4, 8)), (1, "fp32", (4, 0, 1, 2)), (2, "fp32", (4, 0, 1, 2)), (3, "fp32", (0, 1, 1, 2)),
+     (0, "bf16", (2, 4, 2 + 4, 8)), (1, "bf16", (2, 1, 1, 2)), (2, "bf16", (2, 1, 1, 2)), (3, "bf16", (0, 1, 1, 2))],
 )  # fmt: skip
-def test_kept_bytes_are_the_papers_and_one_shard_of_sums_at_stage_1(stage, precision, bytes_per_element):
+def test_kept_bytes_are_the_papers_and_at_stage_1_only_a_shard_of_gradients(stage, precision, bytes_per_element):
     options = ds_zero.ShardOptions(stage=stage, precision=precision, policy=NO_PERSIST)
     found = ds_zero.plan(net(), 4, options)
     assert tuple(found.kept.values()) == tuple(NUMEL * b for b in bytes_per_element)
@@ -51,6 +51,13 @@ def test_equals_what_is_allocated_in_one_process(stage, precision):
     state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
     assert state == found.kept["optim"]
     optimizer.close()
+
+
+def test_at_stage_1_every_gradient_may_wait_for_the_last_microbatch():
+    options = [ds_zero.ShardOptions(stage=stage, policy=NO_PERSIST) for stage in (1, 2)]
+    one, two = (ds_zero.plan(net(), 4, o).passing for o in options)
+    assert one == NUMEL * 4
+    assert two == NUMEL * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

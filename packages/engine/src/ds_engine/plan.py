@@ -20,7 +20,7 @@ from ds_engine.precision import Casting, casting_of, precision_of, precision_tex
 from ds_engine.rules import asked_batch, check_rules
 from ds_parallel import Keeping, matching
 from ds_pipe import Program, accumulation, mark_reduce, verify
-from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, plan_bytes, plan_units
+from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, passing_bytes, plan_bytes, plan_units
 from ds_zero.units import ModuleInfo, ParamInfo
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan", "rebatched"]
@@ -283,13 +283,12 @@ def _memory(units: Sequence[UnitSpec], precision: Precision, ranks: int, states:
         found = plan_bytes(unit, dtypes, ranks, tensors)
         optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width
         parts.append((found, optim))
-    gathered = sorted((found.gathered for found, _ in parts), reverse=True)[:2]
     return Memory(
         params_bytes=sum(found.full for found, _ in parts),
         grads_bytes=sum(found.grads for found, _ in parts),
         master_bytes=sum(found.shard for found, _ in parts),
         optimizer_bytes=sum(optim for _, optim in parts),
-        passing_bytes=sum(gathered) + 3 * max((found.arena for found, _ in parts), default=0),
+        passing_bytes=passing_bytes((found for found, _ in parts), units[0].residency) if units else 0,
     )
 
 

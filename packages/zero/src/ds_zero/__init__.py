@@ -25,7 +25,7 @@ from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
 from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer, StepReport
-from ds_zero.plan import UnitBytes, ZeroPlan, plan, plan_bytes
+from ds_zero.plan import UnitBytes, ZeroPlan, passing_bytes, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision, PrecisionRule
 from ds_zero.pretrained import load_pretrained
 from ds_zero.released import Released
@@ -58,6 +58,7 @@ __all__ = [
     "UnitSpec",
     "ZeroPlan",
     "load_pretrained",
+    "passing_bytes",
     "plan",
     "plan_bytes",
     "plan_layout",

@@ -234,7 +234,7 @@ def _param(place: _Place) -> list[tuple[int, Tensor]]:
 
 
 def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
-    place.sharding.runtime.drain()
+    place.sharding.runtime.reducing.drain()
     grad = place.unit.grad
     return None if grad is None else [(start, grad[at : at + numel]) for start, at, numel in place.ranges()]
 

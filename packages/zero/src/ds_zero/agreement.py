@@ -38,10 +38,10 @@ def agree(sharding: Sharding, *, wants_norm: bool, copies: int) -> Facts:
     Raises:
         PlanError: in strict mode, on every rank, if only some of them used a parameter ("ranks-diverged").
     """
-    units, runtime = [u for u in sharding.units if u.spec.trained], sharding.runtime
+    units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     scope = sharding.options.norm
     square = square_of(units, scope) / copies if wants_norm else 0.0
-    unused = [sorted(runtime.unused[n]) for n in runtime.trained]
+    unused = [sorted(reducing.unused[n]) for n in reducing.trained]
     if sharding.group.size > 1:
         counts = torch.ones(1 + sum(len(u.params) for u in units), dtype=torch.float64)
         counts[0] = square

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import os
 import threading
@@ -149,6 +150,11 @@ class HostMemory:
         if pending is not None:
             pending()
 
+    def finish_ready(self) -> None:
+        """Finish the reduction that is under way, if every rank has posted its part: memory comes back early. 1 us."""
+        if self._pending is not None and self._posted.reached(self._marks.get(self._number, math.inf)):
+            self.finish_pending()
+
     def post(self, slot: Slot) -> None:
         """My part of a slot is filled."""
         self._posted.advance()
@@ -222,6 +228,13 @@ class _Counter:
         self.value += 1
         with self._fence:  # taking a lock is a memory barrier on every processor
             self._mine.fill_(self.value)
+
+    def reached(self, value: float) -> bool:
+        """Whether every rank has reached `value`; then what they wrote before is visible."""
+        if min(self._all.tolist()) < value:
+            return False
+        with self._fence:
+            return True
 
     def wait(self, value: int, what: str) -> None:
         """Return when every rank has reached `value`."""

@@ -210,7 +210,7 @@ class ShardedOptimizer(Optimizer):
         runtime = self.sharding.runtime
         self._check_loaded()
         self._check_trainable()
-        runtime.close()
+        runtime.reducing.close()
         runtime.settle(self.sharding.group)
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
@@ -301,20 +301,14 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were not stepped. Needless after `step`."""
         del set_to_none
-        runtime = self.sharding.runtime
-        runtime.drain()
-        runtime.deferred = False
-        for number in runtime.trained:
-            unit = self.sharding.units[number]
-            unit.clear_grad()
-            runtime.unused[number].update(range(len(unit.params)))
+        self.sharding.runtime.reducing.forget()
 
     def reduction(self, now: bool) -> AbstractContextManager[None]:
         """Whether backwards inside reduce their gradients at once. Contexts combine with *and*.
 
         Without reduction a rank holds the gradients of all its parameters, in the accumulate format, until `step`.
         """
-        return self.sharding.runtime.reduction(now)
+        return self.sharding.runtime.reducing.reduction(now)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """`reduction(False)`."""

@@ -18,7 +18,7 @@ from ds_zero.residency import Residency
 from ds_zero.sharding import ShardOptions, describe
 from ds_zero.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
 
-__all__ = ["UnitBytes", "ZeroPlan", "plan", "plan_bytes"]
+__all__ = ["UnitBytes", "ZeroPlan", "passing_bytes", "plan", "plan_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,8 @@ class ZeroPlan:
 
     @property
     def passing(self) -> int:
-        """Most bytes that come and go at a time: the unit in use, the next one, and two gradient buffers."""
-        largest = sorted((b.gathered for b in self.bytes), reverse=True)[:2]
-        return sum(largest) + 3 * max((b.arena for b in self.bytes), default=0)
+        """Most bytes that come and go at a time, see `passing_bytes`."""
+        return passing_bytes(self.bytes, self.residency)
 
     @property
     def peak(self) -> int:
@@ -83,6 +82,17 @@ class ZeroPlan:
         lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.kept.items()]
         lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
         return "\n".join(lines)
+
+
+def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
+    """Most bytes that come and go at a time: the unit in use, the next one, and gradient buffers.
+
+    Of these there are up to two, one that is summed and one that is filled; as many as units where gradients are reduced after the last microbatch only.
+    """
+    found = list(units)
+    gathered = sorted((b.gathered for b in found), reverse=True)[:2]
+    arenas = [b.arena for b in found]
+    return sum(gathered) + (min(2 * max(arenas, default=0), sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
 def plan_bytes(
@@ -100,18 +110,19 @@ def plan_bytes(
     releases = unit.residency.shard_params and shards > 1 and not shared
     aliased = dtypes.same and len(layout.segments) == 1 and not releases
     full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
-    found = {"full": 0 if releases else full // (shards if shared else 1), "gathered": full if releases else 0}
+    found = {
+        "arena": 0,
+        "full": 0 if releases else full // (shards if shared else 1),
+        "gathered": full if releases else 0,
+    }
     found["shard"] = 0 if aliased else own * dtypes.master.itemsize
     if not unit.trained:
         return UnitBytes(**found)
     found["optim"] = state_tensors * own * dtypes.master.itemsize
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize
-    if not unit.residency.shard_grads and not shared:
-        found["grads"] = arena + (apart if shards > 1 or wide else 0)
-    else:
-        found["grads"] = apart if shards > 1 or wide else 0
-        found["arena"] = arena
+    found["grads"] = apart if shards > 1 or wide else 0
+    found["grads" if shards == 1 and not unit.residency.shard_grads else "arena"] += arena
     return UnitBytes(**found)
 
 

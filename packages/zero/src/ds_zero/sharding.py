@@ -177,8 +177,8 @@ class Sharding:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
-        # Gradient buffers that are kept anyway may all be under way.
-        inflight = 3 * arena if residency.shard_grads else arena * len(self.units)
+        # One is summed while the next is filled. At stage 0 the buffers are the gradients, so all may be under way.
+        inflight = arena if residency.shard_optim else arena * len(self.units)
         self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight), self.unforeseen)
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[], float] = lambda: 1.0 / self.group.size
@@ -284,7 +284,7 @@ class Sharding:
         Returns:
             Bytes given back by kind, and `buffers`: idle ones, which hold nothing. Memory that ranks share stays.
         """
-        self.runtime.drain()
+        self.runtime.reducing.drain()
         spare = 0
         for unit in self.units:
             unit.reshard()

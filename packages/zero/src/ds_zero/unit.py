@@ -372,7 +372,7 @@ class Unit:
         if arena is None:
             raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
         first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
-        keeps = not self.spec.residency.shard_grads or self.layout.world == 1
+        keeps = self.layout.world == 1
         # A sum that is also one of its terms would need memory for the term that comes.
         in_place = first and fits and self.layout.world == 1
         if in_place:
@@ -451,7 +451,7 @@ class Unit:
         self.grad, self.open, self._grad_in_arena = None, False, False
         for param in self.params:
             param.grad = None
-        if self.spec.residency.shard_grads or self.host is not None:
+        if self.spec.residency.shard_grads or self.layout.world > 1:
             self._give_arena()
         if self._posting is not None:
             self._posting.drop()

@@ -95,7 +95,7 @@ def test_bf16_gradients_of_many_microbatches_add_up(stage, sync):
     with optimizer.reduction(sync):
         for _ in range(1024):
             net.weight.sum().backward() if stage < 3 else net(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
-    optimizer.sharding.runtime.close()
+    optimizer.sharding.runtime.reducing.close()
     grad = ds_zero.safe_get_full_grad(net.weight)
     assert grad.dtype == torch.float32
     assert (grad == 1024).all()

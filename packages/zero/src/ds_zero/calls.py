@@ -1,0 +1,101 @@
+"""One call of a module as autograd sees it: when its backward begins, when it is done, what it saved.
+
+Attributes of tensors in outputs and inputs are found in tuples, lists, mappings and records; a module that hides its results
+anywhere else is noticed by having none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Call", "Watcher", "tensors_in"]
+
+
+class Watcher(Protocol):
+    """Who is told of calls."""
+
+    def entered(self, call: Call) -> None:
+        """The gradient of an output has arrived: the backward of the call begins."""
+
+    def left(self, call: Call) -> None:
+        """The gradients of all inputs have arrived."""
+
+    def unpacked(self, numbers: tuple[int, ...]) -> None:
+        """autograd needs something that the call saved."""
+
+    def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
+        """The call returned no tensor that can be found."""
+
+
+class Call:
+    """One call in forward: which units it used, and how many of its inputs still await a gradient."""
+
+    __slots__ = ("__weakref__", "_watch", "inputs", "numbers", "pending", "watcher")
+
+    def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
+        self.watcher, self.numbers, self.inputs, self.pending = watcher, numbers, 0, 0
+        self._watch: saved_tensors_hooks | None = None
+
+    def take(self, inputs: Any) -> None:
+        """The call was given `inputs`: those with gradients say when it is left."""
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                self.inputs += 1
+                tensor.register_hook(self.left)
+
+    def watch(self) -> None:
+        """Look at everything autograd unpacks of this call, until `guard`."""
+        watcher, numbers = self.watcher, self.numbers
+
+        def unpack(tensor: Tensor) -> Tensor:
+            watcher.unpacked(numbers)
+            return tensor
+
+        self._watch = saved_tensors_hooks(lambda tensor: tensor, unpack)
+        self._watch.__enter__()
+
+    def guard(self, output: Any) -> None:
+        """The call has returned `output`: its gradient is what begins the module's backward."""
+        if self._watch is not None:
+            self._watch.__exit__()
+            self._watch = None
+        seen = False
+        for tensor in tensors_in(output):
+            seen = True
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self.entered)
+        if not seen:
+            self.watcher.unseen(self.numbers, output)
+
+    def entered(self, grad: Tensor) -> None:
+        """Hook of every output."""
+        del grad
+        self.watcher.entered(self)
+
+    def left(self, grad: Tensor) -> None:
+        """Hook of every input."""
+        del grad
+        self.pending -= 1
+        if self.pending <= 0:
+            self.watcher.left(self)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in tuples, lists, mappings and the attributes of records (dataclasses, model outputs)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth > 6 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth + 1)
