@@ -85,10 +85,11 @@ class ActivationCheckpointing:
         Cost: a second forward of `function` in backward. Collective in backward where inputs are cut.
         """
         saves = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(self.save_ops))
-        context = saves if self.save_ops else torch_checkpoint.noop_context_fn
-        return self._run(
-            partial(torch_checkpoint.checkpoint, use_reentrant=False, context_fn=context), function, args, kwargs
-        )
+        context = {"context_fn": saves} if self.save_ops else {}
+        if torch.compiler.is_compiling() and self.keeping == Keeping():
+            # torch's compiler knows this very call, keeps its inputs and replays its random numbers itself.
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **context, **kwargs)
+        return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=False, **context), function, args, kwargs)
 
     def checkpoint_reentrant(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same in the reentrant form. `function` returns a tensor or a tuple.
