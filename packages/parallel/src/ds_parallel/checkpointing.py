@@ -85,7 +85,7 @@ class ActivationCheckpointing:
         Cost: a second forward of `function` in backward. Collective in backward where inputs are cut.
         """
         saves = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(self.save_ops))
-        context = {"context_fn": saves} if self.save_ops else {}
+        context: dict[str, Any] = {"context_fn": saves} if self.save_ops else {}
         if torch.compiler.is_compiling() and self.keeping == Keeping():
             # torch's compiler knows this very call, keeps its inputs and replays its random numbers itself.
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **context, **kwargs)
