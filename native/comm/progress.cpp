@@ -6,11 +6,6 @@ namespace ds::shm {
 
 using Clock = std::chrono::steady_clock;
 
-namespace {
-// While a queued call waits for the other ranks its caller computes: the core is better used there.
-constexpr int background_spin_us = 20;
-}  // namespace
-
 bool Job::done() {
   if (Progress *helper = helper_.load()) helper->help(*this, Progress::Help::if_ready);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -151,7 +146,7 @@ void Progress::collectives() {
     queue_.pop_front();
     busy_ = true;
     lock.unlock();
-    finish(next, background_spin_us);
+    finish(next, next.spin_us);
     lock.lock();
     busy_ = false;
     changed_.notify_all();

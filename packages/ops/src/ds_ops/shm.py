@@ -67,6 +67,7 @@ _ELEMENTS = {
     torch.uint8: 8,
     torch.bool: 9,
 }
+_CPU = torch.device("cpu")
 _BYTES = _ELEMENTS[torch.uint8]
 _HUGE_FROM_BYTES = 8 << 20  # below, half-empty huge pages and the mount cost more than they give
 _MOVES = (Verb.ALL_GATHER, Verb.ALL_TO_ALL, Verb.BROADCAST, Verb.GATHER, Verb.SCATTER)
@@ -364,12 +365,14 @@ def combine(out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
     With sources in the arenas of all ranks this is a reduce-scatter that copies nothing.
     Cost: (len(sources) + 1) * out.nbytes.
     """
-    for i, source in enumerate(sources):
-        _call.require(f"sources[{i}]", source, dtypes=(out.dtype,), numel=out.numel())
-    pointers = [_pointer(source) for source in sources]
-    if not pointers:
+    if not sources:
         raise KernelError("combine needs at least one source", code="shm-bounds", fix="Pass the tensors to reduce.")
-    _call.native().shm_combine(_pointer(out), pointers, _element(out, op), op, out.numel())
+    element, n, dtypes = _element(out, op), out.numel(), (out.dtype,)
+    into = _call.address(_call.require("out", out, dtypes=dtypes, device=_CPU))
+    pointers = [
+        _call.address(_call.require("source", source, dtypes=dtypes, numel=n, device=_CPU)) for source in sources
+    ]
+    _call.native().shm_combine(into, pointers, element, op, n)
 
 
 def _pointer(tensor: Tensor) -> int:
@@ -386,6 +389,8 @@ def _pointer(tensor: Tensor) -> int:
 
 def _element(tensor: Tensor, op: Op) -> int:
     element = _ELEMENTS.get(tensor.dtype)
+    if op is Op.SUM and element is not None:
+        return element
     bits = op in (Op.BAND, Op.BOR, Op.BXOR)
     averaged = op is Op.AVERAGE and not tensor.dtype.is_floating_point
     if element is None or (bits and tensor.dtype.is_floating_point) or averaged:
