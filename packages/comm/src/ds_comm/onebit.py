@@ -251,7 +251,8 @@ class OnebitAdam(_OneBit):
     After the freeze: m = mean over ranks of signs(b1 m + (1 - b1) g); p -= lr (m / c1 / (sqrt(v / c2) + eps) + wd p).
 
     Args:
-        freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run.
+        freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run; of
+            some hundred steps 40 % were needed (docs/benchmarks/comm.md).
         eps_inside_sqrt: sqrt(v / c2 + eps) as the denominator.
         bias_correction: As in Adam. (amsgrad is refused.)
 
