@@ -37,6 +37,12 @@ def test_the_stage_decides_when_gradients_are_reduced(stage: int, program: str) 
     assert str(planned(zero_optimization={"stage": stage}).program) == program
 
 
+@pytest.mark.parametrize(("stage", "units"), [(0, 1), (1, 6)])
+def test_plain_data_parallelism_is_not_cut_by_the_keys_of_zero(stage: int, units: int) -> None:
+    """Transformers fills `reduce_bucket_size` in with hidden_size squared, at any stage."""
+    assert len(planned(zero_optimization={"stage": stage, "reduce_bucket_size": 256}).units) == units
+
+
 def test_a_plan_is_the_same_everywhere_and_prints() -> None:
     text = str(planned())
     assert text == str(planned())

@@ -264,8 +264,9 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
     zero = config.zero_optimization
     leaf = zero.leaf_module
     leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
-    # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap.
-    asked = "reduce_bucket_size" in zero.model_fields_set
+    # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap. Stage 0 is plain
+    # data parallelism, whose reductions no key of this section cuts; clients fill in tiny sizes for small models at any stage.
+    asked = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
     return UnitPolicy(
         max_numel=zero.reduce_bucket_size if asked else None,
         persist_numel=zero.param_persistence_threshold,
