@@ -81,8 +81,10 @@ def summary(runs: list[dict]) -> dict:
     }
 
 
-def floor_mb(engine: str, rows: dict[str, dict], world: int) -> float | None:
+def floor_mb(engine: str, rows: dict[str, dict], world: int, *, shared: bool = False) -> float | None:
     """Least memory of a node for what an engine keeps, each rank for itself: activations, parameters, gradients, two moments.
+
+    With `shared` the parameters exist once for all ranks.
 
     Activations (and workspace) are what forward + backward alone take beyond parameters and gradients. A stage-3 rank has half
     of the parameters and the largest block (the embedding, with its gradient's share counted as a whole gradient).
@@ -95,6 +97,8 @@ def floor_mb(engine: str, rows: dict[str, dict], world: int) -> float | None:
         return None
     block = 8192 * 384 * 4 / 1e6
     params = psi if stage < 3 else psi / world + block
+    if shared:
+        params = psi / world
     moments = 2 * psi / (world if stage else 1)
     return world * (alone - 2 * psi + params + psi + moments)
 

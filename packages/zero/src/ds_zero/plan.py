@@ -87,12 +87,14 @@ class ZeroPlan:
 def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
     """Most bytes that come and go at a time: the unit in use, the next one, and gradient buffers.
 
-    Of these there are up to two, one that is summed and one that is filled; as many as units where gradients are reduced after the last microbatch only.
+    Of these there are up to two, one that is summed and one that is filled, and a third where parameters are sharded; as many as
+    units where gradients are reduced after the last microbatch only.
     """
     found = list(units)
     gathered = sorted((b.gathered for b in found), reverse=True)[:2]
     arenas = [b.arena for b in found]
-    return sum(gathered) + (min(2 * max(arenas, default=0), sum(arenas)) if residency.shard_grads else sum(arenas))
+    several = (3 if residency.shard_params else 2) * max(arenas, default=0)
+    return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
 def plan_bytes(

@@ -66,8 +66,9 @@ class SumPlan:
         return frozenset(run.member for run in self.runs if run.member is not None)
 
 
-def plan_sums(layout: UnitLayout, rank: int, least: int = LEAST) -> SumPlan:
-    """What rank `rank` shows and sums of a unit. Pure; O(parameters x segments)."""
+def plan_sums(layout: UnitLayout, rank: int, least: int | None = None) -> SumPlan:
+    """What rank `rank` shows and sums of a unit, where ranges of `least` elements are kept. Pure; O(parameters x segments)."""
+    least = LEAST if least is None else least
     places = {slot.name: (member, slot) for member, slot in enumerate(layout.slots)}
     shown: list[Shown] = []
     runs: list[Run] = []

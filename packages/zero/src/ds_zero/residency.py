@@ -18,7 +18,8 @@ class Residency:
 
     Attributes:
         shard_optim: The optimizer updates (and keeps state for) this rank's shard only.
-        shard_grads: After reduction a rank keeps the gradient of its shard only.
+        shard_grads: A rank keeps the gradient of its shard only, from every backward on; otherwise it keeps all of them until
+            the microbatch after which they are reduced.
         shard_params: Between uses a rank keeps its shard of the parameters only.
     """
 

@@ -177,8 +177,10 @@ class Sharding:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
-        # One is summed while the next is filled. At stage 0 the buffers are the gradients, so all may be under way.
-        inflight = arena if residency.shard_optim else arena * len(self.units)
+        # One is summed while the next is filled; one more where gathers travel beside it and make it slower. At stage 0 the
+        # buffers are the gradients, so all may be under way.
+        several = 2 if residency.shard_params else 1
+        inflight = several * arena if residency.shard_optim else arena * len(self.units)
         self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight), self.unforeseen)
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[], float] = lambda: 1.0 / self.group.size

@@ -1,0 +1,119 @@
+"""Fill the tables of docs/benchmarks/zero.md from the record that `zero.py` wrote.
+
+usage: python tools/bench/zero_page.py [--check]
+
+A table stands between `<!-- table CONFIG WORLD TRANSPORT -->` and `<!-- end -->`; the page's own text is left alone. `--check`
+only says whether the page is as the record is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from zero import DATA, ENGINES, floor_mb, summary
+
+PAGE = DATA.parent.parent / "zero.md"
+TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_NAMES = {
+    "fwdbwd": "forward + backward alone",
+    "local": "AdamW on each rank, no communication",
+    "ddp": "DDP",
+    "zero_redundancy": "ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
+    "fsdp2_keep": "FSDP2, not resharding",
+}
+
+
+def name_of(engine: str) -> str:
+    plain, _, via = engine.partition("@")
+    if plain.startswith("ours"):
+        return f"**ds-zero {plain[4]}**, {via or 'gloo'}"
+    if plain.startswith("deepspeed"):
+        return f"DeepSpeed {plain[9]}" + (", tuned" if plain.endswith("tuned") else "")
+    return _NAMES[plain] + (f", our {via}" if via else "")
+
+
+def chosen(engine: str, transport: str) -> bool:
+    """Whether a row belongs in a table: `best` gives each its best transport, `gloo` and `shm` that one, `all` every row."""
+    ours, via = engine.startswith("ours"), engine.partition("@")[2]
+    if transport == "best":
+        return via == "shm" if ours else not via
+    if transport == "gloo":
+        return not via
+    if transport == "shm":
+        return via == "shm" or engine == "fwdbwd"
+    return True
+
+
+def table(entry: dict, world: int, transport: str) -> str:
+    rows = {e: summary(entry["runs"][e]) for e in ENGINES if entry["runs"].get(e)}
+    digits = 0 if rows["fwdbwd"]["step_ms"] > 20 else 2
+    lines = ["| engine | step ms | over f+b | CPU ms | setup ms | node MB | of floor | of shared floor | rounds |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for engine, row in rows.items():
+        if not chosen(engine, transport):
+            continue
+        floor, over = floor_mb(engine, rows, world), row["step_ms"] - rows["fwdbwd"]["step_ms"]
+        shared = floor_mb(engine, rows, world, shared=True) if "@" in engine and engine.startswith("ours") else None
+        cells = [
+            name_of(engine),
+            f"{row['step_ms']:.{digits}f}",
+            f"{over:.{digits}f}",
+            f"{row['cpu_ms']:.{min(digits, 1)}f}",
+        ]
+        cells += [f"{row['init_ms']:.0f}", f"{row['node_mb']:.0f}"]
+        cells += [f"{row['node_mb'] / f:.2f}" if f else "" for f in (floor, shared)]
+        lines.append("| " + " | ".join([*cells, str(row["rounds"])]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(page: str, results: dict) -> str:
+    """The page with every table as the record says."""
+
+    def one(match: re.Match[str]) -> str:
+        head, config, world, transport, end = match.groups()
+        return head + "\n" + table(results[f"{config}-{world}"], int(world), transport) + "\n" + end
+
+    return TABLE.sub(one, page)
+
+
+def ratios(results: dict) -> str:
+    """What the page's sentences are made of."""
+    lines = []
+    for config in ("compute", "comm"):
+        rows = {e: summary(r) for e, r in results[f"{config}-2"]["runs"].items() if r}
+        alone = rows["fwdbwd"]
+        for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
+            ours, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
+            if not ours or not peer:
+                continue
+            step, over, cpu = (
+                ours["step_ms"] / peer["step_ms"],
+                (peer["step_ms"] - alone["step_ms"]) / (ours["step_ms"] - alone["step_ms"]),
+                (peer["cpu_ms"] - alone["cpu_ms"]) / (ours["cpu_ms"] - alone["cpu_ms"]),
+            )
+            others = ", ".join(
+                f"{ours['step_ms'] / rows[e]['step_ms']:.2f}x of {e}" for e in ("ddp", "fsdp2") if e in rows
+            )
+            lines.append(
+                f"{config} {stage}{via or '@gloo'}: step {step:.3f}x, overhead {over:.1f}x, in CPU {cpu:.1f}x less; {others}"
+            )
+    return "\n".join(lines)
+
+
+def main(asked: list[str]) -> int:
+    results, page = json.loads(DATA.read_text())["results"], PAGE.read_text()
+    new = filled(page, results)
+    if "--check" in asked:
+        return int(new != page)
+    Path(PAGE).write_text(new)
+    print(ratios(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
