@@ -51,7 +51,6 @@ int populate(const py::object &data) {
 
 bool resident(const py::object &data) {
   const Bytes bytes(data, false);
-  py::gil_scoped_release nogil;
   return ds::resident(bytes.data(), bytes.size());
 }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ds_ckpt.crc import copy_crc32, crc32, shifted
@@ -58,6 +59,7 @@ class Files:
     def __init__(self, storage: Storage, tag: str, manifest: Manifest, *, direct: bool = True) -> None:
         self._storage, self._tag, self._manifest, self._direct = storage, tag, manifest, direct
         self._open: dict[int, ReadFile] = {}
+        self._cold: set[int] = set()
         self._stack = ExitStack()
         self._lock = threading.Lock()
         self._io: AsyncIO | None = None
@@ -82,6 +84,8 @@ class Files:
                     fix="The file was cut or replaced; use another checkpoint.",
                 )
             self._open[index] = file
+            if self._direct and isinstance(file, OnDisk) and file.on_disk(0, file.nbytes) is not None:
+                self._cold.add(index)
         return self._open[index]
 
     def name(self, index: int) -> str:
@@ -94,7 +98,7 @@ class Files:
         """
         file = self.get(index)
         path = None
-        if self._direct and nbytes >= _DIRECT and isinstance(file, OnDisk):
+        if index in self._cold and nbytes >= _DIRECT and isinstance(file, OnDisk):
             path = file.on_disk(offset, nbytes)
         if path is None:
             return _present(file, offset, nbytes)
@@ -158,24 +162,15 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes low..high of a block, at the bytes start..stop of its file, and the runs of their span."""
+    """Bytes low..high of a block, at the bytes start..stop of file number `file`, and the runs of their span."""
 
     block: _Block
     low: int
     high: int
     runs: Sequence[Run]
-
-    @property
-    def file(self) -> int:
-        return self.block.read.file
-
-    @property
-    def start(self) -> int:
-        return self.block.read.at + self.low
-
-    @property
-    def stop(self) -> int:
-        return self.block.read.at + self.high
+    file: int
+    start: int
+    stop: int
 
 
 _Stretch = list[_Piece]  # pieces that are read at once: in order, of one file, with at most _GAP bytes between them
@@ -194,20 +189,22 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
     failed = threading.Event()
     tasks: list[Future[None]] = []
 
-    def ended(task: Future[None]) -> None:
-        if task.exception() is not None:
+    def run(take: Callable[[], None]) -> None:
+        try:
+            take()
+        except BaseException:
             failed.set()
+            raise
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ds-ckpt-read") as pool:
         for stretches in _tasks(blocks):
             if failed.is_set():
                 break
             if len(stretches) == 1:  # asked for here, in the order of the file, and awaited there
-                task = pool.submit(_take, stretches[0], _fetch(files, stretches[0]), buffers)
+                take = partial(_take, stretches[0], _fetch(files, stretches[0]), buffers)
             else:
-                task = pool.submit(_take_all, files, stretches, buffers)
-            task.add_done_callback(ended)
-            tasks.append(task)
+                take = partial(_take_all, files, stretches, buffers)
+            tasks.append(pool.submit(run, take))
         for task in tasks:
             task.result()
     return [block.partial() for block in blocks if not block.whole]
@@ -248,11 +245,11 @@ def _stretches(blocks: Sequence[_Block]) -> Iterator[_Stretch]:
 
 def _pieces(blocks: Sequence[_Block]) -> Iterator[_Piece]:
     for block in blocks:
-        at = block.read.at
+        file, at = block.read.file, block.read.at
         for low, high, runs in block.spans:
             while low < high:
                 stop = min(high, (at + low) // _STRETCH * _STRETCH + _STRETCH - at)
-                yield _Piece(block, low, stop, runs)
+                yield _Piece(block, low, stop, runs, file, at + low, at + stop)
                 low = stop
 
 
@@ -267,9 +264,10 @@ def _take_all(files: Files, stretches: Sequence[_Stretch], buffers: Sequence[mem
 
 def _take(stretch: _Stretch, fetched: AbstractContextManager[memoryview], buffers: Sequence[memoryview]) -> None:
     """Put the bytes of a stretch where they belong, and check them."""
+    first = stretch[0].start
     with fetched as view:
         for piece in stretch:
-            part = view[piece.start - stretch[0].start :][: piece.high - piece.low]
+            part = view[piece.start - first : piece.stop - first]
             piece.block.add(piece.low, piece.high, _place(part, (piece.low, piece.high), piece.runs, buffers))
 
 
