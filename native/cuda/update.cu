@@ -85,12 +85,17 @@ DS_FN void step(const SgdPlain &r, Element &x, std::int64_t) {
   x.p = fmaf(-r.lr, fmaf(r.l2, x.p, x.g), x.p);
 }
 
-DS_FN float lamb_direction(const Adam &a, const Element &x) {
-  return fmaf(a.decay, x.p, a.step_size * x.s0 / denominator(a, x.s1));
+struct Lamb : Adam {  // as in native/cpu/kernels/update.cpp
+  float inside, inv_c2;
+  explicit Lamb(const float *c) : Adam(c), inside(c[9]), inv_c2(c[10]) {}
+};
+DS_FN float lamb_direction(const Lamb &a, const Element &x) {
+  const float root = a.inside != 0.0f ? sqrtf(fmaf(a.inv_c2, x.s1, a.inside)) : denominator(a, x.s1);
+  return fmaf(a.decay, x.p, a.step_size * x.s0 / root);
 }
 struct LambApply {
   static constexpr int states = 2;
-  Adam a;
+  Lamb a;
   float lr;
   const float *ratio;
   LambApply(const float *c, const float *r) : a(c), lr(c[8]), ratio(r) {}
@@ -154,7 +159,7 @@ DS_KERNEL void update_kernel(R rule, Table a) {
   }
 }
 
-DS_KERNEL void lamb_moments_kernel(Adam rule, Table a, double *partials) {
+DS_KERNEL void lamb_moments_kernel(Lamb rule, Table a, double *partials) {
   DS_SHARED double shared[block_warps + 1];
   const Chunk c = chunk_of(a, blockIdx.x);
   double sum_p = 0.0, sum_u = 0.0;
@@ -194,7 +199,7 @@ Status update(const Update &u, const std::int64_t *rows, std::int64_t chunks, St
     case Rule::adam_undo: return launch(update_kernel<AdamUndo>, chunks, stream, AdamUndo(u.c), a);
     case Rule::lamb_moments:
       if (!u.partials) return Status::bad_argument;
-      return launch(lamb_moments_kernel, chunks, stream, Adam(u.c), a, u.partials);
+      return launch(lamb_moments_kernel, chunks, stream, Lamb(u.c), a, u.partials);
     case Rule::lamb_apply:
       if (!u.ratio) return Status::bad_argument;
       return launch(update_kernel<LambApply>, chunks, stream, LambApply(u.c, u.ratio), a);

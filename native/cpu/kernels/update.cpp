@@ -95,14 +95,20 @@ struct SgdPlain {
   }
 };
 
-// LAMB's direction u = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd * p. Here c[0] is wd and c[5] is 1/(1-b1^t).
-DS_INLINE vf lamb_direction(const Adam &a, const Lanes &x) {
-  return fma(a.decay, x.p, a.step_size * x.s0 / Adam::denominator(a, x.s1));
+// LAMB's direction u = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd * p, or with sqrt(v/(1-b2^t) + inside) where c[9],
+// the inside, is not 0. Here c[0] is wd, c[5] is 1/(1-b1^t), c[10] is 1/(1-b2^t).
+struct Lamb : Adam {
+  float inside, inv_c2;
+  explicit Lamb(const float *c) : Adam(c), inside(c[9]), inv_c2(c[10]) {}
+};
+DS_INLINE vf lamb_direction(const Lamb &a, const Lanes &x) {
+  const vf root = a.inside != 0.0f ? sqrt(fma(a.inv_c2, x.s1, splat(a.inside))) : Adam::denominator(a, x.s1);
+  return fma(a.decay, x.p, a.step_size * x.s0 / root);
 }
 
 struct LambApply {
   static constexpr int states = 2;
-  Adam a;
+  Lamb a;
   float lr;
   LambApply(const float *c, float ratio) : a(c), lr(c[8] * ratio) {}
   void operator()(Lanes &x) const { x.p = fma(-lr, lamb_direction(a, x), x.p); }
@@ -161,7 +167,7 @@ static void run(const R &rule, const Block &b, std::int64_t n, float scale) {
 }
 
 // The sums of p^2 and u^2 of one block.
-static void lamb_moments(const Adam &a, const Block &b, std::int64_t n, float scale, double *sums) {
+static void lamb_moments(const Lamb &a, const Block &b, std::int64_t n, float scale, double *sums) {
   Squares sum_p, sum_u;
   for (std::int64_t i = 0; i < n; i += Squares::width)
     for (int k = 0; k < Squares::width / lanes && i + k * lanes < n; k++) {
@@ -196,7 +202,7 @@ static void apply(const Update &u, std::int64_t t, const Block &b, std::int64_t 
     case Rule::sgd: return run(Sgd(u.c), b, n, u.grad_scale);
     case Rule::sgd_plain: return run(SgdPlain(u.c), b, n, u.grad_scale);
     case Rule::adam_undo: return run(AdamUndo(u.c), b, n, u.grad_scale);
-    case Rule::lamb_moments: return lamb_moments(Adam(u.c), b, n, u.grad_scale, sums);
+    case Rule::lamb_moments: return lamb_moments(Lamb(u.c), b, n, u.grad_scale, sums);
     case Rule::lamb_apply: return run(LambApply(u.c, u.ratio[t]), b, n, u.grad_scale);
   }
 }

@@ -87,7 +87,7 @@ def test_states_in_the_parameters_format():
         lambda p: FusedAdam(p, amsgrad=True),
         lambda p: FusedAdam(p, set_grad_none=False),
         lambda p: FusedLion(p, set_grad_none=False),
-        lambda p: FusedLamb(p, eps_inside_sqrt=True),
+        lambda p: FusedLamb(p, amsgrad=True),
     ],
 )
 def test_what_an_optimizer_cannot_is_refused(make):

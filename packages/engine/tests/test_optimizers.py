@@ -36,6 +36,7 @@ def made(section: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
         ({"type": "Adagrad", "params": {"eps": 1e-5}}, ds_ops.optim.Adagrad, {"lr": 1e-2, "eps": 1e-5}),
         ({"type": "lion", "params": {"betas": [0.8, 0.9]}}, ds_ops.optim.Lion, {"betas": (0.8, 0.9)}),
         ({"type": "LAMB", "params": {"max_coeff": 5.0}}, ds_ops.optim.Lamb, {"max_coeff": 5.0, "min_coeff": 0.01}),
+        ({"type": "Lamb", "params": {"eps_inside_sqrt": True}}, ds_ops.optim.Lamb, {"eps_inside_sqrt": True}),
         ({"type": "OneBitAdam", "params": {"lr": 0.5, "bias_correction": False}}, OnebitAdam, {"lr": 0.5}),
         ({"type": "ZeroOneAdam", "params": {"betas": [0.5, 0.9]}}, ZeroOneAdam, {"betas": (0.5, 0.9)}),
         ({"type": "onebitlamb", "params": {"max_coeff": 0.3}}, OnebitLamb, {"max_coeff": 0.3, "min_coeff": 0.01}),

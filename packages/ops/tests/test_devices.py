@@ -107,8 +107,9 @@ def test_updates(device: torch.device, rule: Rule, dtype: torch.dtype) -> None:
     update(spec, replace(ours, params=[], grads=[], states=tuple([] for _ in ours.states), copies=[]))
 
 
-def test_lamb(device: torch.device) -> None:
-    spec = UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2), 0.5)
+@pytest.mark.parametrize("inside", [False, True])
+def test_lamb(device: torch.device, inside: bool) -> None:
+    spec = UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
     ours, expected = lists(torch.float32, device), lists(torch.float32, torch.device("cpu"))
     sums = lamb_moments(spec, replace(ours, copies=()))
     assert sums.device.type == "cpu"

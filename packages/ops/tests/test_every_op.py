@@ -96,9 +96,9 @@ def stepped(rule: rules.Rule, coefficients: tuple[float, ...], states: int) -> C
     return Case(make, call, grads=False)
 
 
-def lamb(apply: bool) -> Case:
+def lamb(apply: bool, inside: bool = False) -> Case:
     def call(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
-        spec = UpdateSpec(rules.Rule.LAMB_MOMENTS, rules.lamb_coefficients(HYPER, 2), 0.5)
+        spec = UpdateSpec(rules.Rule.LAMB_MOMENTS, rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
         tensors = UpdateTensors([p], [g], ([m], [v]), ())
         if not apply:
             return (updating.lamb_moments(spec, tensors), m, v)
@@ -206,8 +206,8 @@ CASES: dict[str, list[Case]] = {
         Case(lambda d: dropped(d)[::2], lambda x, i: (gather_tokens(x, i),), fine=frozenset({(0, "dtype")}))
     ],
     "grouped_matmul": [Case(grouped, lambda x, w, ends: (grouped_matmul(x, w, ends),))],
-    "lamb_apply": [lamb(apply=True)],
-    "lamb_moments": [lamb(apply=False)],
+    "lamb_apply": [lamb(apply=True), lamb(apply=True, inside=True)],
+    "lamb_moments": [lamb(apply=False), lamb(apply=False, inside=True)],
     "layer_norm": [
         Case(
             lambda d: (d.tensor(d.rows, d.n), d.tensor(d.n), d.tensor(d.n, seed=1)),

@@ -103,10 +103,12 @@ def test_lion_passes_nan_on(backend: str) -> None:
     assert p.isnan().tolist() == [True, False]
 
 
-def test_lamb_is_the_formula(backend: str) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_lamb_is_the_formula(backend: str, inside: bool) -> None:
     a = params()
     a[1].data.zero_()
-    optimizer = Lamb(a, lr=0.05, weight_decay=0.1)
+    eps = 0.3 if inside else 1e-8
+    optimizer = Lamb(a, lr=0.05, eps=eps, weight_decay=0.1, eps_inside_sqrt=inside)
     expected = [p.detach().double() for p in a]
     m, v = ([torch.zeros_like(p) for p in expected] for _ in range(2))
     for t in range(1, 11):
@@ -115,7 +117,9 @@ def test_lamb_is_the_formula(backend: str) -> None:
             g = q.grad.double()
             m1.mul_(0.9).add_(0.1 * g)
             v1.mul_(0.999).add_(0.001 * g * g)
-            u = (m1 / (1 - 0.9**t)) / ((v1 / (1 - 0.999**t)).sqrt() + 1e-8) + 0.1 * p
+            corrected = v1 / (1 - 0.999**t)
+            root = (corrected + eps).sqrt() if inside else corrected.sqrt() + eps
+            u = (m1 / (1 - 0.9**t)) / root + 0.1 * p
             norms = p.norm(), u.norm()
             ratio = 1.0 if 0.0 in norms else float(torch.clamp(norms[0] / norms[1], 0.01, 10.0))
             p.sub_(0.05 * ratio * u)

@@ -72,7 +72,7 @@ def _lion(section: LionSection, states: dict[str, Any]) -> Made:
 
 
 def _lamb(section: LambSection, states: dict[str, Any]) -> Made:
-    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff")
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff", "eps_inside_sqrt")
     return ds_ops.optim.Lamb, {name: getattr(section.params, name) for name in names} | states
 
 

@@ -123,8 +123,8 @@ class LambParams(_StateParams):
     bias_correction: bool = Field(default=True, description="Correct the means for their start at zero.")
     max_coeff: float = Field(default=10.0, gt=0, description="Largest trust ratio.")
     min_coeff: float = Field(default=0.01, ge=0, description="Smallest trust ratio.")
-    eps_inside_sqrt: Annotated[bool, Unbuilt("false")] = False
-    amsgrad: Annotated[bool, Unbuilt("false")] = False
+    eps_inside_sqrt: bool = Field(default=False, description="Add eps to the second mean before its root is taken.")
+    amsgrad: Annotated[bool, Unbuilt("false; a trust ratio is not defined for a maximum of variances")] = False
 
 
 class MuonParams(_StateParams):

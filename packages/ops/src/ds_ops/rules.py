@@ -97,11 +97,12 @@ def adam_undo_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
     return (*c, 1 / b1 if b1 else 0.0, 1 / b2 if b2 else 0.0, 1 / c[0])
 
 
-def lamb_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
-    """(wd, 0, 1-b1, b2, 1-b2, 1/(1-b1^t), sqrt(1-b2^t), eps, lr)."""
+def lamb_coefficients(h: AdamHyper, step: int, *, eps_inside_sqrt: bool = False) -> tuple[float, ...]:
+    """(wd, 0, 1-b1, b2, 1-b2, 1/(1-b1^t), sqrt(1-b2^t), eps, lr, 0, 1/(1-b2^t)); eps is at the zero's place if inside the root."""
     b1, b2 = h.betas
     c1, c2 = (1 - b1**step, 1 - b2**step) if h.bias_correction else (1.0, 1.0)
-    return (h.weight_decay, 0.0, 1 - b1, b2, 1 - b2, 1 / c1, math.sqrt(c2), h.eps, h.lr)
+    outside, inside = (0.0, h.eps) if eps_inside_sqrt else (h.eps, 0.0)
+    return (h.weight_decay, 0.0, 1 - b1, b2, 1 - b2, 1 / c1, math.sqrt(c2), outside, h.lr, inside, 1 / c2)
 
 
 def lion_coefficients(lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, ...]:

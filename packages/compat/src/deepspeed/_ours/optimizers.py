@@ -193,7 +193,7 @@ class FusedLamb(Lamb):
     """`ds_ops.optim.Lamb` with upstream's arguments.
 
     Raises:
-        UnsupportedError: amsgrad, eps_inside_sqrt or a max_grad_norm of its own.
+        UnsupportedError: amsgrad or a max_grad_norm of its own.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class FusedLamb(Lamb):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if eps_inside_sqrt or amsgrad or max_grad_norm:
+        if amsgrad or max_grad_norm:
             raise UnsupportedError(
-                "FusedLamb with eps_inside_sqrt, amsgrad or max_grad_norm",
+                "FusedLamb with amsgrad or max_grad_norm",
                 code="compat-argument",
                 fix="Leave them out; gradient_clipping of the configuration clips.",
             )
@@ -225,6 +225,7 @@ class FusedLamb(Lamb):
             bias_correction=bias_correction,
             max_coeff=max_coeff,
             min_coeff=min_coeff,
+            eps_inside_sqrt=eps_inside_sqrt,
         )
 
 

@@ -20,7 +20,7 @@ class Lamb(OpsOptimizer):
     """u = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd p;  p = p - lr clamp(|p|/|u|, min_coeff, max_coeff) u.
 
     The ratio of norms is per tensor, and 1 where either norm is 0, so tensors must be stepped whole: `elementwise` is
-    False.
+    False. With `eps_inside_sqrt` the denominator is sqrt(v/(1-b2^t) + eps).
 
     Cost: two passes, 40 bytes an element with fp32 everything. State: 8 bytes an element.
     """
@@ -39,6 +39,7 @@ class Lamb(OpsOptimizer):
         bias_correction: bool = True,
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
+        eps_inside_sqrt: bool = False,
         maximize: bool = False,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -55,6 +56,7 @@ class Lamb(OpsOptimizer):
             "bias_correction": bias_correction,
             "min_coeff": min_coeff,
             "max_coeff": max_coeff,
+            "eps_inside_sqrt": eps_inside_sqrt,
             "maximize": maximize,
         }
         super().__init__(params, defaults, state_dtype=state_dtype)
@@ -69,7 +71,7 @@ class Lamb(OpsOptimizer):
             True,
             group["bias_correction"],
         )
-        return UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(hyper, step))
+        return UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(hyper, step, eps_inside_sqrt=group["eps_inside_sqrt"]))
 
     def step_bucket(self, group: dict[str, Any], spec: UpdateSpec, tensors: UpdateTensors) -> None:
         # Kernels see flat memory; for another memory order the reference does.

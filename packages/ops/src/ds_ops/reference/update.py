@@ -122,7 +122,8 @@ def _sgd_plain(c: tuple[float, ...], p: Tensor, g: Tensor, s: list[Tensor]) -> T
 
 
 def _lamb_direction(c: tuple[float, ...], p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-    return ((m * c[5]) / _denominator(c, v)).add(p, alpha=c[0])
+    denominator = (v * c[10] + c[9]).sqrt() if c[9] else _denominator(c, v)
+    return ((m * c[5]) / denominator).add(p, alpha=c[0])
 
 
 _FORMULAS: dict[Rule, Formula] = {
