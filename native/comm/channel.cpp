@@ -239,7 +239,6 @@ class Channel::Impl {
     spin_us_ = spin_us;
     deadline_us_ = timeout_ms < 0 ? -1 : now_us() + timeout_ms * 1000;
     checked_ = false;
-    shares_core();
   }
 
   // Notes where this rank runs, and whether another was last seen on the same processor. 0 in a place: never seen.
@@ -303,6 +302,8 @@ class Channel::Impl {
   std::uint32_t arrive() {
     ControlPage &c = control();
     const std::uint32_t generation = c.generation.value.load(std::memory_order_acquire);
+    // One that has moved and never waits would otherwise be taken for a neighbour where it is no more.
+    if (roomy_) place(rank_).cpu.store(::sched_getcpu() + 1, std::memory_order_relaxed);
     if (c.arrived.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(world_)) {
       c.arrived.value.store(0, std::memory_order_relaxed);
       publish(c.generation, generation + 1);

@@ -6,6 +6,10 @@ namespace ds::shm {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+constexpr int patient_looks = 1000;
+}  // namespace
+
 bool Job::done() {
   if (Progress *helper = helper_.load()) helper->help(*this, Progress::Help::if_ready);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -79,6 +83,7 @@ std::shared_ptr<Job> Progress::start(const Call &call, int world, int spin_us, s
       }
       queued.posted = true;
       halfway_ = std::move(queued);
+      looks_ = 0;
       job->helper_.store(this);
       return job;
     }
@@ -121,7 +126,11 @@ void Progress::help(const Job &job, Help how) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!halfway_ || halfway_->job.get() != &job) return;  // somebody is at it
-    if (how == Help::if_ready && !channel_.ready()) return;
+    if (how == Help::if_ready && !channel_.ready()) {
+      // Whoever only looks must still learn of a rank that died: the thread waits with that care.
+      if (++looks_ < patient_looks) return;
+      how = Help::by_thread;
+    }
     if (how == Help::by_thread) {
       queue(take_halfway());
     } else {

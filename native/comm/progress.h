@@ -74,6 +74,7 @@ class Progress {
   std::condition_variable changed_;
   std::deque<Queued> queue_;
   std::optional<Queued> halfway_;  // posted; nothing is queued and nothing runs meanwhile
+  int looks_ = 0;                  // at it in vain
   bool busy_ = false;  // a call runs, in whatever thread
   bool closing_ = false;
   std::thread thread_;

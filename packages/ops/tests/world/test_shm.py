@@ -350,6 +350,24 @@ def test_a_killed_rank_is_noticed() -> None:
     end.close()
 
 
+def test_who_only_looks_learns_of_a_rank_that_died() -> None:
+    segment = Segment(SMALL.segment_bytes(2))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    end = Channel(segment, 0, [os.getpid(), child], SMALL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    task = end.start(Verb.ALL_REDUCE, torch.ones(10), torch.zeros(10))
+    limit = time.monotonic() + 60
+    while not task.done() and time.monotonic() < limit:
+        time.sleep(1e-4)
+    assert task.done()
+    with pytest.raises(CommError, match="rank 1 ended"):
+        task.wait()
+    os.waitpid(child, 0)
+    end.close()
+
+
 @world(2)
 def test_an_arena_is_one_memory_and_a_reduction_over_it_copies_nothing() -> None:
     n, rank = 1000, dist.get_rank()
