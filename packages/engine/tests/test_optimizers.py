@@ -1,6 +1,9 @@
 """Every optimizer type of the schema is made as its parameters say, and shards without changing its result."""
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import ds_ops
 from ds_comm.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ds_config.errors import DsError
 from ds_engine import load_config
-from ds_engine.optimizers import NOT_BUILT, check_optimizer, make_optimizer, takes_whole
+from ds_engine.optimizers import FROM_MUP, check_optimizer, make_optimizer, takes_whole
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -108,14 +111,33 @@ def test_training_with_each(make_model: Make, config: Settings, rows: Any, name:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(NOT_BUILT))
-def test_what_is_not_built_says_what_to_use(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(FROM_MUP))
+def test_optimizers_of_a_package_that_is_not_there_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     section = load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}}).optimizer
     assert section is not None
     with pytest.raises(DsError) as caught:
         check_optimizer(section)
     assert caught.value.code == "optimizer-unbuilt"
-    assert NOT_BUILT[name] in caught.value.fix
+    assert "pip install mup" in caught.value.fix
+
+
+def test_optimizers_of_mup_are_made_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": options["lr"] / p.ndim} for p in params]  # a rate that follows the shape
+        return torch.optim.AdamW(groups, **options)
+
+    mup = ModuleType("mup")
+    mup.MuAdamW = narrow  # type: ignore[attr-defined]
+    mup.__spec__ = ModuleSpec("mup", None)
+    monkeypatch.setitem(sys.modules, "mup", mup)
+    section = load_config({"optimizer": {"type": "muadamw", "params": {"lr": 0.1, "betas": [0.8, 0.9]}}}).optimizer
+    assert section is not None
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(section, list(model.parameters()), model)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.1]
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
 
 
 def test_who_reduces_gradients_alone_is_refused_where_state_is_sharded(make_model: Make, config: Settings) -> None:

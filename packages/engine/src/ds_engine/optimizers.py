@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from ds_engine.sections import (
 )
 
 __all__ = [
-    "NOT_BUILT",
+    "FROM_MUP",
     "check_optimizer",
     "check_scheduler",
     "make_optimizer",
@@ -40,15 +41,11 @@ __all__ = [
     "takes_whole",
 ]
 
-NOT_BUILT: Mapping[str, str] = {
-    "muadam": "an optimizer of the package mup, passed to initialize()",
-    "muadamw": "an optimizer of the package mup, passed to initialize()",
-    "musgd": "an optimizer of the package mup, passed to initialize()",
-}
-"""Optimizer types of the schema that do not exist here, and what to use."""
+FROM_MUP: Mapping[str, str] = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+"""Optimizer types that are functions of the package mup (Yang et al., arXiv:2203.03466), where it is installed."""
 
 
-Made = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 
 def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
@@ -98,7 +95,9 @@ def _onebit(section: OneBitAdamSection | ZeroOneAdamSection | OneBitLambSection,
 def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
     del states
     check_optimizer(section)
-    return getattr(torch.optim, section.type), {key: _tupled(value) for key, value in section.params.items()}
+    name = FROM_MUP.get(section.type.lower())
+    made = getattr(torch.optim, section.type) if name is None else getattr(importlib.import_module("mup"), name)
+    return made, {key: _tupled(value) for key, value in section.params.items()}
 
 
 _TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
@@ -129,7 +128,7 @@ def make_optimizer(
         group: Ranks over which an optimizer averages that reduces gradients itself; None for all.
     Raises:
         ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
-        UnsupportedError: the type is known and not built here ("optimizer-unbuilt").
+        UnsupportedError: the type belongs to the package mup, which is not installed ("optimizer-unbuilt").
     """
     kind, arguments = _TABLE[type(section)](section, {} if states is None else {"state_dtype": states})
     if isinstance(section, MuonSection):
@@ -154,7 +153,7 @@ def state_tensors(section: OptimizerSection | None) -> int:
 
     Of the 1-bit ones: with what the ranks' signs left out so far; what their mean left out is 1/N of a tensor more.
     """
-    if isinstance(section, TorchOptimizerSection) and section.type == "SGD":
+    if isinstance(section, TorchOptimizerSection) and section.type.lower() in ("sgd", "musgd"):
         return 1 if section.params.get("momentum") else 0
     return _STATE_TENSORS.get(type(section), 2)
 
@@ -201,19 +200,21 @@ def check_optimizer(section: OptimizerSection) -> None:
     """Whether `section` names an optimizer that can be made, and only its parameters; builds nothing. Raises as above."""
     if not isinstance(section, TorchOptimizerSection):
         return
-    if section.type.lower() in NOT_BUILT:
-        raise UnsupportedError(
-            f"optimizer.type {section.type!r} is not built here",
-            code="optimizer-unbuilt",
-            fix=f"Use {NOT_BUILT[section.type.lower()]}.",
-        )
+    if section.type.lower() in FROM_MUP:
+        if importlib.util.find_spec("mup") is None:
+            raise UnsupportedError(
+                f"optimizer.type {section.type!r} is made by the package mup, which is not installed",
+                code="optimizer-unbuilt",
+                fix="Install it (`pip install mup`), and give the model its base shapes before initialize().",
+            )
+        return  # its functions pass on whatever they are given
     known = {
         name: kind
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
     if section.type not in known:
-        raise _unknown("optimizer", section.type, [*known, *NOT_BUILT], "torch.optim")
+        raise _unknown("optimizer", section.type, [*known, *FROM_MUP.values()], "torch.optim")
     _check_arguments("optimizer", section.type, section.params, known[section.type])
 
 
