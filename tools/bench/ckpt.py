@@ -442,14 +442,17 @@ def main(parts: Sequence[str], where: str | None, repeats: int) -> int:
     try:
         for part in parts:
             body = {"date": time.strftime("%Y-%m-%d %H:%M"), "repeats": repeats}
+            folder = root / part
+            folder.mkdir()
             if part == "bandwidth":
-                found[part] = {**body, **bandwidth(root, repeats)}
+                found[part] = {**body, **bandwidth(folder, repeats)}
             elif part == "cold":
-                found[part] = {**body, **cold(root, repeats)}
+                found[part] = {**body, **cold(folder, repeats)}
             elif part == "stall":
                 found[part] = {**body, **behind(memory, repeats)}
             else:
-                found[part] = {"date": body["date"], **export(root)}
+                found[part] = {"date": body["date"], **export(folder)}
+            shutil.rmtree(folder)
     finally:
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
