@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # a fixture's compilation counts as the first test that needs it
+
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ROOT / "packages" / "ops"
 HASH = Path(__file__).with_name("kernel_hash.py")
@@ -133,7 +135,7 @@ def test_the_sdist_has_all_sources_and_nothing_that_was_built(sdist: Path) -> No
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc")) or name.startswith("native/build/")]
 
 
-# ---- the compiled wheel: building it takes most of a minute
+# ---- the compiled wheel: building it takes most of a minute, several beside other work
 
 
 @pytest.mark.slow
