@@ -88,3 +88,11 @@ def test_a_model_on_the_meta_device_is_enough():
     assert ds_zero.plan(model, 8, ds_zero.ShardOptions(stage=3)).kept["shard"] == pytest.approx(
         (1 << 30) * 4 / 8, rel=1e-3
     )
+
+
+def test_state_of_a_format_of_its_own_is_counted():
+    rule = ds_zero.PrecisionRule("1.*", state=torch.bfloat16)
+    found = ds_zero.plan(
+        net(), 4, ds_zero.ShardOptions(stage=2, precision=ds_zero.Precision(rules=(rule,)), policy=NO_PERSIST)
+    )
+    assert found.kept["optim"] == 2 * (64 * 64 + 64) // 4 * (3 * 4 + 2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_zero.precision import LossScale, Precision, next_scale
+from ds_zero.precision import LossScale, Precision, PrecisionRule, next_scale
 
 
 def scales(rule, overflows):
@@ -63,3 +63,11 @@ def test_recipes(name, dtype, expected):
 def test_an_unknown_recipe_is_named():
     with pytest.raises(PlanError, match="fp8"):
         Precision.of("fp8")
+
+
+def test_the_states_format_is_the_rules_else_the_general_one():
+    rule = PrecisionRule("head.*", state=torch.float32)
+    found = Precision(param=torch.bfloat16, state=torch.bfloat16, rules=(rule,))
+    assert found.resolve(torch.float32, "head.weight").state == torch.float32
+    assert found.resolve(torch.float32, "body.weight").state == torch.bfloat16
+    assert Precision.of("bf16").resolve(torch.float32).state is None

@@ -22,10 +22,12 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ds_config.errors import UnsupportedError
+from ds_ops.optim import OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout import Kind
+from ds_zero.precision import Dtypes
 
-__all__ = ["needed_layout", "needed_layouts", "owns_reduction"]
+__all__ = ["keeps_state", "needed_layout", "needed_layouts", "owns_reduction", "state_format"]
 
 _SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
@@ -52,6 +54,20 @@ def needed_layouts(optimizer: Optimizer, asked: Kind | None) -> dict[int, Kind]:
 def owns_reduction(optimizer: Optimizer) -> bool:
     """Whether an optimizer averages gradients over ranks itself; it says so by an attribute of this name."""
     return bool(getattr(optimizer, "owns_reduction", False))
+
+
+def keeps_state(optimizer: Optimizer, dtypes: Dtypes) -> bool:
+    """Whether an optimizer can keep its state in the format asked for."""
+    if dtypes.state is None:
+        return True
+    if isinstance(optimizer, OpsOptimizer):
+        return OpsOptimizer.keeps(dtypes.master, dtypes.state)
+    return dtypes.state == dtypes.master  # what torch's do anyway
+
+
+def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
+    """The format in which an optimizer keeps its state of a parameter."""
+    return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
 
 
 def _declared(optimizer: Optimizer) -> Kind:

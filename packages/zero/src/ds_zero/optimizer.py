@@ -30,10 +30,10 @@ from ds_comm import LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
 from ds_zero.agreement import Facts, agree
-from ds_zero.elementwise import needed_layouts, owns_reduction
+from ds_zero.elementwise import keeps_state, needed_layouts, owns_reduction, state_format
 from ds_zero.layout import Kind
 from ds_zero.moving import KINDS
-from ds_zero.precision import ScaleState, next_scale
+from ds_zero.precision import Precision, ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.stepping import step_with
@@ -72,6 +72,7 @@ class ShardedOptimizer(Optimizer):
         self._groups, self._names = _group_of_params(inner), _names_of_groups(model, inner)
         _check_known(model, inner)
         _check_reduction(inner, options)
+        _check_states(model, inner, Precision.of(options.precision))
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self._scaled = 0
@@ -350,7 +351,8 @@ class ShardedOptimizer(Optimizer):
                 state = self.inner.state[part.tensor]
                 for name in state_names:
                     if name not in state:
-                        state[name] = torch.zeros_like(part.tensor, requires_grad=False)
+                        dtype = state_format(self.inner, part.tensor)
+                        state[name] = torch.zeros_like(part.tensor, requires_grad=False, dtype=dtype)
 
     def synchronise(self) -> None:
         """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
@@ -478,6 +480,19 @@ def _check_reduction(inner: Optimizer, options: ShardOptions) -> None:
             code="optimizer-owns-reduction",
             fix="Use stage 0 with it.",
         )
+
+
+def _check_states(model: nn.Module, inner: Optimizer, precision: Precision) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for param in (p for group in inner.param_groups for p in group["params"]):
+        dtypes = precision.resolve(param.dtype, names[id(param)])
+        if dtypes.state is not None and not keeps_state(inner, dtypes):
+            raise UnsupportedError(
+                f"{names[id(param)]}: {type(inner).__name__} cannot keep its state in {dtype_name(dtypes.state)} beside a master "
+                f"in {dtype_name(dtypes.master)}",
+                code="zero-state-dtype",
+                fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
+            )
 
 
 def _as(grad: Tensor, like: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def plan_bytes(
     """One unit's bytes on one of `world` ranks, padding included.
 
     Args:
-        state_tensors: Per-element tensors the optimizer keeps (AdamW 2, SGD with momentum 1, SGD 0), in master format.
+        state_tensors: Per-element tensors the optimizer keeps (AdamW 2, SGD with momentum 1, SGD 0), in the state's format, else the master's.
         shared: The ranks keep one copy of full between them; each counts its part of it.
     """
     shards = world if unit.residency.shard_optim else 1
@@ -120,7 +120,7 @@ def plan_bytes(
     found["shard"] = 0 if aliased else own * dtypes.master.itemsize
     if not unit.trained:
         return UnitBytes(**found)
-    found["optim"] = state_tensors * own * dtypes.master.itemsize
+    found["optim"] = state_tensors * own * (dtypes.state or dtypes.master).itemsize
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize
     found["grads"] = apart if shards > 1 or wide else 0

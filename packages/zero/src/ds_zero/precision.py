@@ -2,7 +2,7 @@
 
 Words: *param* is the dtype of the full copy that forward and backward use (None: as the model has it); *reduce* the dtype
 gradients travel in between ranks (None: as *param*); *accumulate* the dtype micro-batches add up in; *master* the dtype of
-the shard that the optimizer updates. Loss scaling: Micikevicius et al. 2018, section 3.2, with the reference's hysteresis.
+the shard that the optimizer updates; *state* that of what it keeps of each element (None: as the optimizer has it). Loss scaling: Micikevicius et al. 2018, section 3.2, with the reference's hysteresis.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ def next_scale(rule: LossScale, state: ScaleState, overflow: bool) -> ScaleState
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The four formats of one unit, resolved."""
+    """The formats of one unit, resolved."""
 
     param: torch.dtype
     reduce: torch.dtype
     accumulate: torch.dtype
     master: torch.dtype
+    state: torch.dtype | None = None
 
     @property
     def same(self) -> bool:
@@ -99,8 +100,7 @@ class PrecisionRule:
 
     Attributes:
         names: The glob; `*` matches dots, too.
-        param, reduce, accumulate, master: As in Precision; None: as the rule of all others says. The optimizer's state has
-            the format of the master.
+        param, reduce, accumulate, master, state: As in Precision; None: as the rule of all others says.
     """
 
     names: str
@@ -108,6 +108,7 @@ class PrecisionRule:
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     master: torch.dtype | None = None
+    state: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class Precision:
         scale: Loss scaling; None for none.
         skip_nonfinite: Skip a step whose gradients are not finite. Always so with loss scaling.
         rules: For some parameters; the first that matches counts.
+        state: Format of the optimizer's state (fp32, bf16 or fp16), for optimizers that can (ds-ops'); default: as the
+            optimizer has it, which for torch's is the master's.
     """
 
     param: torch.dtype | None = None
@@ -131,6 +134,7 @@ class Precision:
     scale: LossScale | None = None
     skip_nonfinite: bool = False
     rules: tuple[PrecisionRule, ...] = ()
+    state: torch.dtype | None = None
 
     @classmethod
     def of(cls, name: str | Precision | None) -> Precision:
@@ -161,7 +165,7 @@ class Precision:
         accumulate = rule.accumulate or self.accumulate or (param if param.itemsize >= 4 else torch.float32)
         # A format asked for this parameter is also the one its gradients travel in.
         reduce = rule.reduce or (rule.param if rule.param is not None else self.reduce) or param
-        return Dtypes(param, reduce, accumulate, rule.master or self.master or accumulate)
+        return Dtypes(param, reduce, accumulate, rule.master or self.master or accumulate, rule.state or self.state)
 
 
 _RECIPES: Mapping[str, Precision] = {

@@ -511,7 +511,13 @@ class Unit:
     def _part(self, start: int, stop: int) -> Part:
         members = {s.name: i for i, s in enumerate(self.layout.slots)}
         inside = tuple(members[p.name] for p in self.layout.owned(self.rank) if start <= p.start < stop)
-        return Part(Parameter(self.shard[start:stop]), start, stop, inside)
+        return Part(self._parameter(self.shard[start:stop]), start, stop, inside)
+
+    def _parameter(self, view: Tensor) -> Parameter:
+        made = Parameter(view)
+        if self.dtypes.state is not None:
+            made.state_dtype = self.dtypes.state  # type: ignore[attr-defined]  # OpsOptimizer.state_dtype_of
+        return made
 
     def split(self) -> list[Part]:
         """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
@@ -524,7 +530,7 @@ class Unit:
                 view = view.view(piece.shape)
             elif self.layout.kind == "dim0":
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])
-            parts.append(Part(Parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
+            parts.append(Part(self._parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
         return parts
 
 

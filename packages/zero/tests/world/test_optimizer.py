@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ds_ops.optim
 import ds_zero
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_testing import world
@@ -370,3 +371,89 @@ def test_freezing_and_thawing_keeps_the_state_of_the_others(name, stage, memory)
     optimizer.close()
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6 if name == "Muon" else 1e-12, atol=1e-9 if name == "Muon" else 1e-14)
+
+
+OPS = {
+    "AdamW": {"lr": 0.01}, "Adagrad": {"lr": 0.01}, "SGD": {"lr": 1e-5, "momentum": 0.9}, "Lamb": {"lr": 0.01, "eps": 1.0}, "Muon": {"lr": 0.01},
+}  # fmt: skip
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.002}
+
+
+def narrow(state):
+    """The state of Linear 2 in `state`, that of all others as the optimizer has it."""
+    return ds_zero.Precision(rules=(ds_zero.PrecisionRule("2.*", state=state),))
+
+
+def stepped(net, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        made = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        net(torch.randn(8, 12, generator=made)).square().sum().mul(
+            30
+        ).backward()  # squares of gradients that fp16 can hold
+        optimizer.step()
+
+
+def three():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("state", TOLERANCE)
+@pytest.mark.parametrize("name", OPS)
+@world(2)
+def test_state_in_a_format_of_its_own_by_name(name, state):
+    """Moments are kept in it, and the parameters differ from those of an fp32 state by its roundings only."""
+    kind, found = getattr(ds_ops.optim, name), []
+    for precision in (narrow(state), None):
+        net = three()
+        start = [p.detach().clone() for p in net.parameters()]
+        optimizer = ds_zero.shard(net, kind(net.parameters(), **OPS[name]), stage=3, policy=SMALL, precision=precision)
+        stepped(net, optimizer, 6)
+        kept = {s.shard.name: s.data.dtype for s in optimizer.shards() if s.shard.name.startswith("optim/")}
+        assert kept
+        for shard, dtype in kept.items():
+            assert dtype == (state if precision and shard.startswith("optim/2.") else torch.float32), shard
+        optimizer.close()
+        found.append([p.detach() - s for p, s in zip(net.parameters(), start, strict=True)])
+    for a, b in zip(*found, strict=True):
+        error = (a - b).norm() / b.norm()
+        assert error <= TOLERANCE[state] * (3 if name == "Muon" else 1), (name, error)
+    assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@STAGES
+@world(2)
+def test_state_formats_survive_a_save_and_a_load(stage):
+    nets = [three(), three()]
+    first, second = (
+        ds_zero.shard(n, ds_ops.optim.AdamW(n.parameters(), lr=0.01), stage=stage, policy=SMALL, precision=narrow(torch.bfloat16))
+        for n in nets
+    )  # fmt: skip
+    stepped(nets[0], first, 3)
+    saved, scalars = {s.shard.name: s.data.clone() for s in first.shards()}, first.state_dict()
+    second.materialize({n.rpartition("/")[2] for n in saved if n.startswith("optim/")})
+    second.load_state_dict(scalars)
+    for local in second.shards():
+        assert local.data.dtype == saved[local.shard.name].dtype
+        local.data.copy_(saved[local.shard.name])
+    second.refresh()
+    for net, optimizer in zip(nets, (first, second), strict=True):
+        stepped(net, optimizer, 2, first=3)
+        optimizer.close()
+    for a, b in zip(*(n.parameters() for n in nets), strict=True):
+        assert torch.equal(a, b)
+
+
+@world(2)
+def test_optimizers_that_keep_their_state_like_the_master_say_so():
+    net = three()
+    asked = {"stage": 1, "precision": narrow(torch.bfloat16)}
+    with pytest.raises(UnsupportedError, match=r"2\.weight.*AdamW cannot keep its state in bfloat16") as error:
+        ds_zero.shard(net, torch.optim.AdamW(net.parameters()), **asked)
+    assert error.value.code == "zero-state-dtype"
+    with pytest.raises(UnsupportedError, match="float64"):
+        ds_zero.shard(net.double(), ds_ops.optim.AdamW(net.parameters()), **asked)
+    same = ds_zero.shard(
+        net.float(), torch.optim.AdamW(net.parameters()), stage=1, precision=narrow(torch.float32), policy=SMALL
+    )
+    same.close()

@@ -104,7 +104,9 @@ class OpsOptimizer(Optimizer):
     state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Params, defaults: dict[str, Any], *, state_dtype: torch.dtype = torch.float32) -> None:
-        """state_dtype: fp32, bf16 or fp16; the dtype of every state tensor (fp64 parameters keep fp64)."""
+        """state_dtype: fp32, bf16 or fp16; the dtype of every state tensor (fp64 parameters keep fp64), unless a parameter has an
+        attribute of that name: `p.state_dtype = torch.bfloat16`.
+        """
         if state_dtype not in _call.DTYPES:
             raise ConfigError(
                 f"state_dtype: expected one of {[str(d) for d in _call.DTYPES]}, found {state_dtype}.",
@@ -217,14 +219,21 @@ class OpsOptimizer(Optimizer):
         for p in params:
             for i, name in enumerate(self.states_of(group, p)):
                 if name not in self.state[p]:
-                    missing.setdefault((i, name, p.device, self._state_dtype_of(p)), []).append(p)
+                    missing.setdefault((i, name, p.device, self.state_dtype_of(p)), []).append(p)
         for (i, name, device, dtype), some in missing.items():
             for p, t in zip(some, _zeros(some, device, dtype, stream=i + 1), strict=True):
                 self.state[p][name] = t
         return fresh
 
-    def _state_dtype_of(self, p: Tensor) -> torch.dtype:
-        return torch.float64 if p.dtype == torch.float64 else self.state_dtype
+    def state_dtype_of(self, p: Tensor) -> torch.dtype:
+        """The dtype of the states of `p`: that of its own attribute `state_dtype`, where it has one, else the optimizer's."""
+        asked: torch.dtype = getattr(p, "state_dtype", self.state_dtype)
+        return torch.float64 if p.dtype == torch.float64 else asked
+
+    @staticmethod
+    def keeps(param: torch.dtype, state: torch.dtype) -> bool:
+        """Whether states in dtype `state` are possible beside parameters in dtype `param`."""
+        return state == torch.float64 if param == torch.float64 else state in _call.DTYPES
 
     def _buckets(self, group: Group, params: Sequence[Tensor], fusion: Fusion) -> dict[tuple[Any, ...], _Bucket]:
         """Sort parameters by what one native call must share: the number of the coming step comes first."""
@@ -278,7 +287,7 @@ class OpsOptimizer(Optimizer):
         # torch casts loaded states to the parameter's dtype; fp32 moments of a bf16 parameter must not lose bits there.
         state = self.state[p] = {"step": 0}
         for i, name in enumerate(self.states_of(group, p)):
-            (fresh,) = _zeros([p], p.device, self._state_dtype_of(p), stream=i + 1)
+            (fresh,) = _zeros([p], p.device, self.state_dtype_of(p), stream=i + 1)
             if values.get(name) is not None:
                 fresh.copy_(values[name])
             state[name] = fresh
