@@ -168,6 +168,9 @@ def environment(python: Path) -> dict[str, str]:
     """Of processes in the environment of `python`."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     environ["PATH"] = f"{python.parent}{os.pathsep}{environ.get('PATH', '')}"
+    # What DeepSpeed compiles is kept with its environment: another one's flags would have it compile again for every run,
+    # and a lock that a killed compilation left would have every later run wait for ever.
+    environ.setdefault("TORCH_EXTENSIONS_DIR", str(python.parents[1] / "torch_extensions"))
     environ.pop("PYTHONPATH", None)
     return environ
 
