@@ -6,8 +6,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
-
 #include "progress.h"
 
 namespace py = pybind11;
@@ -17,25 +15,73 @@ namespace {
 
 py::tuple told(const Outcome &o) { return py::make_tuple(static_cast<int>(o.code), o.rank); }
 
+std::vector<Peer> watched(const std::vector<int> &pids) {
+  std::vector<Peer> peers;
+  for (int pid : pids) {
+#if defined(SYS_pidfd_open)
+    const int pidfd = pid == ::getpid() ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+#else
+    const int pidfd = -1;
+#endif
+    peers.push_back({pid, pidfd});
+  }
+  return peers;
+}
+
+void let_go(std::vector<Peer> &peers) {
+  for (const Peer &p : peers)
+    if (p.pidfd >= 0) ::close(p.pidfd);
+  peers.clear();
+}
+
+void *mapped(int fd, std::size_t nbytes, std::int64_t offset) {
+  void *base = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (base != MAP_FAILED) return base;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw py::error_already_set();
+}
+
+// Counters in a mapping of their own.
+class MappedCounters {
+ public:
+  MappedCounters(int fd, std::int64_t offset, int rank, const std::vector<int> &pids)
+      : bytes_(static_cast<std::size_t>(counters_bytes(static_cast<int>(pids.size())))),
+        base_(mapped(fd, bytes_, offset)),
+        peers_(watched(pids)),
+        counters_(base_, rank, static_cast<int>(pids.size()), peers_.data()) {}
+  ~MappedCounters() {
+    ::munmap(base_, bytes_);
+    let_go(peers_);
+  }
+  MappedCounters(const MappedCounters &) = delete;
+
+  std::uint32_t advance() { return counters_.advance(); }
+  int behind(std::uint32_t value) const { return counters_.behind(value); }
+  py::tuple wait(std::uint32_t value, int spin_us, std::int64_t timeout_ms) {
+    if (counters_.behind(value) < 0) return told({});
+    Outcome o;
+    {
+      py::gil_scoped_release nogil;
+      o = counters_.wait(value, spin_us, timeout_ms);
+    }
+    return told(o);
+  }
+
+ private:
+  std::size_t bytes_;
+  void *base_;
+  std::vector<Peer> peers_;
+  Counters counters_;
+};
+
 // A mapped segment, the channel over it, and its threads. Memory of queued calls is kept alive by the Python side.
 class Endpoint {
  public:
   Endpoint(int fd, std::int64_t slot_bytes, std::int64_t mailbox_bytes, int rank, std::vector<int> pids)
       : layout_{slot_bytes, mailbox_bytes}, world_(static_cast<int>(pids.size())) {
     bytes_ = static_cast<std::size_t>(layout_.total(world_));
-    base_ = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base_ == MAP_FAILED) {
-      PyErr_SetFromErrno(PyExc_OSError);
-      throw py::error_already_set();
-    }
-    for (int pid : pids) {
-#if defined(SYS_pidfd_open)
-      const int pidfd = pid == ::getpid() ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
-#else
-      const int pidfd = -1;
-#endif
-      peers_.push_back({pid, pidfd});
-    }
+    base_ = mapped(fd, bytes_, 0);
+    peers_ = watched(pids);
     channel_ = std::make_unique<Channel>(base_, layout_, rank, world_, peers_.data());
     progress_ = std::make_unique<Progress>(*channel_);
   }
@@ -50,8 +96,24 @@ class Endpoint {
       channel_.reset();
     }
     ::munmap(base_, bytes_);
-    for (const Peer &p : peers_)
-      if (p.pidfd >= 0) ::close(p.pidfd);
+    let_go(peers_);
+  }
+
+  // A barrier, and what all have come to read: dst[i] = op over k of src[k][i].
+  py::tuple pull(std::uintptr_t dst, const std::vector<std::uintptr_t> &src, int element, int op, std::int64_t n, int spin_us,
+                 std::int64_t timeout_ms) {
+    const Call meet = call(static_cast<int>(Verb::barrier), static_cast<int>(Element::u8), 0, 0, 0, 0, 0, {}, {});
+    std::vector<const void *> sources;
+    for (auto s : src) sources.push_back(reinterpret_cast<const void *>(s));
+    Outcome o;
+    {
+      py::gil_scoped_release nogil;
+      o = progress_->run(meet, spin_us, timeout_ms);
+      if (o.code == Code::ok)
+        combine(reinterpret_cast<void *>(dst), sources.data(), static_cast<int>(sources.size()), static_cast<Element>(element),
+                static_cast<Op>(op), n);
+    }
+    return told(o);
   }
 
   Call call(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
@@ -111,8 +173,16 @@ void bind_shm(py::module_ &m) {
       .def("start", &Endpoint::start, py::arg("verb"), py::arg("element"), py::arg("op"), py::arg("root"), py::arg("n"),
            py::arg("inp"), py::arg("out"), py::arg("send"), py::arg("receive"), py::arg("timeout_ms"), py::arg("spin_us") = 200)
       .def("post", &Endpoint::post)
+      .def("pull", &Endpoint::pull)
       .def("abort", &Endpoint::abort)
       .def("close", &Endpoint::close);
+  py::class_<MappedCounters>(m, "ShmCounters")
+      .def(py::init<int, std::int64_t, int, const std::vector<int> &>(), py::arg("fd"), py::arg("offset"), py::arg("rank"),
+           py::arg("pids"))
+      .def("advance", &MappedCounters::advance)
+      .def("behind", &MappedCounters::behind, py::arg("value"))
+      .def("wait", &MappedCounters::wait, py::arg("value"), py::arg("spin_us"), py::arg("timeout_ms"));
+  m.def("shm_counters_bytes", &counters_bytes, py::arg("world"));
   m.def(
       "shm_total_bytes",
       [](std::int64_t slot_bytes, std::int64_t mailbox_bytes, int world) { return Layout{slot_bytes, mailbox_bytes}.total(world); },

@@ -1,36 +1,18 @@
 #include <ds/shm.h>
-#include <linux/futex.h>
-#include <poll.h>
-#include <sched.h>
-#include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
-#include <climits>
 #include <cstring>
 #include <vector>
 
 #include "kernels/table.h"
+#include "waiting.h"
 
 namespace ds::shm {
 
 namespace {
 
-constexpr std::int64_t line = 64, page = 4096;
-constexpr int nap_ms = 50;  // longest sleep before peers are looked at again
-// A waiting call spins this long on its own; then it lets others run between looks, since the rank it waits for may need
-// the very core that it spins on.
-constexpr int selfish_us = 5;
+constexpr std::int64_t page = 4096;
 constexpr std::int64_t once_bytes = 32 << 10;  // up to here everyone adds everything, however many they are
 constexpr std::int64_t post_bytes = 64 << 10;  // copied in the time that it takes to wake up a thread
-
-struct alignas(line) Word {
-  std::atomic<std::uint32_t> value;
-  std::atomic<std::uint32_t> sleepers;
-};
 
 // What a rank says it was asked to do; compared before data moves.
 struct alignas(line) Claim {
@@ -48,11 +30,6 @@ struct Mailbox {  // of one ordered pair
   Cell cell[2];
 };
 
-// The processor that a rank was last seen on.
-struct alignas(line) Place {
-  std::atomic<std::int32_t> cpu;
-};
-
 struct ControlPage {
   Word arrived, generation, aborted;
   // then: Claim[2][world], Place[world], Mailbox[world][world]
@@ -64,37 +41,6 @@ std::int64_t control_bytes(int world) {
   const std::int64_t w = world;
   const std::int64_t fixed = static_cast<std::int64_t>(sizeof(ControlPage) + (2 * sizeof(Claim) + sizeof(Place)) * w);
   return round_up(fixed + static_cast<std::int64_t>(sizeof(Mailbox)) * w * w, page);
-}
-
-std::int64_t now_us() {
-  timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000ll + t.tv_nsec / 1000;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-std::uint32_t *raw(Word &w) { return reinterpret_cast<std::uint32_t *>(&w.value); }
-
-void wake(Word &w) { ::syscall(SYS_futex, raw(w), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
-
-void publish(Word &w, std::uint32_t value) {
-  w.value.store(value);  // ordered before the look at the sleepers
-  if (w.sleepers.load()) wake(w);
-}
-
-bool alive(const Peer &peer) {
-  if (peer.pidfd >= 0) {  // readable once the process ended, even while nobody has reaped it
-    pollfd p{peer.pidfd, POLLIN, 0};
-    return ::poll(&p, 1, 0) <= 0;
-  }
-  return ::kill(peer.pid, 0) == 0 || errno != ESRCH;
 }
 
 }  // namespace
@@ -111,10 +57,8 @@ class Channel::Impl {
         rank_(rank),
         world_(world),
         peers_(peers, peers + world),
-        sources_(static_cast<std::size_t>(world)) {
-    cpu_set_t mine;
-    roomy_ = ::sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= world;
-  }
+        sources_(static_cast<std::size_t>(world)),
+        roomy_(roomy(world)) {}
 
   Outcome run(const Call &c, int spin_us, std::int64_t timeout_ms) {
     begin(spin_us, timeout_ms);
@@ -241,49 +185,26 @@ class Channel::Impl {
     checked_ = false;
   }
 
-  // Notes where this rank runs, and whether another was last seen on the same processor. 0 in a place: never seen.
+  // Notes where this rank runs, and whether another was last seen on the same processor.
   bool shares_core() {
     if (!roomy_) return false;
-    const int cpu = ::sched_getcpu() + 1;
-    place(rank_).cpu.store(cpu, std::memory_order_relaxed);
+    place(rank_).here();
     bool shared = false;
-    for (int r = 0; r < world_; r++) shared |= r != rank_ && place(r).cpu.load(std::memory_order_relaxed) == cpu;
-    return shared && cpu > 0;
+    for (int r = 0; r < world_; r++) shared |= r != rank_ && place(rank_).same(place(r));
+    return shared;
   }
 
   // Until good(word). False with outcome_ set when it will not come.
   template <class Good>
   bool wait(Word &word, const Good &good) {
-    // The clock is asked now and then only: reading it costs as much as ten pauses.
-    for (std::int64_t until = -1;;) {
-      for (int i = 0; i < 64; i++) {
-        if (good(word.value.load(std::memory_order_acquire))) return true;
-        relax();
-      }
-      const std::int64_t t = now_us();
-      if (until < 0) until = t + spin_us_;
-      if (t >= until) break;
-      if (t < until - spin_us_ + selfish_us) continue;
-      // Two ranks that yield to each other stay on one core for long; one that sleeps is woken up on an idle one.
-      if (shares_core()) break;
-      ::sched_yield();
-    }
-    for (;;) {
-      const std::uint32_t seen = word.value.load(std::memory_order_acquire);
-      if (good(seen)) return true;
-      // Announced before the kernel compares the word: whoever changes it afterwards sees the sleeper and wakes it.
-      word.sleepers.fetch_add(1);
-      timespec nap{0, nap_ms * 1000000};
-      ::syscall(SYS_futex, raw(word), FUTEX_WAIT, seen, &nap, nullptr, 0);
-      word.sleepers.fetch_sub(1);
-      if (good(word.value.load(std::memory_order_acquire))) return true;
+    const auto enough = [this] {
       const Outcome state = health(-1);
-      if (state.code != Code::ok) return fail(state.code, state.rank);
-      if (deadline_us_ >= 0 && now_us() >= deadline_us_) {
-        abort();  // the barrier has counted us: nobody can use it any more
-        return fail(Code::timeout, missing());
-      }
-    }
+      if (state.code != Code::ok) return !fail(state.code, state.rank);
+      if (deadline_us_ < 0 || now_us() < deadline_us_) return false;
+      abort();  // the barrier has counted us: nobody can use it any more
+      return !fail(Code::timeout, missing());
+    };
+    return wait_for(word, spin_us_, good, [this] { return shares_core(); }, enough);
   }
 
   // The first rank that did not come to this call; -1 when all did.
@@ -303,7 +224,7 @@ class Channel::Impl {
     ControlPage &c = control();
     const std::uint32_t generation = c.generation.value.load(std::memory_order_acquire);
     // One that has moved and never waits would otherwise be taken for a neighbour where it is no more.
-    if (roomy_) place(rank_).cpu.store(::sched_getcpu() + 1, std::memory_order_relaxed);
+    if (roomy_) place(rank_).here();
     if (c.arrived.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(world_)) {
       c.arrived.value.store(0, std::memory_order_relaxed);
       publish(c.generation, generation + 1);
@@ -508,7 +429,7 @@ class Channel::Impl {
   std::int64_t calls_ = 0;
   std::int64_t deadline_us_ = -1;
   bool checked_ = false;
-  bool roomy_ = false;     // there is a processor for every rank
+  bool roomy_;             // there is a processor for every rank
   bool posting_ = false;   // until the barrier only
   bool resumed_ = false;   // from the barrier on
   std::uint32_t posted_ = 0;
@@ -530,9 +451,12 @@ Outcome Channel::health(int peer) { return impl_->health(peer); }
 void Channel::abort() { impl_->abort(); }
 
 void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n) {
-  bool apart = n * size_of(element) >= streaming_bytes;
+  const std::int64_t nbytes = n * size_of(element);
+  bool apart = nbytes >= streaming_bytes;
   for (int k = 0; k < count; k++) apart &= src[k] != dst;
-  kernels().combine(dst, src, count, element, op, n, apart);
+  if (count > 1 || element == Element::boolean) return kernels().combine(dst, src, count, element, op, n, apart);
+  if (apart) kernels().copy_streaming(dst, src[0], nbytes);
+  else if (nbytes) std::memmove(dst, src[0], static_cast<std::size_t>(nbytes));
 }
 
 }  // namespace ds::shm

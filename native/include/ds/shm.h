@@ -106,6 +106,29 @@ class Channel {
   Impl *impl_;
 };
 
+// One number per rank that only grows, in memory that all ranks map: what waits for others without a collective call. A rank
+// advances its own when what it wrote before may be read, and waits until all have reached a number. Numbers wrap: two that
+// are compared lie less than 2^31 apart. Not thread-safe within a rank.
+class Counters {
+ public:
+  // `base` has counters_bytes(world) bytes, zero before the first rank came. `peers` has `world` entries.
+  Counters(void *base, int rank, int world, const Peer *peers);
+  ~Counters();
+  Counters(const Counters &) = delete;
+  Counters &operator=(const Counters &) = delete;
+
+  std::uint32_t advance();
+  // The first rank that is behind `value`; -1 if none is, and then what all wrote before is visible.
+  int behind(std::uint32_t value) const;
+  // Until none is behind. As Channel::run; a timeout or a rank that died ends this wait only.
+  Outcome wait(std::uint32_t value, int spin_us, std::int64_t timeout_ms);
+
+ private:
+  class Impl;
+  Impl *impl_;
+};
+std::int64_t counters_bytes(int world);  // a multiple of 4096
+
 // A descriptor of an empty file without a name, whose mappings are of huge pages where they ask for it (MADV_HUGEPAGE), or
 // -errno where this system does not let its users have that. As private as a memfd, and gone with its last user.
 int huge_file();
@@ -114,7 +137,7 @@ int huge_file();
 constexpr std::int64_t streaming_bytes = 4 << 20;
 
 // dst[i] = op over k of src[k][i], k < count, i < n, dst [n] of `element`; in order of k, 16-bit floats in fp32; average
-// divides by count. dst may be one of the sources. Source: MPI 4.0 (2021), section 6.9, in rank order.
+// divides by count. dst may be one of the sources. One source is copied. Source: MPI 4.0 (2021), section 6.9, in rank order.
 // Cost: (count + 1) * n * size_of(element) bytes.
 void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n);
 

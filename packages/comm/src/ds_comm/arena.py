@@ -27,7 +27,7 @@ from ds_comm.groups import Group
 from ds_comm.objects import all_gather_object
 from ds_config.errors import CommError
 from ds_ops import _native
-from ds_ops.shm import Channel, ChannelSettings, Op, Segment, combine, neighbourhood
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment, neighbourhood
 
 __all__ = ["Arena", "Wish", "arena_refusal"]
 
@@ -35,7 +35,6 @@ _PAGE = 4096
 # Tensors of one arena do not start at the same place of a page: streams that alias in the cache cost a fifth of the
 # bandwidth (docs/benchmarks/ops.md).
 _STAGGER = 1024
-_PAST_CACHE_FROM_BYTES = 4 << 20  # as in native/include/ds/shm.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,7 @@ class Arena:
         Cost: reads size * n elements, writes n. The peers' tensors may be overwritten after the next barrier.
         """
         n = out.numel()
-        self.barrier()
-        combine(out, [part[self.rank * n : (self.rank + 1) * n] for part in parts], op)
+        self._channel.pull(out, [part[self.rank * n : (self.rank + 1) * n] for part in parts], op)
 
     def all_gather(self, out: Tensor, shared: Tensor) -> None:
         """out = the shared tensor, with every rank's part as it was when the last one came.
@@ -139,11 +137,7 @@ class Arena:
             out: As many elements as `shared`, contiguous, of its dtype.
         Cost: one copy, past the cache when it is large. The shared tensor may be written again after the next barrier.
         """
-        self.barrier()
-        if out.nbytes == shared.nbytes < _PAST_CACHE_FROM_BYTES and out.dtype == shared.dtype:
-            out.view(-1).copy_(shared)
-            return
-        combine(out.view(-1).view(torch.uint8), [shared.view(torch.uint8)])  # of one source: a copy, past the cache
+        self._channel.fetch(out, shared)
 
     def close(self) -> None:
         """End the channel. Tensors stay valid as long as they are referenced."""

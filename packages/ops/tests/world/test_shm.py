@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
 from ds_ops import shm
-from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Verb, combine
+from ds_ops.shm import Channel, ChannelSettings, Counters, Op, Segment, Verb, combine
 from ds_testing import world
 
 SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)
@@ -471,3 +472,69 @@ def test_descriptors_and_threads_are_given_back() -> None:
 
     first = cycle()
     assert cycle() == first
+
+
+def _count_once(token: str, parent: int) -> None:
+    counters = Counters(Segment.attach(token, Counters.nbytes_for(2)), 0, 1, [parent, os.getpid()])
+    counters.advance()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_counters_name_who_is_behind_and_notice_who_died() -> None:
+    segment = Segment(Counters.nbytes_for(2))
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_count_once, args=(segment.token, os.getpid()))
+    process.start()
+    assert process.pid is not None
+    counters = Counters(segment, 0, 0, [os.getpid(), process.pid])
+    assert (counters.advance(), counters.value) == (1, 1)
+    assert counters.wait(1, timeout_s=60) is None
+    assert counters.behind(1) is None
+    assert (counters.advance(), counters.behind(2)) == (2, 1)
+    with pytest.raises(CommError, match="rank 1 ended") as caught:
+        counters.wait(2, timeout_s=60)
+    assert caught.value.code == "shm-peer-died"
+    process.join()
+
+
+@world(2)
+def test_counters_are_waited_for_without_a_call_of_the_others() -> None:
+    rank = dist.get_rank()
+    segment = Segment(Counters.nbytes_for(2)) if rank == 0 else None
+    told: list[object] = [segment.token if segment else None]
+    dist.broadcast_object_list(told)
+    segment = segment or Segment.attach(str(told[0]), Counters.nbytes_for(2))
+    pids: list[object] = [None] * 2
+    dist.all_gather_object(pids, os.getpid())
+    counters = Counters(segment, 0, rank, [int(str(p)) for p in pids])
+    dist.barrier()
+    if rank == 0:
+        assert counters.advance() == 1
+        assert counters.wait(1, timeout_s=0.01) == 1  # rank 1 is behind
+        dist.barrier()
+        assert counters.wait(3, timeout_s=0.01) == 0  # we are, too
+        for _ in range(300):
+            counters.wait(counters.advance(), timeout_s=60)
+    else:
+        dist.barrier()
+        for _ in range(301):
+            counters.advance()
+        assert counters.wait(301, timeout_s=60) is None
+    assert counters.wait(301, timeout_s=60) is None
+    dist.barrier()
+
+
+@world(2)
+def test_what_is_pulled_was_written_before_the_others_came() -> None:
+    with channel() as end:
+        with pytest.raises(KernelError, match="3 elements into 4"):
+            end.fetch(torch.zeros(4), torch.zeros(3))
+        ours = torch.arange(6.0)
+        into = torch.zeros(2, 3, dtype=torch.complex64)
+        end.fetch(into, ours.to(torch.complex64))
+        assert torch.equal(into.view(-1).real, ours)
+        end.pull(out := torch.zeros(6), [ours, ours], Op.AVERAGE)
+        assert torch.equal(out, ours)
+        flags = torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool)  # any byte but zero is true
+        combine(found := torch.zeros(3, dtype=torch.bool), [flags])
+        assert found.view(torch.uint8).tolist() == [0, 1, 1]

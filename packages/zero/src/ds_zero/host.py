@@ -18,14 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import mmap
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,7 +29,7 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm.arena import arena_refusal
 from ds_config.errors import CommError
-from ds_ops.shm import Segment
+from ds_ops.shm import Counters, Segment
 
 __all__ = ["HostMemory", "HostPlan", "Slot", "host_refusal"]
 
@@ -42,9 +38,6 @@ _log = logging.getLogger("ds_zero")
 _PAGE = mmap.PAGESIZE
 # Buffers that one pass reads together do not start at the same place of a page; see docs/benchmarks/ops.md.
 _STAGGER, _STAGGERS = 1024, 4
-_CELL = 8  # int64 elements: counters of two ranks are never on one cache line
-_SPINS = 40
-_NAP_S = 20e-6
 _WARN_S, _LIMIT_S = 30.0, 600.0
 
 
@@ -88,7 +81,7 @@ class HostMemory:
 
     def __init__(self, group: comm.Group, plan: HostPlan) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        places, end = [], _PAGE * (1 + group.size * _CELL * 8 // _PAGE)
+        places, end = [], Counters.nbytes_for(group.size)
         for number, (numel, dtype) in enumerate(plan.fulls):
             places.append(end + number % _STAGGERS * _STAGGER)
             end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
@@ -99,7 +92,7 @@ class HostMemory:
             end += -(-(plan.slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self.nbytes = end
         segment, pids = self._meet(end)
-        self._posted = _Counter(segment.tensor(group.size * _CELL, torch.int64), self.rank, pids)
+        self._posted = _Posted(Counters(segment, 0, self.rank, pids))
         self._homes = [segment.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
         self._overlay = _Overlay(segment.fd, self._overlaid)
         self._fulls = [self._overlay.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
@@ -152,7 +145,8 @@ class HostMemory:
 
     def finish_ready(self) -> None:
         """Finish the reduction that is under way, if every rank has posted its part: memory comes back early. 1 us."""
-        if self._pending is not None and self._posted.reached(self._marks.get(self._number, math.inf)):
+        mark = self._marks.get(self._number)
+        if self._pending is not None and mark is not None and self._posted.reached(mark):
             self.finish_pending()
 
     def post(self, slot: Slot) -> None:
@@ -215,67 +209,45 @@ class _Overlay:
         self._map.madvise(mmap.MADV_DONTNEED, start, at + nbytes - start)
 
 
-class _Counter:
-    """One number per rank that only grows, readable by all."""
+class _Posted:
+    """How many parts each rank has posted."""
 
-    def __init__(self, cells: Tensor, rank: int, pids: Sequence[int]) -> None:
-        self._all, self._mine, self._pids = cells[::_CELL], cells[rank * _CELL : rank * _CELL + 1], pids
-        self._fence = threading.Lock()
-        self.value = 0
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    @property
+    def value(self) -> int:
+        return self._counters.value
 
     def advance(self) -> None:
         """Everything this rank wrote before is there for whoever sees the new value."""
-        self.value += 1
-        with self._fence:  # taking a lock is a memory barrier on every processor
-            self._mine.fill_(self.value)
+        self._counters.advance()
 
-    def reached(self, value: float) -> bool:
+    def reached(self, value: int) -> bool:
         """Whether every rank has reached `value`; then what they wrote before is visible."""
-        if min(self._all.tolist()) < value:
-            return False
-        with self._fence:
-            return True
+        return self._counters.behind(value) is None
 
     def wait(self, value: int, what: str) -> None:
         """Return when every rank has reached `value`."""
-        spins = 0
-        while min(self._all.tolist()) < value:
-            spins += 1
-            if spins > _SPINS:
-                self._wait_long(value, what)
-                break
-            time.sleep(0)
-        with self._fence:
-            pass
+        late = self._wait(value, what, _WARN_S)
+        if late is None:
+            return
+        _log.warning("zero: %s waits %.0f s for rank %s of this host", what, _WARN_S, late)
+        late = self._wait(value, what, _LIMIT_S - _WARN_S)
+        if late is not None:
+            raise _absent(what, late, f"did not come in {_LIMIT_S:.0f} s")
 
-    def _wait_long(self, value: int, what: str) -> None:
-        since, warned = time.monotonic(), False
-        while min(self._all.tolist()) < value:
-            time.sleep(_NAP_S)
-            waited = time.monotonic() - since
-            if waited < 0.5:
-                continue
-            late = [rank for rank, reached in enumerate(self._all.tolist()) if reached < value]
-            dead = [rank for rank in late if not _alive(self._pids[rank])]
-            if dead or waited > _LIMIT_S:
-                raise _absent(what, dead or late, "ended" if dead else f"did not come in {waited:.0f} s")
-            if not warned and waited > _WARN_S:
-                warned = True
-                _log.warning("zero: %s waits %.0f s for ranks %s of this host", what, waited, late)
-            time.sleep(1e-3)
+    def _wait(self, value: int, what: str, limit_s: float) -> int | None:
+        try:
+            return self._counters.wait(value, limit_s)
+        except CommError as error:
+            late = self._counters.behind(value)
+            raise _absent(what, -1 if late is None else late, "ended") from error
 
 
-def _alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def _absent(what: str, ranks: Sequence[int], why: str) -> CommError:
+def _absent(what: str, rank: int, why: str) -> CommError:
     return CommError(
-        f"{what}: ranks {list(ranks)} of this host {why}",
+        f"{what}: rank {rank} of this host {why}",
         code="zero-host-peer",
-        fix="See the log of those ranks for what they did last.",
+        fix="See the log of that rank for what it did last.",
     )
