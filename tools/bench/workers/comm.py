@@ -226,7 +226,7 @@ def recorder() -> dict[str, Any]:
 
 
 # Three times the quickstart's steps; a variance frozen after a fifth of them is too early (docs/benchmarks/comm.md).
-STEPS, WARM_UP_STEPS, FREEZE_STEP, BATCH = 450, 45, 180, 8  # BATCH is of one rank
+STEPS, WARM_UP_STEPS, FREEZE_STEP, BATCH = 450, 45, 240, 8  # BATCH is of one rank
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 
 
