@@ -83,6 +83,27 @@ def test_replicas_keep_a_copy_each_and_must_fit_the_ranks() -> None:
             made(8, **zero)
 
 
+def test_nodes_that_keep_what_was_gathered_are_counted_and_must_fit() -> None:
+    def made(**zero: Any) -> Any:
+        asked = {"stage": 3, "param_persistence_threshold": 0} | zero
+        return planned(8, train_batch_size=128, zero_optimization=asked)
+
+    flat, near = made(), made(zero_hpz_partition_size=2)
+    full = planned(1, train_batch_size=16, zero_optimization={"stage": 0}).memory.params_bytes
+    assert flat.memory.params_bytes == 0
+    assert near.memory.params_bytes >= full // 2  # a half each, and padding
+    assert "kept by 2 ranks until the update" in str(near)
+    assert "across nodes first" in str(made(mics_hierarchical_params_gather=True))
+    for zero in (
+        {"zero_hpz_partition_size": 3},
+        {"zero_hpz_partition_size": 4, "mics_shard_size": 2},
+        {"zero_hpz_partition_size": 2, "stage": 2},
+        {"mics_hierarchical_params_gather": True, "stage": 1},
+    ):
+        with pytest.raises(PlanError, match=f"{next(iter(zero))} = .* with stage"):
+            made(**zero)
+
+
 def test_bytes_are_those_of_the_formats() -> None:
     full = planned(zero_optimization={"stage": 0}).memory
     assert (full.params_bytes, full.grads_bytes, full.master_bytes, full.optimizer_bytes) == (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_config import Dead, Deprecated, StrictModel, Unbuilt, UnsupportedConfigError, load
-from ds_zero import ShardOptions, UnitPolicy, plan
+from ds_zero import Nodes, ShardOptions, UnitPolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 from ds_zero.units import ModuleInfo, ParamInfo
 
@@ -61,8 +61,6 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
         {"offload_param": {"device": "nvme", "nvme_path": "/local"}},
         {"cpu_offload": True},
         {"zero_quantized_weights": True},
-        {"zero_hpz_partition_size": 8},
-        {"mics_hierarchical_params_gather": True},
         {"zenflow": {"topk_ratio": 0.1}},
         {"ignore_unused_parameters": False},
     ],
@@ -126,12 +124,13 @@ def test_every_key_that_is_not_built_is_an_error(name: str) -> None:
         zero(**{name: another(name)})
 
 
-def units(stage: int = 3, shard_size: int | None = None, **policy: Any) -> Any:
+def units(stage: int = 3, shard_size: int | None = None, nodes: Nodes | None = None, **policy: Any) -> Any:
     """What is observed of a policy: the units of one model."""
     params = [ParamInfo(f"{m}.{i}", (10, 10), "float32", m, 0) for m in ("a.x", "a.y", "b.x") for i in range(3)]
     modules = [ModuleInfo(m) for m in ("", "a", "a.x", "a.y", "b", "b.x")]
     chosen = UnitPolicy(**{"max_numel": 400, "persist_numel": 0, **policy})
-    return plan(params, 4, ShardOptions(stage=stage, policy=chosen, shard_size=shard_size), modules=modules)
+    options = ShardOptions(stage=stage, policy=chosen, shard_size=shard_size, nodes=nodes)
+    return plan(params, 4, options, modules=modules)
 
 
 CHANGES = {
@@ -143,6 +142,8 @@ CHANGES = {
         units(persist_numel=100, persist_total=250).kept["full"],
     ),
     "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
+    "zero_hpz_partition_size": lambda: (units().kept["full"], units(nodes=Nodes(2, secondary=True)).kept["full"]),
+    "mics_hierarchical_params_gather": lambda: (units().passing, units(nodes=Nodes(2, two_steps=True)).passing),
     "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
 }
 ELSEWHERE = {  # seen by tests that need ranks or another object

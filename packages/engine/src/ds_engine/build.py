@@ -28,13 +28,13 @@ from ds_engine.config import load_config, source_of
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
-from ds_engine.plan import Plan, Shapes, make_plan
+from ds_engine.plan import Plan, Shapes, ShardPlan, make_plan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.telemetry import Telemetry
 from ds_monitor.config import make_sinks
 from ds_parallel import ActivationCheckpointing, checkpoint_modules
-from ds_zero import ShardedOptimizer, Sharding, ShardOptions, shard
+from ds_zero import Nodes, ShardedOptimizer, Sharding, ShardOptions, shard
 from ds_zero.layout import Kind
 from ds_zero.scattered import place
 from ds_zero.sharding import describe
@@ -156,6 +156,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         "strict": plan.sharding.strict,
         "shard_size": plan.sharding.shard_size,
         "sparse": plan.sharding.sparse,
+        "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
     }
     sharded: ShardedOptimizer | Sharding
     if inner is None:
@@ -184,6 +185,13 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         checkpointed=checkpointed,
         sinks=sinks,
     )
+
+
+def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
+    """Which ranks are close to each other: as many as were told to keep copies, else those of a host."""
+    if sharding.near > 1:
+        return Nodes(sharding.near, two_steps=sharding.two_steps, secondary=True)
+    return Nodes(local, two_steps=True) if sharding.two_steps else None
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:

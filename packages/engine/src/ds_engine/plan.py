@@ -20,7 +20,18 @@ from ds_engine.precision import Casting, casting_of, precision_of, precision_tex
 from ds_engine.rules import asked_batch, check_rules
 from ds_parallel import Keeping, matching
 from ds_pipe import Program, accumulation, mark_reduce, verify
-from ds_zero import STAGES, Precision, Residency, UnitPolicy, UnitSpec, passing_bytes, plan_bytes, plan_units
+from ds_zero import (
+    STAGES,
+    Nodes,
+    Precision,
+    Residency,
+    UnitPolicy,
+    UnitSpec,
+    in_nodes,
+    passing_bytes,
+    plan_bytes,
+    plan_units,
+)
 from ds_zero.units import ModuleInfo, ParamInfo
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling", "make_plan", "rebatched"]
@@ -70,6 +81,8 @@ class ShardPlan:
         strict: Raise if the ranks of a step used different parameters.
         shard_size: Ranks that share one copy of what is sharded; None: all.
         sparse: Send only the rows of embedding gradients that are not zero.
+        near: Neighbouring ranks that keep what was gathered until the next update; 1: nobody does.
+        two_steps: Gather across nodes first, then inside; nodes are of `near` ranks, else as the launcher says.
     """
 
     policy: UnitPolicy
@@ -77,6 +90,8 @@ class ShardPlan:
     strict: bool
     shard_size: int | None = None
     sparse: bool = False
+    near: int = 1
+    two_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +204,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config.zero_optimization.enable_sanity_checks,
         config.zero_optimization.mics_shard_size if config.zero_optimization.mics_shard_size > 0 else None,
         config.sparse_gradients,
+        max(1, config.zero_optimization.zero_hpz_partition_size),
+        config.zero_optimization.mics_hierarchical_params_gather,
     )
     units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
@@ -207,7 +224,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(units, precision, sharding.shard_size or mesh.data, kept),
+        memory=_memory(units, precision, (sharding.shard_size or mesh.data, sharding.near), kept),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
@@ -275,13 +292,23 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
     )
 
 
-def _memory(units: Sequence[UnitSpec], precision: Precision, ranks: int, states: tuple[int, int | None]) -> Memory:
-    """What ds-zero's own arithmetic says of every unit. `states`: tensors per element, and their bytes if not as masters."""
+def _memory(
+    units: Sequence[UnitSpec], precision: Precision, ranks: tuple[int, int], states: tuple[int, int | None]
+) -> Memory:
+    """What ds-zero's own arithmetic says of every unit.
+
+    Args:
+        ranks: That share one copy, and of these the ones that keep what was gathered.
+        states: Tensors per element, and their bytes if not as masters.
+    """
     tensors, width = states
+    world, near = ranks
     parts = []
     for unit in units:
         dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
-        found = plan_bytes(unit, dtypes, ranks, tensors)
+        found = plan_bytes(unit, dtypes, world, tensors)
+        if 1 < near < world:
+            found = in_nodes(found, Nodes(near, secondary=True))
         optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width
         parts.append((found, optim))
     return Memory(
@@ -350,6 +377,10 @@ def _gradients_text(plan: Plan) -> str:
     text = "summed over ranks" if plan.sums else "averaged over ranks"
     text += ", by the optimizer" if reduces_itself(plan.config.optimizer) else ""
     text += f", divided by {plan.predivide:g} before" if plan.predivide != 1.0 else ""
+    if plan.sharding.two_steps:
+        text += ", gathered across nodes first, then inside"
+    if plan.sharding.near > 1:
+        text += f", kept by {plan.sharding.near} ranks until the update"
     text += ", of embeddings only rows that are not zero" if plan.sharding.sparse else ""
     return text if plan.managed else f"{text}; every step() is the end of a step"
 

@@ -62,6 +62,14 @@ RULES: tuple[Rule, ...] = (
         "Use stage 1, 2 or 3 and a size that divides the ranks, or leave it out: then all ranks share one copy.",
     ),
     Rule(
+        "zero-nodes",
+        lambda c, world: bool(_near(c)) and (c.zero_optimization.stage != 3 or bool(_shards(c, world) % _hpz(c))),
+        lambda c, world: (
+            f"{_near(c)} with stage {c.zero_optimization.stage}, where {_shards(c, world)} ranks share one copy"
+        ),
+        "Use stage 3 and a size that divides those ranks, or leave it out: gathers are then flat.",
+    ),
+    Rule(
         "precision-states",
         lambda c, world: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
         lambda c, world: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
@@ -123,6 +131,25 @@ def _needs_mode(config: Config) -> list[str]:
 
 def _mics(config: Config) -> int:
     return config.zero_optimization.mics_shard_size
+
+
+def _hpz(config: Config) -> int:
+    return max(1, config.zero_optimization.zero_hpz_partition_size)
+
+
+def _near(config: Config) -> str:
+    """What speaks of nodes; empty for nothing."""
+    if _hpz(config) > 1:
+        return f"zero_optimization.zero_hpz_partition_size = {_hpz(config)}"
+    return "zero_optimization.mics_hierarchical_params_gather = true" if _two_steps(config) else ""
+
+
+def _two_steps(config: Config) -> bool:
+    return config.zero_optimization.mics_hierarchical_params_gather
+
+
+def _shards(config: Config, world: int) -> int:
+    return world if _mics(config) < 1 else _mics(config)
 
 
 def _scalings(config: Config) -> list[str]:

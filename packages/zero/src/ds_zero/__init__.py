@@ -22,10 +22,11 @@ from ds_zero.access import (
 from ds_zero.api import shard
 from ds_zero.init import Init, MiCS_Init
 from ds_zero.layout import UnitLayout, plan_layout
+from ds_zero.nodes import Nodes
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
 from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer, StepReport
-from ds_zero.plan import UnitBytes, ZeroPlan, passing_bytes, plan, plan_bytes
+from ds_zero.plan import UnitBytes, ZeroPlan, in_nodes, passing_bytes, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision, PrecisionRule
 from ds_zero.pretrained import load_pretrained
 from ds_zero.released import Released
@@ -40,6 +41,7 @@ __all__ = [
     "Init",
     "LossScale",
     "MiCS_Init",
+    "Nodes",
     "Nonfinite",
     "NonfiniteSearch",
     "NormScope",
@@ -57,6 +59,7 @@ __all__ = [
     "UnitPolicy",
     "UnitSpec",
     "ZeroPlan",
+    "in_nodes",
     "load_pretrained",
     "passing_bytes",
     "plan",

@@ -197,6 +197,7 @@ def _keep(places: Sequence[_Place]) -> None:
             flat = place.unit.views[place.member].reshape(-1)
             for start, at, numel in place.ranges():
                 place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
+            place.unit.forget_near()
 
 
 @contextmanager
@@ -341,7 +342,7 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Set this rank's elements. Collective where full copies are kept: they follow."""
+    """Set this rank's elements. Collective where full copies, or secondary ones, are kept: they follow."""
     _calm(param)
     _set_local(param, value, _param)
     _publish(param)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ds_comm import Group
 from ds_zero.layout import Kind
+from ds_zero.nodes import Nodes
 from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.precision import Precision
@@ -31,6 +32,7 @@ class _Options(TypedDict, total=False):
     strict: bool
     layout: Kind | None
     shard_size: int | None
+    nodes: Nodes | None
     sparse: bool
     memory: Literal["auto", "private", "shared"]
 
@@ -48,7 +50,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, sparse, memory.
+            strict, layout, shard_size, nodes, sparse, memory.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -94,6 +94,13 @@ class ZeroConfig(StrictModel):
     mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
         default=-1, description="So many neighbouring ranks share one copy of what is sharded; -1: all ranks."
     )
+    mics_hierarchical_params_gather: bool = Field(
+        default=False, description="Gather across nodes first, then inside: every byte enters a node once. At stage 3."
+    )
+    zero_hpz_partition_size: Count = Field(
+        default=1,
+        description="So many neighbouring ranks keep what stage 3 gathered until the next update; gathers until then stay among them.",
+    )
     enable_sanity_checks: bool = Field(
         default=False, description="Raise on all ranks if the ranks of a step used different parameters."
     )
@@ -149,12 +156,10 @@ class ZeroConfig(StrictModel):
     zenflow: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
     ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
     legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False
-    zero_hpz_partition_size: Annotated[Count, Unbuilt("1")] = 1
     zero_quantized_weights: Annotated[bool, Unbuilt("false; bf16 halves what is gathered")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, Unbuilt("false")] = False
     zero_quantized_gradients: Annotated[bool, Unbuilt("communication_data_type = bf16")] = False
     zeropp_loco_param: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
-    mics_hierarchical_params_gather: Annotated[bool, Unbuilt("false")] = False
 
     @model_validator(mode="before")
     @classmethod

@@ -42,6 +42,7 @@ class Gathering:
         ahead_numel: Elements gathered before they are needed.
         unforeseen: The channel for gathers that no sequence foresees; made when first asked for.
     Attributes:
+        push: Lets gathers go on that others may wait for, see `nodes.py`.
         released: Numbers of the units that are released between uses.
         complete: Whether a unit's gradients have all arrived in this backward; by its number.
     """
@@ -52,6 +53,8 @@ class Gathering:
         self.units, self.unforeseen = list(units), unforeseen
         self.released = [i for i, u in enumerate(units) if u.releases]
         self.complete: Callable[[int], bool] = lambda number: True
+        route = units[0].seat.route if units else None
+        self.push: Callable[[], None] = (lambda: None) if route is None else route.push
         self._in_backward = backward
         self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
         self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
@@ -212,6 +215,7 @@ class Gathering:
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
             self._put_back(number)
+        self.push()
 
     # ---- backward
 
@@ -257,6 +261,7 @@ class Gathering:
         number = self._backward.run_ahead()
         if number is not None:
             self.units[number].start_unshard(again=True)
+        self.push()
 
     def entered(self, call: Call) -> None:
         """Watcher: the backward of a call begins."""

@@ -7,18 +7,19 @@ gathered units, gradient buffers on their way. Activations are not part of model
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ds_zero.layout import plan_layout
+from ds_zero.nodes import Nodes
 from ds_zero.precision import Dtypes, Precision
 from ds_zero.residency import Residency
 from ds_zero.sharding import ShardOptions, describe
 from ds_zero.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
 
-__all__ = ["UnitBytes", "ZeroPlan", "passing_bytes", "plan", "plan_bytes"]
+__all__ = ["UnitBytes", "ZeroPlan", "in_nodes", "passing_bytes", "plan", "plan_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,13 @@ def plan_bytes(
     return UnitBytes(**found)
 
 
+def in_nodes(unit: UnitBytes, nodes: Nodes) -> UnitBytes:
+    """The same unit where it is gathered by way of nodes: its secondary copy is kept, its first step passes."""
+    piece = unit.gathered // nodes.size
+    kept, staged = (piece if nodes.secondary else 0), (piece if nodes.two_steps else 0)
+    return replace(unit, full=unit.full + kept, gathered=unit.gathered + staged)
+
+
 def plan(
     model: nn.Module | Iterable[ParamInfo],
     world: int,
@@ -157,4 +165,6 @@ def plan(
     sizes = [
         plan_bytes(u, dtypes, shards, state_tensors, shared=shared) for u, dtypes in zip(units, formats, strict=True)
     ]
+    if options.nodes is not None and 1 < options.nodes.size < shards:
+        sizes = [in_nodes(found, options.nodes) for found in sizes]
     return ZeroPlan(world, options.residency, units, tuple(sizes))

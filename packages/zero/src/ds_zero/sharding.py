@@ -27,6 +27,7 @@ from ds_zero.hooks import Runtime, Schedule
 from ds_zero.host import HostMemory, HostPlan, host_refusal
 from ds_zero.layout import Kind, Piece, plan_layout
 from ds_zero.moving import KINDS, Away, bring_back, take_away
+from ds_zero.nodes import Nodes, Route, split_nodes
 from ds_zero.norms import NormScope
 from ds_zero.precision import Precision
 from ds_zero.replicas import Replicas, split_replicas
@@ -60,6 +61,7 @@ class ShardOptions:
             independently of each other, whole for one that needs whole parameters (found out by asking it).
         shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
             over all ranks. None: all ranks share one copy.
+        nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
         sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
@@ -75,6 +77,7 @@ class ShardOptions:
     strict: bool = False
     layout: Kind | None = None
     shard_size: int | None = None
+    nodes: Nodes | None = None
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
 
@@ -164,7 +167,8 @@ class Sharding:
         self.away: list[Away] = []
         self._replicas = split_replicas(self.group, options.shard_size if residency.shard_optim else None)
         host = self._host(by_name, residency)
-        seat = _seat(self.group, self._replicas, residency, self.pool, host)
+        route = self._route(residency, host)
+        seat = replace(_seat(self.group, self._replicas, residency, self.pool, host), route=route)
         self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
         self._unforeseen: Group | None = None
         self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
@@ -191,6 +195,21 @@ class Sharding:
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
         return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
+
+    def _route(self, residency: Residency, host: HostMemory | None) -> Route | None:
+        nodes = self.options.nodes
+        if nodes is not None and not residency.shard_params:
+            raise PlanError(
+                f"nodes of {nodes.size} ranks were told with {residency}: no parameter is gathered in forward or backward",
+                code="zero-nodes",
+                fix="Use stage 3, or leave nodes out.",
+            )
+        if nodes is not None and host is not None:
+            _log.info(
+                "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
+            )
+            return None
+        return split_nodes(nodes, self._replicas.shards, self.pool)
 
     def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
         group = self._replicas.shards
@@ -340,6 +359,8 @@ class Sharding:
             if group.pg is not None:
                 dist.destroy_process_group(group.pg)
         self._own_groups.clear()
+        if self.seat.route is not None:
+            self.seat.route.drop()
         self._replicas.drop()
         self._unforeseen = None
 
