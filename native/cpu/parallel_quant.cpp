@@ -20,19 +20,31 @@ bool past_cache(std::int64_t rows, std::int64_t cols, Dtype dtype) {
   return rows * cols * size_of(dtype) >= past_cache_bytes;
 }
 
-// Calls f(row, group, first, n, thread) for every group of every row: elements [first, first + n) of the row.
+// Calls f(row, group, first, n, thread) for every run of at most `most` groups inside a row that a thread has: elements
+// [first, first + n) of the row, which start with `group`.
 template <class F>
-void each_group(const QuantSpec &s, std::int64_t rows, std::int64_t cols, bool streaming, int threads, const F &f) {
+void each_run(const QuantSpec &s, std::int64_t rows, std::int64_t cols, std::int64_t most, int threads, const F &f) {
   const std::int64_t groups = quant_groups(s, cols);
   on_threads(useful_threads(rows * cols, threads), [&](int i, int parts) {
     const Range r = part_of(rows * groups, 1, i, parts);
-    for (std::int64_t unit = r.begin; unit < r.end; unit++) {
+    for (std::int64_t unit = r.begin; unit < r.end;) {
       const std::int64_t row = unit / groups, group = unit % groups, first = group * s.group;
-      f(row, group, first, cols - first < s.group ? cols - first : s.group, i);
+      std::int64_t run = groups - group < r.end - unit ? groups - group : r.end - unit;
+      if (run > most) run = most;
+      f(row, group, first, cols - first < run * s.group ? cols - first : run * s.group, i);
+      unit += run;
     }
-    if (streaming) end_of_streaming();
+    end_of_streaming();  // if there was any
   });
 }
+
+template <class F>
+void each_group(const QuantSpec &s, std::int64_t rows, std::int64_t cols, int threads, const F &f) {
+  each_run(s, rows, cols, 1, threads, f);
+}
+
+// All groups of a row that a thread has.
+constexpr std::int64_t all_groups = INT64_MAX;
 
 void write_group(const Kernels &k, const QuantSpec &s, const QuantRows &q, std::int64_t row, std::int64_t group,
                  const void *x, Dtype dtype, std::int64_t n, std::int64_t index) {
@@ -49,7 +61,7 @@ Status quantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *orde
                 int threads) {
   if (!usable(s, q) || (!x && q.rows * q.cols > 0)) return Status::bad_argument;
   const Kernels &k = kernels();
-  each_group(s, q.rows, q.cols, false, threads,
+  each_group(s, q.rows, q.cols, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
                const std::int64_t i = row * q.cols + first;
                const void *from = static_cast<const char *>(x) + i * size_of(dtype);
@@ -65,12 +77,12 @@ Status dequantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *in
     if (index ? index[i] < 0 || index[i] >= q.rows : i >= q.rows) return Status::bad_argument;
   const Kernels &k = kernels();
   const bool streaming = past_cache(count, q.cols, dtype);
-  each_group(s, count, q.cols, streaming, threads,
-             [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
-               const QuantSources from = {q.base + (index ? index[row] : row) * q.row_bytes, 1, 0, q.params_at, streaming};
-               void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
-               k.dequantize_group(s, from, group, 1.0f, to, dtype, n);
-             });
+  each_run(s, count, q.cols, all_groups, threads,
+           [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
+             const QuantSources from = {q.base + (index ? index[row] : row) * q.row_bytes, 1, 0, q.params_at, streaming};
+             void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
+             k.dequantize_groups(s, from, group, 1.0f, to, dtype, n);
+           });
   return Status::ok;
 }
 
@@ -81,13 +93,12 @@ Status reduce(const QuantSpec &s, const QuantRows &q, std::int64_t sources, floa
   if (!out && rows * q.cols > 0) return Status::bad_argument;
   const Kernels &k = kernels();
   const bool streaming = past_cache(rows, q.cols, dtype);
-  each_group(s, rows, q.cols, streaming, threads,
-             [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
-               const QuantSources from = {q.base + row * q.row_bytes, sources, rows * q.row_bytes, q.params_at,
-                                          streaming};
-               void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
-               k.dequantize_group(s, from, group, factor, to, dtype, n);
-             });
+  each_run(s, rows, q.cols, all_groups, threads,
+           [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int) {
+             const QuantSources from = {q.base + row * q.row_bytes, sources, rows * q.row_bytes, q.params_at, streaming};
+             void *to = static_cast<char *>(out) + (row * q.cols + first) * size_of(dtype);
+             k.dequantize_groups(s, from, group, factor, to, dtype, n);
+           });
   return Status::ok;
 }
 
@@ -98,14 +109,12 @@ Status reduce_quantized(const QuantSpec &s, const QuantRows &q, std::int64_t sou
     return Status::bad_argument;
   const Kernels &k = kernels();
   const std::int64_t inner = so.group / s.group;
-  each_group(so, out.rows, out.cols, false, threads,
+  each_group(so, out.rows, out.cols, threads,
              [&](std::int64_t row, std::int64_t group, std::int64_t first, std::int64_t n, int thread) {
                float *sum = scratch + thread * so.group;
                const QuantSources from = {q.base + row * q.row_bytes, sources, out.rows * q.row_bytes, q.params_at,
                                           false};
-               for (std::int64_t g = 0, i = 0; i < n; g++, i += s.group)
-                 k.dequantize_group(s, from, group * inner + g, factor, sum + i, Dtype::f32,
-                                    n - i < s.group ? n - i : s.group);
+               k.dequantize_groups(s, from, group * inner, factor, sum, Dtype::f32, n);
                write_group(k, so, out, row, group, sum, Dtype::f32, n, so.offset + row * out.cols + first);
              });
   return Status::ok;

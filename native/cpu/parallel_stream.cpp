@@ -2,10 +2,6 @@
 #include "parallel.h"
 
 namespace ds {
-namespace {
-// Beyond this the written lines would not be read from the cache again: write past it.
-}  // namespace
-
 Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, double *out, int threads) {
   if (n < 0 || (n > 0 && (!x || !partials))) return Status::bad_argument;
   const Kernels &k = kernels();

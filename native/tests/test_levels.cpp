@@ -158,14 +158,45 @@ void quantizers_agree(const ds::Kernels *const *levels, int num_levels) {
         std::vector<unsigned char> row(712), other(712);
         float *params = reinterpret_cast<float *>(row.data() + 704), *other_params = reinterpret_cast<float *>(other.data() + 704);
         levels[0]->quantize_group(s, row.data(), params, x.data(), Dtype::f32, n, s.offset);
-        levels[0]->dequantize_group(s, {row.data(), 1, 0, 704, false}, 0, 0.5f, back.data(), Dtype::f32, n);
+        levels[0]->dequantize_groups(s, {row.data(), 1, 0, 704, false}, 0, 0.5f, back.data(), Dtype::f32, n);
         for (int l = 1; l < num_levels; l++) {
           levels[l]->quantize_group(s, other.data(), other_params, x.data(), Dtype::f32, n, s.offset);
-          levels[l]->dequantize_group(s, {other.data(), 1, 0, 704, true}, 0, 0.5f, other_back.data(), Dtype::f32, n);
+          levels[l]->dequantize_groups(s, {other.data(), 1, 0, 704, true}, 0, 0.5f, other_back.data(), Dtype::f32, n);
           CHECK(row == other);
           CHECK(!std::memcmp(back.data(), other_back.data(), static_cast<std::size_t>(n) * 4));
         }
       }
+}
+
+// Sums of runs of groups of several rows, written past the cache, aligned or not, on every level: as in the cache.
+void runs_agree(const ds::Kernels *const *levels, int num_levels) {
+  const ds::QuantFormat formats[] = {{8, -1, 0, 127, 127.0f}, {4, -1, 0, 7, 7.0f}, {6, 2, 3, 0x1f, 28.0f}};
+  constexpr std::int64_t params_at = 1600, row_bytes = params_at + 4 * 2 * 100;
+  Random r{77};
+  for (const ds::QuantFormat &f : formats)
+    for (std::int64_t group : {16, 40, 256, 1024})
+      for (std::int64_t count : {1, 3, 9})
+        for (Dtype d : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+          const ds::QuantSpec s = {f, f.bits != 4, false, {0u, 0u}, 0, group};
+          const std::int64_t n = 1600 - 3, width = f.bits;
+          std::vector<unsigned char> rows(static_cast<std::size_t>(count * row_bytes));
+          for (std::int64_t k = 0; k < count; k++)
+            for (std::int64_t i = 0; i < n; i += group) {
+              std::vector<float> x(static_cast<std::size_t>(n - i < group ? n - i : group));
+              for (float &v : x) v = r.unit();
+              unsigned char *row = rows.data() + k * row_bytes;
+              float *params = reinterpret_cast<float *>(row + params_at) + i / group * ds::quant_params(s);
+              levels[0]->quantize_group(s, row + i * width / 8, params, x.data(), Dtype::f32, static_cast<std::int64_t>(x.size()), i);
+            }
+          std::vector<unsigned char> want(static_cast<std::size_t>(n * ds::size_of(d))), got(want.size() + 128);
+          levels[0]->dequantize_groups(s, {rows.data(), count, row_bytes, params_at, false}, 0, 0.25f, want.data(), d, n);
+          for (int l = 0; l < num_levels; l++)
+            for (std::int64_t off : {std::int64_t{0}, ds::size_of(d)}) {
+              unsigned char *to = got.data() + (-reinterpret_cast<std::intptr_t>(got.data()) & 63) + off;
+              levels[l]->dequantize_groups(s, {rows.data(), count, row_bytes, params_at, true}, 0, 0.25f, to, d, n);
+              CHECK(!std::memcmp(want.data(), to, want.size()));
+            }
+        }
 }
 
 // Rows of RMS norm with a residual, and their gradients.
@@ -201,6 +232,7 @@ int main() {
   sources_agree(levels, n);
   sums_agree(levels, n);
   quantizers_agree(levels, n);
+  runs_agree(levels, n);
   norms_agree(levels, n);
   std::printf("%d levels agree\n", n);
 }

@@ -14,8 +14,8 @@ void norm_rows(const Norm &n, std::int64_t begin, std::int64_t end, float *scrat
 void norm_grad_rows(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
 void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype, std::int64_t n,
                     std::int64_t index);
-void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
-                      Dtype dtype, std::int64_t n);
+void dequantize_groups(const QuantSpec &s, const QuantSources &q, std::int64_t first, float factor, void *out,
+                       Dtype dtype, std::int64_t n);
 void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n,
              bool streaming);
 void copy_streaming(void *dst, const void *src, std::int64_t nbytes);

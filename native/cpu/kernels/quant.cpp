@@ -308,44 +308,92 @@ struct Coded {
   float scale[most], zero[most];
 };
 
-// acc (+)= the sum of the sources' values, in their order, in a register: values are stored once, whatever their number.
-template <bool add, bool alone, class Load, class Value>
-DS_INLINE void each_value(float *acc, const Coded &coded, std::int64_t n, Load bytes, Value value) {
-  const Coded c = coded;  // a copy that no store can change
+// Where values go, a vector at a time: fp32 in the cache; and results, multiplied by `factor`, past it.
+struct InCache {
+  float *out;
+  DS_INLINE void put(const InCache &t, std::int64_t i, vf x) { store(t.out + i, x); }
+  DS_INLINE void put_part(const InCache &t, std::int64_t i, vf x, std::int64_t r) { store_part(t.out + i, x, r); }
+};
+
+struct PastCache {
+  float *out;
+  float factor;
+  DS_INLINE void put(const PastCache &t, std::int64_t i, vf x) { stream(t.out + i, x * t.factor); }
+  DS_INLINE void put_part(const PastCache &t, std::int64_t i, vf x, std::int64_t r) {
+    store_part(t.out + i, x * t.factor, r);
+  }
+};
+
+struct HalvesPastCache {
+  std::uint16_t *out;
+  float factor;
+  bool bf16;
+  DS_INLINE vh half(const HalvesPastCache &t, vf x) {
+    return t.bf16 ? f32_to_bf16(x * t.factor) : f32_to_f16(x * t.factor);
+  }
+  DS_INLINE void put(const HalvesPastCache &t, std::int64_t i, vf x) { stream(t.out + i, half(t, x)); }
+  DS_INLINE void put_part(const HalvesPastCache &t, std::int64_t i, vf x, std::int64_t r) {
+    store_part(t.out + i, half(t, x), r);
+  }
+};
+
+// The sum of the sources' values (and of what `acc` holds), in their order, in a register: values are stored once,
+// whatever their number.
+template <bool add, bool alone, class Target, class Load, class Value>
+DS_INLINE void each_value(const float *acc, const Target &target, const Coded &coded, std::int64_t n, Load bytes,
+                          Value value) {
+  // Copies that no store can change, field by field: a load of more than one of the fields would cover several stores
+  // that are still under way, and wait for every store before them, a piece of results on its way past the cache. That
+  // cost up to two thirds of the time, or nothing, depending on where the stack happened to lie.
+  const Target to = target;
+  const std::uint8_t *const codes = coded.codes;
+  const std::int64_t stride = coded.stride;
+  const int count = alone ? 1 : coded.count;
+  const float scale = coded.scale[0], zero = coded.zero[0];
   auto total = [&](vf sum, auto read) {
-    sum = add ? sum + value(read(0), c.zero[0]) * c.scale[0] : value(read(0), c.zero[0]) * c.scale[0];
-    if (!alone)
-      for (int k = 1; k < c.count; k++) sum = sum + value(read(k), c.zero[k]) * c.scale[k];
+    sum = add ? sum + value(read(0), zero) * scale : value(read(0), zero) * scale;
+    for (int k = 1; k < count; k++) sum = sum + value(read(k), coded.zero[k]) * coded.scale[k];
     return sum;
   };
   each_vector(
       n,
       [&](std::int64_t i) {
-        store(acc + i, total(add ? load<vf>(acc + i) : vf{}, [&](int k) { return bytes(c.codes + k * c.stride + i); }));
+        const vf before = add ? load<vf>(acc + i) : vf{};
+        Target::put(to, i, total(before, [&](int k) { return bytes(codes + k * stride + i); }));
       },
       [&](std::int64_t i, std::int64_t r) {
         auto read = [&](int k) {
           std::uint8_t last[lanes] = {};
-          std::memcpy(last, c.codes + k * c.stride + i, static_cast<std::size_t>(r));
+          std::memcpy(last, codes + k * stride + i, static_cast<std::size_t>(r));
           return bytes(last);
         };
-        store_part(acc + i, total(add ? load_part<vf>(acc + i, r) : vf{}, read), r);
+        Target::put_part(to, i, total(add ? load_part<vf>(acc + i, r) : vf{}, read), r);
       });
 }
 
-template <bool add, bool alone>
-static void decode(const QuantSpec &spec, float *acc, const Coded &coded, std::int64_t n) {
+template <bool add, bool alone, class Target>
+static void decode(const QuantSpec &spec, const float *acc, const Target &to, const Coded &coded, std::int64_t n) {
   const QuantFormat f = spec.format;
   auto plain = [](const std::uint8_t *p) { return load_bytes(p); };
   auto with_sign = [](const std::uint8_t *p) { return load_signed_bytes(p); };
   if (f.mantissa >= 0)
-    each_value<add, alone>(acc, coded, n, plain, [=](vi c, float) { return float_value(f, c); });
+    each_value<add, alone>(acc, to, coded, n, plain, [=](vi c, float) { return float_value(f, c); });
   else if (!spec.symmetric)
-    each_value<add, alone>(acc, coded, n, plain, [](vi c, float zero) { return __builtin_convertvector(c, vf) - zero; });
+    each_value<add, alone>(acc, to, coded, n, plain,
+                           [](vi c, float zero) { return __builtin_convertvector(c, vf) - zero; });
   else if (f.bits == 8)
-    each_value<add, alone>(acc, coded, n, with_sign, [](vi c, float) { return __builtin_convertvector(c, vf); });
+    each_value<add, alone>(acc, to, coded, n, with_sign, [](vi c, float) { return __builtin_convertvector(c, vf); });
   else
-    each_value<add, alone>(acc, coded, n, plain, [=](vi c, float) { return signed_value(f, c); });
+    each_value<add, alone>(acc, to, coded, n, plain, [=](vi c, float) { return signed_value(f, c); });
+}
+
+// The first `most` sources of a piece, or what is left of them, decoded to `to`.
+template <class Target>
+static void decode_first(const QuantSpec &s, const Target &to, const Coded &c, std::int64_t n) {
+  if (c.count > 1)
+    decode<false, false>(s, nullptr, to, c, n);
+  else
+    decode<false, true>(s, nullptr, to, c, n);
 }
 
 static void scale_block(float *x, std::int64_t n, float factor) {
@@ -354,31 +402,36 @@ static void scale_block(float *x, std::int64_t n, float factor) {
       [&](std::int64_t i, std::int64_t r) { store_part(x + i, load_part<vf>(x + i, r) * factor, r); });
 }
 
-// Elements [first, first + n) of one group of every source, summed.
-static void sum_piece(const QuantSpec &s, const QuantSources &q, std::int64_t group, std::int64_t first, std::int64_t n,
-                      float *acc) {
-  constexpr std::int64_t room = piece + 64;
-  alignas(64) std::uint8_t staged[Coded::most * room];
+struct Piece {  // elements [first, first + n) of group `group` of every source
+  std::int64_t group, first, n;
+};
+
+constexpr std::int64_t staged_row = piece + 64;
+
+// Up to Coded::most sources from number `done` on; codes narrower than a byte are unpacked into `staged`.
+DS_INLINE Coded coded_piece(const QuantSpec &s, const QuantSources &q, const Piece &p, std::int64_t done,
+                            std::uint8_t *staged) {
   const int width = s.format.bits;
-  for (std::int64_t done = 0; done < q.count; done += Coded::most) {
-    const std::int64_t left = q.count - done;
-    const unsigned char *row = q.row + done * q.stride;
-    const std::uint8_t *codes = row + (group * s.group + first) * width / 8;
-    Coded c = {codes, q.stride, static_cast<int>(left < Coded::most ? left : Coded::most), {}, {}};
-    for (int k = 0; k < c.count; k++) {
-      const float *params = reinterpret_cast<const float *>(row + k * q.stride + q.params_at) + group * ds::quant_params(s);
-      c.scale[k] = params[0];
-      c.zero[k] = s.symmetric ? 0.0f : params[1];
-      if (width != 8) unpack(staged + k * room, codes + k * q.stride, n, width);
-    }
-    if (width != 8) c.codes = staged, c.stride = room;
-    if (done > 0)
-      decode<true, false>(s, acc, c, n);
-    else if (c.count > 1)
-      decode<false, false>(s, acc, c, n);
-    else
-      decode<false, true>(s, acc, c, n);
+  const std::int64_t left = q.count - done;
+  const unsigned char *row = q.row + done * q.stride;
+  const std::uint8_t *codes = row + (p.group * s.group + p.first) * width / 8;
+  Coded c = {codes, q.stride, static_cast<int>(left < Coded::most ? left : Coded::most), {}, {}};
+  for (int k = 0; k < c.count; k++) {
+    const float *params = reinterpret_cast<const float *>(row + k * q.stride + q.params_at) + p.group * ds::quant_params(s);
+    c.scale[k] = params[0];
+    c.zero[k] = s.symmetric ? 0.0f : params[1];
+    if (width != 8) unpack(staged + k * staged_row, codes + k * q.stride, p.n, width);
   }
+  if (width != 8) c.codes = staged, c.stride = staged_row;
+  return c;
+}
+
+// The sum over all sources of one piece, in the cache.
+static void sum_piece(const QuantSpec &s, const QuantSources &q, const Piece &p, float *acc) {
+  alignas(64) std::uint8_t staged[Coded::most * staged_row];
+  decode_first(s, InCache{acc}, coded_piece(s, q, p, 0, staged), p.n);
+  for (std::int64_t done = Coded::most; done < q.count; done += Coded::most)
+    decode<true, false>(s, acc, InCache{acc}, coded_piece(s, q, p, done, staged), p.n);
 }
 
 static void copy_past_cache(float *out, const float *x, std::int64_t n) {
@@ -386,6 +439,35 @@ static void copy_past_cache(float *out, const float *x, std::int64_t n) {
   for (; i < n && reinterpret_cast<std::intptr_t>(out + i) % (lanes * 4) != 0; i++) out[i] = x[i];
   for (; i + lanes <= n; i += lanes) stream(out + i, load<vf>(x + i));
   for (; i < n; i++) out[i] = x[i];
+}
+
+// What a pass that writes past the cache waits for on pages of 4 KiB: the next page of the results is looked up while
+// this one is written (its first line is fetched for that, one of 64), and codes, of which a page lasts for four or more
+// of those, are fetched before a processor that stops at the end of each page would do it.
+DS_INLINE void look_ahead(const QuantSpec &s, const QuantSources &q, const Piece &p, const void *out, std::int64_t nbytes) {
+  constexpr std::int64_t codes_ahead = 2048, results_ahead = 2048, page = 4096, line = 64;
+  const char *next = static_cast<const char *>(out) + results_ahead;
+  if (reinterpret_cast<std::uintptr_t>(next) % page < static_cast<std::uintptr_t>(nbytes)) __builtin_prefetch(next);
+  const std::int64_t at = (p.group * s.group + p.first) * s.format.bits / 8, n = p.n * s.format.bits / 8;
+  for (std::int64_t k = 0; k < q.count; k++)
+    for (std::int64_t i = 0; i < n; i += line) __builtin_prefetch(q.row + k * q.stride + at + i + codes_ahead);
+}
+
+// One piece, its results written past the cache: directly where whole vectors of results are aligned.
+static void stream_piece(const QuantSpec &s, const QuantSources &q, const Piece &p, float factor, void *out, Dtype dtype) {
+  look_ahead(s, q, p, out, p.n * ds::size_of(dtype));
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out) % static_cast<std::uintptr_t>(lanes * ds::size_of(dtype)) == 0;
+  if (aligned && q.count <= Coded::most) {
+    alignas(64) std::uint8_t staged[Coded::most * staged_row];
+    const Coded c = coded_piece(s, q, p, 0, staged);
+    if (dtype == Dtype::f32) return decode_first(s, PastCache{static_cast<float *>(out), factor}, c, p.n);
+    return decode_first(s, HalvesPastCache{static_cast<std::uint16_t *>(out), factor, dtype == Dtype::bf16}, c, p.n);
+  }
+  alignas(64) float wide[piece];
+  sum_piece(s, q, p, wide);
+  if (factor != 1.0f) scale_block(wide, p.n, factor);
+  if (dtype == Dtype::f32) return copy_past_cache(static_cast<float *>(out), wide, p.n);
+  narrow_streaming(out, dtype, wide, p.n);
 }
 
 }  // namespace
@@ -419,20 +501,21 @@ void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, con
   }
 }
 
-void dequantize_group(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
-                      Dtype dtype, std::int64_t n) {
+void dequantize_groups(const QuantSpec &s, const QuantSources &q, std::int64_t first, float factor, void *out, Dtype dtype,
+                       std::int64_t n) {
   alignas(64) float wide[piece];
-  for (std::int64_t i = 0; i < n; i += piece) {
-    const std::int64_t m = n - i < piece ? n - i : piece;
-    float *acc = dtype == Dtype::f32 && !q.streaming ? static_cast<float *>(out) + i : wide;
-    sum_piece(s, q, group, i, m, acc);
-    if (factor != 1.0f) scale_block(acc, m, factor);
-    if (!q.streaming)
-      stage_out(out, dtype, i, m, acc);
-    else if (dtype == Dtype::f32)
-      copy_past_cache(static_cast<float *>(out) + i, acc, m);
-    else
-      narrow_streaming(at(out, dtype, i), dtype, acc, m);
+  for (std::int64_t i = 0; i < n;) {
+    const std::int64_t inside = i % s.group, left = s.group - inside < n - i ? s.group - inside : n - i;
+    const Piece p = {first + i / s.group, inside, left < piece ? left : piece};
+    if (q.streaming) {
+      stream_piece(s, q, p, factor, at(out, dtype, i), dtype);
+    } else {
+      float *acc = dtype == Dtype::f32 ? static_cast<float *>(out) + i : wide;
+      sum_piece(s, q, p, acc);
+      if (factor != 1.0f) scale_block(acc, p.n, factor);
+      stage_out(out, dtype, i, p.n, acc);
+    }
+    i += p.n;
   }
 }
 

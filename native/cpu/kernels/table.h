@@ -33,9 +33,9 @@ struct Kernels {
   // One group of `n` elements; `index` is the first one's place in the sequence of random draws.
   void (*quantize_group)(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype,
                          std::int64_t n, std::int64_t index);
-  // out = factor * the sum over sources of group `group`, which has `n` elements.
-  void (*dequantize_group)(const QuantSpec &s, const QuantSources &q, std::int64_t group, float factor, void *out,
-                           Dtype dtype, std::int64_t n);
+  // out = factor * the sum over sources of the `n` elements that start with group `first`.
+  void (*dequantize_groups)(const QuantSpec &s, const QuantSources &q, std::int64_t first, float factor, void *out,
+                            Dtype dtype, std::int64_t n);
   void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
   // Rows of block `block`; scratch [2, cols].
   void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
