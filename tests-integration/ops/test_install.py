@@ -6,6 +6,7 @@ but what is named in PYTHONPATH.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(600)  # a fixture's compilation counts as the f
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ROOT / "packages" / "ops"
 HASH = Path(__file__).with_name("kernel_hash.py")
+TORCH_HASH = Path(__file__).with_name("torch_hash.py")
 BASE_PYTHON = str(Path(sys.executable).resolve())
 
 
@@ -178,6 +180,36 @@ def test_a_lesser_processor_runs_the_same_wheel(module: Path, cpu: str, level: s
     status, name, digest = said.splitlines()[-1].split()  # above it, the features that the emulator does not have
     assert (status, name) == ("0", level)
     assert digest == run(*words, cwd=module.parent).split()[2]
+
+
+def another_torch() -> str:
+    """An interpreter of our Python version with another torch: $DS_OTHER_PYTHON, or Debian's with python3-torch."""
+    python = os.environ.get("DS_OTHER_PYTHON", "/usr/bin/python3")
+    ask = "import sys, torch; print(*sys.version_info[:2], torch.__version__)"
+    try:
+        said = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=120, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{python} has no torch (Debian: apt-get install python3-torch, or set DS_OTHER_PYTHON): {error}")
+    major, minor, found = said.split()
+    version = f"{major}.{minor}"
+    if version != sysconfig.get_python_version() or found == importlib.metadata.version("torch"):
+        pytest.skip(f"{python} is Python {version} with torch {found}: not another torch for the same wheel")
+    return python
+
+
+@pytest.mark.slow
+def test_one_module_serves_two_versions_of_torch(module: Path) -> None:
+    """The same bits in tensors of both, on two threads of the OpenMP that each brings, and both near torch's own AdamW."""
+    pythons = (BASE_PYTHON, another_torch())
+    own = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    here, there = (
+        json.loads(run(python, str(TORCH_HASH), str(module), cwd=module.parent, **env).splitlines()[-1])
+        for python, env in zip(pythons, (own, {}), strict=True)
+    )
+    assert here["torch"] != there["torch"]
+    assert here["statuses"] == there["statuses"] == [0, 0, 0, 0]
+    assert (here["digest"], here["squares"]) == (there["digest"], there["squares"])
+    assert max(here["apart"], there["apart"]) < 1e-6
 
 
 @pytest.mark.slow
