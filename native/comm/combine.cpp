@@ -65,21 +65,62 @@ DS_INLINE const T *source(const void *const *src, int k, std::int64_t i) {
 }
 
 // Whole aligned vectors go past the cache: what is written is not read again soon, and no line is fetched to be overwritten.
+// `ahead`: bytes from where a source that is not in the first-level cache is asked for early; 0: it is there.
+template <std::int64_t ahead>
 static void copy_past_cache(unsigned char *dst, const unsigned char *src, std::int64_t nbytes) {
   constexpr std::int64_t width = lanes * 4;
   std::int64_t i = (-reinterpret_cast<std::intptr_t>(dst)) & (width - 1);
   if (i > nbytes) i = nbytes;
   std::memcpy(dst, src, static_cast<std::size_t>(i));
-  for (; i + width <= nbytes; i += width)
+  for (; i + width <= nbytes; i += width) {
+    if (ahead) __builtin_prefetch(src + i + ahead, 0, 0);
     stream(reinterpret_cast<float *>(dst + i), load<vf>(reinterpret_cast<const float *>(src + i)));
+  }
   std::memcpy(dst + i, src + i, static_cast<std::size_t>(nbytes - i));
 }
 
 template <class T>
 DS_INLINE void put_block(T *dst, const T *acc, std::int64_t m, bool streaming) {
   const std::int64_t nbytes = m * static_cast<std::int64_t>(sizeof(T));
-  if (streaming) return copy_past_cache(reinterpret_cast<unsigned char *>(dst), reinterpret_cast<const unsigned char *>(acc), nbytes);
+  if (streaming) return copy_past_cache<0>(reinterpret_cast<unsigned char *>(dst), reinterpret_cast<const unsigned char *>(acc), nbytes);
   std::memcpy(dst, acc, static_cast<std::size_t>(nbytes));
+}
+
+// Sums and averages of fp32 stay in registers: with a stage in the cache between sources, memory waits for the adder.
+// Elements [from, to), in order of the sources; streaming wants dst + from aligned to the vector.
+template <bool streaming>
+static void sum_registers(float *dst, const void *const *src, int count, Op op, std::int64_t from, std::int64_t to) {
+  constexpr int wide = 4;
+  const auto x = [&](int k, std::int64_t i) { return load<vf>(source<float>(src, k, i)); };
+  const float parts = op == Op::average ? static_cast<float>(count) : 1.0f;
+  std::int64_t i = from;
+  for (; i + wide * lanes <= to; i += wide * lanes) {
+    vf acc[wide];
+    for (int w = 0; w < wide; w++) acc[w] = x(0, i + w * lanes) + x(1, i + w * lanes);
+    for (int k = 2; k < count; k++)
+      for (int w = 0; w < wide; w++) acc[w] += x(k, i + w * lanes);
+    if (op == Op::average)
+      for (int w = 0; w < wide; w++) acc[w] = acc[w] / parts;
+    for (int w = 0; w < wide; w++) {
+      if (streaming) stream(dst + i + w * lanes, acc[w]);
+      else store(dst + i + w * lanes, acc[w]);
+    }
+  }
+  for (; i < to; i++) {
+    float acc = *source<float>(src, 0, i);
+    for (int k = 1; k < count; k++) acc += *source<float>(src, k, i);
+    dst[i] = acc / parts;
+  }
+}
+
+static void sum_floats(float *dst, const void *const *src, int count, Op op, std::int64_t n, bool streaming) {
+  constexpr std::int64_t width = lanes * 4;
+  const std::int64_t misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(dst)) & (width - 1);
+  if (!streaming || misaligned % 4) return sum_registers<false>(dst, src, count, op, 0, n);
+  std::int64_t head = misaligned ? (width - misaligned) / 4 : 0;
+  if (head > n) head = n;
+  sum_registers<false>(dst, src, count, op, 0, head);
+  sum_registers<true>(dst, src, count, op, head, n);
 }
 
 template <class T>
@@ -143,7 +184,10 @@ namespace ds::DS_ISA {
 void combine(void *dst, const void *const *src, int count, Element element, Op op, std::int64_t n,
              bool streaming) {
   switch (element) {
-    case Element::f32: combine_floats(static_cast<float *>(dst), src, count, op, n, streaming); break;
+    case Element::f32:
+      if (count > 1 && (op == Op::sum || op == Op::average)) sum_floats(static_cast<float *>(dst), src, count, op, n, streaming);
+      else combine_floats(static_cast<float *>(dst), src, count, op, n, streaming);
+      break;
     case Element::f64: combine_floats(static_cast<double *>(dst), src, count, op, n, streaming); break;
     case Element::bf16: combine_halves(dst, src, count, Dtype::bf16, op, n, streaming); break;
     case Element::f16: combine_halves(dst, src, count, Dtype::f16, op, n, streaming); break;
@@ -158,7 +202,7 @@ void combine(void *dst, const void *const *src, int count, Element element, Op o
 }
 
 void copy_streaming(void *dst, const void *src, std::int64_t nbytes) {
-  copy_past_cache(static_cast<unsigned char *>(dst), static_cast<const unsigned char *>(src), nbytes);
+  copy_past_cache<2048>(static_cast<unsigned char *>(dst), static_cast<const unsigned char *>(src), nbytes);
   stream_fence();
 }
 

@@ -62,8 +62,8 @@ def print_rows(rows: list[dict[str, Any]], base: str) -> None:
         cells = []
         for name, found in row.items():
             if isinstance(found, dict):
-                ratio = row[base]["median_s"] / found["median_s"]
-                factor = "" if name == base else f" ({ratio:.1f}x)"
+                ratio, in_row = (row[base][how] / found[how] for how in ("median_s", "row_s"))
+                factor = "" if name == base else f" ({ratio:.1f}x, {in_row:.1f}x in a row)"
                 cells.append(f"{name} {show(found['median_s'], row['nbytes'])}{factor}")
         print(f"  {row['op']:17} {size(row['nbytes']):>8}: {'; '.join(cells)}{disturbed(row)}")
 
@@ -78,8 +78,8 @@ def report(mode: str, found: dict[str, Any]) -> None:
         print_rows(found["rows"], "gloo")
     if mode == "ddp":
         for batch, row in found["rows"].items():
-            alone = row["alone"]["median_s"]
-            over = {name: row[name]["median_s"] - alone for name in ("gloo", "shm")}
+            alone = row["alone"]["row_s"]
+            over = {name: row[name]["row_s"] - alone for name in ("gloo", "shm")}
             print(f"  {batch}: forward + backward {alone * 1e3:.1f} ms; DDP adds {over['gloo'] * 1e3:.1f} ms on gloo, "
                   f"{over['shm'] * 1e3:.1f} ms on shm ({over['shm'] / over['gloo']:.2f} of it){disturbed(row)}")  # fmt: skip
     if mode == "recorder":

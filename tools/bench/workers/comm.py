@@ -25,6 +25,7 @@ from ds_comm.recorder import start_recorder, stop_recorder
 from ds_comm.signs import SignErrors
 from ds_comm.watchdog import WatchSettings
 from ds_ops.arena import zeros_huge
+from ds_ops.shm import combine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "examples" / "train_gpt"))
 from data import Blocks, read_text
@@ -39,7 +40,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 def alternate(runs: Mapping[str, Callable[[], object]], budget_s: float = BUDGET_S) -> dict[str, Any]:
-    """Seconds of each variant on its slower rank, in turns: median and best. Every turn starts with all ranks ready.
+    """Seconds of each variant on its slower rank, in turns: median and best. Every call starts with all ranks ready.
+
+    A turn is two calls: the first one finds what the variant before left in the caches and on the cores (`median_s`, `best_s`),
+    the second one what its own kind left (`row_s`).
 
     `others`: share of the machine that processes other than the ranks took meanwhile. Where that is much, it is measured
     again, and the quietest of some tries counts.
@@ -57,19 +61,24 @@ def measured(runs: Mapping[str, Callable[[], object]], budget_s: float) -> dict[
     for run in runs.values():
         once(run)
     longest = agreed_max([time.perf_counter() - began])[0]
-    turns = max(5, min(200, int(budget_s / longest)))
+    turns = max(5, min(200, int(budget_s / longest / 2)))
     before = cpu_seconds()
-    seconds = [[once(run) for run in runs.values()] for _ in range(turns)]
+    seconds = [[once(run) for run in runs.values() for _ in range(2)] for _ in range(turns)]
     machine, own, elapsed = (after - first for after, first in zip(cpu_seconds(), before, strict=True))
     flat = agreed_max([s for row in seconds for s in row])
-    columns = [flat[i :: len(runs)] for i in range(len(runs))]
+    columns = [flat[i :: 2 * len(runs)] for i in range(2 * len(runs))]
     ours = torch.tensor([own], dtype=torch.float64)
     dist.all_reduce(ours)
     others = (machine - float(ours)) / elapsed / (os.cpu_count() or 1)
     return {
         **{
-            name: {"median_s": statistics.median(column), "best_s": min(column), "turns": turns}
-            for name, column in zip(runs, columns, strict=True)
+            name: {
+                "median_s": statistics.median(first),
+                "best_s": min(first),
+                "row_s": statistics.median(second),
+                "turns": turns,
+            }
+            for name, first, second in zip(runs, columns[::2], columns[1::2], strict=True)
         },
         "others": round(agreed_max([max(others, 0.0)])[0], 3),
     }
@@ -134,7 +143,8 @@ def collectives() -> dict[str, Any]:
 def arena() -> dict[str, Any]:
     """Tensors born in shared memory, against torch's collectives on gloo for the same message.
 
-    What both read from and write to of their own is in huge pages, as shared tensors are.
+    What both read from and write to of their own is in huge pages, as shared tensors are. `limit` is the arena's pass over
+    memory of each rank's own, without a word to the other.
     """
     group, rows = ds_comm.world_group(), []
     n, rank = group.size, group.rank
@@ -146,16 +156,20 @@ def arena() -> dict[str, Any]:
         mine = slice(rank * numel // n, (rank + 1) * numel // n)
         shared[mine] = 1.0
         symmetric[rank].fill_(1.0)
-        (private,), (part,) = (zeros_huge([count], torch.float32, stream=2) for count in (numel, numel // n))
+        sizes = [(numel, 2), (numel, 3), (numel // n, 2)]
+        (private,), (other,), (part,) = (zeros_huge([count], torch.float32, stream=stream) for count, stream in sizes)
+        other.fill_(1.0)
         rows.append({"op": "reduce_scatter", "nbytes": nbytes, **alternate({
             "gloo": lambda: reduce_scatter_single(part, private),
             "arena": lambda: place.reduce_scatter(part, symmetric),
+            "limit": lambda: combine(part, [private[mine], other[mine]]),
         })})  # fmt: skip
 
         rows.append({"op": "all_gather", "nbytes": nbytes, **alternate({
             "gloo": lambda: all_gather_single(private, part),
             "arena copy-out": lambda: place.all_gather(private, shared),
             "arena view": place.barrier,
+            "limit": lambda: combine(private.view(torch.uint8), [other.view(torch.uint8)]),
         })})  # fmt: skip
     many = {"gloo": dist.barrier, "arena": place.barrier}
     runs = {name: lambda meet=meet: [meet() for _ in range(BARRIERS)] for name, meet in many.items()}
