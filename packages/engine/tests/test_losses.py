@@ -8,7 +8,7 @@ import torch
 
 from ds_comm import single_group
 from ds_config.errors import PlanError
-from ds_engine.losses import Ledger, SumLoss, loss_of
+from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 
 ONE = torch.tensor(1.5)
 
@@ -64,3 +64,20 @@ def test_mixing_is_an_error() -> None:
     with pytest.raises(PlanError) as caught:
         ledger.add(SumLoss(ONE, 1))
     assert caught.value.code == "loss-mixed"
+
+
+def test_mean_losses_may_be_added_up_by_the_caller() -> None:
+    ledger = Ledger()
+    for value in (1.0, 2.0, 6.0):
+        ledger.add(torch.tensor(value))
+    assert ledger.waits
+    totals = Totals.of(*ledger.leave())
+    assert totals is not None
+    assert (float(totals.loss), totals.count, ledger.losses) == (3.0, None, 0)
+    assert Totals.of(*ledger.leave()) is None
+
+
+def test_the_count_of_sum_losses_is_needed_at_once() -> None:
+    ledger = Ledger()
+    ledger.add(SumLoss(torch.tensor(10.0), 4))
+    assert not ledger.waits

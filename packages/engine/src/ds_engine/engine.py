@@ -31,7 +31,7 @@ from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.loader import Lane, ResumableLoader
-from ds_engine.losses import Ledger, SumLoss, loss_of
+from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.placing import to_device
 from ds_engine.plan import Plan, rebatched
 from ds_engine.result import StepResult
@@ -555,7 +555,11 @@ class Engine(nn.Module):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
         optimizer, counters, data = self._trains("step"), self.counters, self.mesh["data"]
         losses, steps = self._ledger.losses, len(self._backwards)
-        totals = self._ledger.close(data)
+        # Only the count of sum losses is needed before the update; else the losses go with what ranks agree on in it.
+        rides = self.device.type == "cpu" and self._ledger.waits and optimizer.sharding.group.ranks == data.ranks
+        totals = None if rides else self._ledger.close(data)
+        if rides:
+            optimizer.riders = self._ledger.leave()
         samples = self.plan.batch.train if self.plan.managed else self.plan.batch.train // steps * losses
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
@@ -570,6 +574,8 @@ class Engine(nn.Module):
             optimizer.step()
         self._position, self._taken = 0, self.training_dataloader.taken if self.training_dataloader else 0
         report = optimizer.last
+        if report is not None and report.riders:
+            totals = Totals.of(*report.riders)
         skipped = report is not None and report.skipped
         counters.steps += 1
         counters.samples += samples

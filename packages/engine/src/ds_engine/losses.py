@@ -66,6 +66,11 @@ class Totals:
     loss: Tensor
     count: float | None
 
+    @classmethod
+    def of(cls, total: float, count: float) -> Totals | None:
+        """Of mean losses that were added up; None where there were none."""
+        return cls(torch.tensor(total / count), None) if count else None
+
 
 class Ledger:
     """Adds up the losses of one step. Empty after `close`.
@@ -100,6 +105,18 @@ class Ledger:
         number = torch.as_tensor(count, dtype=torch.float32, device=value.device).detach().reshape(())
         self._sum = value if self._sum is None else self._sum + value
         self._count = number if self._count is None else self._count + number
+
+    @property
+    def waits(self) -> bool:
+        """Whether the totals may come after the update: of mean losses in host memory, and where nothing was noted."""
+        return self._kind is not SumLoss and (self._sum is None or self._sum.device.type == "cpu")
+
+    def leave(self) -> tuple[float, float]:
+        """This rank's sum and number of losses, for the caller to add up over the ranks; then `Totals.of`. Forgets them."""
+        both = (0.0, 0.0) if self._sum is None or self._count is None else (float(self._sum), float(self._count))
+        self._sum = self._count = self._kind = None
+        self.losses = 0
+        return both
 
     def close(self, group: Group) -> Totals | None:
         """Add up over the group and forget; None when nothing was noted. Collective: one all-reduce of 8 bytes."""

@@ -23,18 +23,21 @@ class Facts:
     Attributes:
         square: Sum of squares of the summed gradient; None where nobody asked.
         unused: For each trained unit the numbers of parameters that no rank used.
+        riders: Sums over the ranks of the numbers that the caller sent along.
     """
 
     square: float | None
     unused: list[set[int]]
+    riders: tuple[float, ...] = ()
 
 
-def agree(sharding: Sharding, *, wants_norm: bool, copies: int) -> Facts:
+def agree(sharding: Sharding, *, wants_norm: bool, copies: int, riders: Sequence[float] = ()) -> Facts:
     """One all-reduce of 8 bytes a parameter; one of 8 bytes more where the norm goes over more axes.
 
     Args:
         wants_norm: Whether to measure the gradient.
         copies: How many ranks count each element of the gradient.
+        riders: Numbers of the caller's own to sum over the ranks, as many on every rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of them used a parameter ("ranks-diverged").
     """
@@ -43,20 +46,24 @@ def agree(sharding: Sharding, *, wants_norm: bool, copies: int) -> Facts:
     square = square_of(units, scope) / copies if wants_norm else 0.0
     unused = [sorted(reducing.unused[n]) for n in reducing.trained]
     if sharding.group.size > 1:
-        counts = torch.ones(1 + sum(len(u.params) for u in units), dtype=torch.float64)
+        counts = torch.ones(1 + sum(len(u.params) for u in units) + len(riders), dtype=torch.float64)
         counts[0] = square
+        if riders:
+            counts[-len(riders) :] = torch.tensor(riders, dtype=torch.float64)
         base = 1
         for unit, absent in zip(units, unused, strict=True):
             for i in absent:
                 counts[base + i] = 0.0
             base += len(unit.params)
         comm.all_reduce(counts, group=sharding.group, unit="step")
-        square, nobody = _read(sharding, units, counts.tolist())
+        told = counts.tolist()
+        square, nobody = _read(sharding, units, told)
+        riders = told[len(told) - len(riders) :]
     else:
         nobody = [set(absent) for absent in unused]
     if wants_norm and scope is not None:
         square = scope.total(square)
-    return Facts(square if wants_norm else None, nobody)
+    return Facts(square if wants_norm else None, nobody, tuple(riders))
 
 
 def _read(sharding: Sharding, units: Sequence[Unit], counts: list[float]) -> tuple[float, list[set[int]]]:

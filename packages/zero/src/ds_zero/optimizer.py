@@ -51,12 +51,14 @@ class StepReport:
         skipped: Whether the update was left out because a gradient was not finite.
         scale: The loss scale the step's gradients were made with.
         nonfinite: Of a skipped step: the first parameter, in registration order, whose gradient is not finite.
+        riders: Sums over the ranks of what `ShardedOptimizer.riders` was.
     """
 
     norm: float | None
     skipped: bool
     scale: float
     nonfinite: str | None = None
+    riders: tuple[float, ...] = ()
 
 
 class ShardedOptimizer(Optimizer):
@@ -65,6 +67,8 @@ class ShardedOptimizer(Optimizer):
     Attributes:
         divisor: Gradients of the next step are divided by it; 1.0 unless the caller averages over something of its own.
         last: What the last step did; None before the first.
+        riders: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
+            its own then); as many on every rank.
         sharding: The model's units.
     """
 
@@ -75,6 +79,7 @@ class ShardedOptimizer(Optimizer):
         _check_states(model, inner, Precision.of(options.precision))
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
+        self.riders: tuple[float, ...] = ()
         self._scaled = 0
         self._layouts = needed_layouts(inner, options.layout)
         self._scale: ScaleState | None = None
@@ -229,8 +234,8 @@ class ShardedOptimizer(Optimizer):
             self.sharding.gather_kept()
         if self._scale is not None and self.sharding.precision.scale is not None:
             self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
-        self.last = StepReport(norm, skipped, scale, culprit)
-        self.divisor, self._scaled = 1.0, 0
+        self.last = StepReport(norm, skipped, scale, culprit, facts.riders)
+        self.divisor, self._scaled, self.riders = 1.0, 0, ()
         return loss
 
     def _agree(self) -> Facts:
@@ -238,7 +243,7 @@ class ShardedOptimizer(Optimizer):
         wanted = options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
         # Gradients that stay local: the root of the mean of their squares, which bounds the norm of their mean.
         copies = group.size if owns_reduction(self.inner) else self.sharding.seat.replicas.size
-        return agree(self.sharding, wants_norm=wanted, copies=copies)
+        return agree(self.sharding, wants_norm=wanted, copies=copies, riders=self.riders)
 
     def _skips(self, norm: float | None) -> bool:
         checks = self.sharding.precision.skip_nonfinite or self._scale is not None

@@ -457,3 +457,18 @@ def test_optimizers_that_keep_their_state_like_the_master_say_so():
         net.float(), torch.optim.AdamW(net.parameters()), stage=1, precision=narrow(torch.float32), policy=SMALL
     )
     same.close()
+
+
+@world(2)
+def test_numbers_ride_with_what_ranks_agree_on_for_one_step(bench):
+    net = bench.model("plain")
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.01), stage=2, policy=SMALL)
+    seen = []
+    for step in range(2):
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        if step == 0:
+            optimizer.riders = (0.5 + dist.get_rank(), 2.0)
+        optimizer.step()
+        seen.append(optimizer.last.riders)
+    optimizer.close()
+    assert seen == [(2.0, 4.0), ()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._lazy import UnsupportedNameError
-from deepspeed._ours.optimizer import kinds_of
+from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated
 from deepspeed._surface import MISSING_ATTRIBUTES
@@ -27,6 +27,7 @@ from ds_config.errors import UnsupportedError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.engine import Components
 from ds_pipe import Action
+from ds_zero import ShardedOptimizer, Sharding
 
 __all__ = ["ACCESSORS", "DeepSpeedEngine"]
 
@@ -123,7 +124,7 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
 """Methods without arguments that only tell something: name -> what it tells."""
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream asks for states in other words
     """`ds_engine.Engine` under upstream's names; made by `deepspeed.initialize`. Unknown attributes are the model's.
 
     Attributes:
@@ -349,21 +350,8 @@ class DeepSpeedEngine(Engine):
 
     # ---- state that moves, the end
 
-    def offload_states(  # type: ignore[override]
-        self,
-        include: Collection[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move state to the host until `reload_states`. See `kinds_of`."""
-        del non_blocking
-        super().offload_states(kinds_of(include, device), pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved."""
-        del non_blocking
-        super().reload_states()
+    def _holder(self) -> ShardedOptimizer | Sharding:
+        return self.optimizer or self.sharding
 
     def empty_partition_cache(self) -> None:
         """Nothing is kept: a unit is released when its graph is done with it."""

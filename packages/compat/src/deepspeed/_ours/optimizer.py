@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError
-from ds_zero import ShardedOptimizer, ShardOptions
+from ds_zero import ShardedOptimizer, Sharding, ShardOptions
 
-__all__ = ["DeepSpeedZeroOptimizer", "ParameterOffload", "kinds_of"]
+__all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of"]
 
 _KINDS = {
     "optim_states": "optimizer",
@@ -40,7 +40,33 @@ def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
     return frozenset(_KINDS[kind] for kind in asked)
 
 
-class DeepSpeedZeroOptimizer(ShardedOptimizer):
+class OffloadsStates:
+    """`offload_states` and `reload_states` with upstream's arguments, for the engine and for its optimizer."""
+
+    def _holder(self) -> ShardedOptimizer | Sharding:
+        """What holds the state: the optimizer, or the sharded model where there is none."""
+        raise TypeError(f"{type(self).__name__} does not say what holds its state")
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to the host until `reload_states`. See `kinds_of`."""
+        del non_blocking
+        holder = self._holder()
+        away = holder.away if isinstance(holder, Sharding) else holder.sharding.away
+        holder.suspend(kinds_of(include, device) - {gone.kind for gone in away}, pin_memory=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        del non_blocking
+        self._holder().resume()
+
+
+class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     """`ds_zero.ShardedOptimizer` under upstream's names: one class for every stage and format.
 
     Attributes:
@@ -51,6 +77,9 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         super().__init__(model, inner, options)
         if options.residency.shard_params:
             self.parameter_offload = ParameterOffload(self)
+
+    def _holder(self) -> ShardedOptimizer:
+        return self
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -110,22 +139,6 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`."""
         self.scale(loss).backward(retain_graph=retain_graph)
-
-    def offload_states(
-        self,
-        include: Collection[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move state to the host until `reload_states`. See `kinds_of`."""
-        del non_blocking
-        self.suspend(kinds_of(include, device) - {away.kind for away in self.sharding.away}, pin_memory=pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved."""
-        del non_blocking
-        self.resume()
 
 
 class ParameterOffload:
