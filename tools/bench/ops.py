@@ -2,7 +2,8 @@
 
 Three processes (ours, torch alone, the peer) stay alive and answer in turn, so that every round has seen the same
 machine. A ratio is the median over rounds of (their time / our time); a rate is the best round. The limit is a STREAM
-triad of the same round and process: 12 bytes an element, stores past the cache or not, whichever was faster.
+triad of the same round and process: 12 bytes an element, stores past the cache or not, whichever was faster. A second
+limit, of the same processes: what a pass that only reads and one that only writes reach (best rounds, huge pages).
 
 How fast memory from malloc is depends on which physical pages a process happened to get (a tenth and more between two
 starts of the same program), so all processes are started again several times, in another order each time.
@@ -27,29 +28,31 @@ import peers
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("workers") / "ops_worker.py"
 N = 34_000_000
-LIMITS = ("triad", "triad_nt")
+LIMITS = ("triad", "triad_nt", "read", "write")
 OUT = ROOT / "docs" / "benchmarks" / "data" / "ops.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ours against others on one piece of work. bytes: what one element must move at least."""
+    """Ours against others on one piece of work. bytes: what one element must move at least; read: how many of them it reads."""
 
     name: str
     ours: str
     others: tuple[str, ...]
     bytes: float
+    read: float
 
 
 COMPARISONS = (
-    Comparison("AdamW, one flat tensor", "flat_ours", ("flat_deepspeed", "flat_torch_fused", "flat_torch_foreach"), 28),
-    Comparison("the same, parameters and gradients from malloc", "flat_ours_malloc", ("flat_deepspeed", "flat_torch_fused"), 28),
-    Comparison("AdamW, 88 tensors", "list_ours", ("list_deepspeed", "list_torch_fused", "list_torch_foreach"), 28),
-    Comparison("the same, parameters and gradients from malloc", "list_ours_malloc", ("list_deepspeed", "list_torch_fused"), 28),
-    Comparison("norm, unscale, clip, AdamW, cast, zero", "fused_ours", ("fused_deepspeed", "fused_torch"), 32),
-    Comparison("sum of squares", "pass_norm", ("pass_torch_norm",), 4),
-    Comparison("copy fp32", "pass_copy", ("pass_torch_copy",), 8),
-    Comparison("cast fp32 to bf16", "pass_cast", ("pass_torch_cast",), 6),
+    Comparison("AdamW, one flat tensor", "flat_ours", ("flat_deepspeed", "flat_torch_fused", "flat_torch_foreach"), 28, 16),
+    Comparison("the same, parameters and gradients from malloc", "flat_ours_malloc", ("flat_deepspeed", "flat_torch_fused"), 28, 16),
+    Comparison("AdamW, 88 tensors", "list_ours", ("list_deepspeed", "list_torch_fused", "list_torch_foreach"), 28, 16),
+    Comparison("the same, parameters and gradients from malloc", "list_ours_malloc", ("list_deepspeed", "list_torch_fused"), 28, 16),
+    Comparison("norm, unscale, clip, AdamW, cast, zero", "fused_ours", ("fused_deepspeed", "fused_torch"), 32, 16),
+    Comparison("sum of squares", "pass_norm", ("pass_torch_norm",), 4, 4),
+    Comparison("copy fp32", "pass_copy", ("pass_torch_copy",), 8, 4),
+    Comparison("cast fp32 to bf16", "pass_cast", ("pass_torch_cast",), 6, 4),
+    Comparison("fill fp32: nothing but writing", "pass_fill", ("pass_torch_fill",), 4, 0),
 )  # fmt: skip
 
 
@@ -118,6 +121,7 @@ def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Compari
     for c in comparisons:
         ours = times[c.ours]
         limit = [min(a, b) for a, b in zip(times[f"{c.ours}/triad"], times[f"{c.ours}/triad_nt"], strict=True)]
+        read, write = (4 * N / min(times[f"{c.ours}/{name}"]) / 1e9 for name in ("read", "write"))
         row: dict[str, object] = {
             "work": c.name,
             "case": c.ours,
@@ -128,6 +132,9 @@ def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Compari
             "melements_s": N / min(ours) / 1e6,
             "gb_s": c.bytes * N / min(ours) / 1e9,
             "triad_gb_s": 12 * N / min(limit) / 1e9,
+            "read_gb_s": read,
+            "write_gb_s": write,
+            "most_melements_s": 1e3 / max(c.read / read, (c.bytes - c.read) / write),
             "share_of_triad": statistics.median(c.bytes * b / (12 * a) for a, b in zip(ours, limit, strict=True)),
             "share_of_triad_best": c.bytes * min(limit) / (12 * min(ours)),
         }
@@ -151,7 +158,8 @@ def table(all_rows: list[dict[str, object]]) -> str:
         )
         lines.append(
             f"{r['threads']} thr | {r['work']:48} | {r['melements_s']:5.0f} M/s {r['gb_s']:5.1f} GB/s | "
-            f"{100 * float(str(r['share_of_triad'])):3.0f} % of triad | {ratios}"
+            f"{100 * float(str(r['share_of_triad'])):3.0f} % of triad, at most {r['most_melements_s']:5.0f} M/s by "
+            f"{r['read_gb_s']:.1f} GB/s read and {r['write_gb_s']:.1f} written | {ratios}"
         )
     return "\n".join(lines)
 

@@ -114,6 +114,15 @@ def triad(streaming: bool) -> Case:
     return lambda: (run(*where, N, 0.5, streaming, torch.get_num_threads()), keep)[0]
 
 
+def one_way(op: str) -> Case:
+    """Nothing but reading, or writing, N elements in huge pages."""
+    import ds_ops
+    from ds_ops.arena import zeros_huge
+
+    x = zeros_huge([N], torch.float32)[0].fill_(0.5)
+    return (lambda: ds_ops.sum_squares(x)) if op == "read" else (lambda: ds_ops.fill(x, 0.5))
+
+
 def pass_case(op: str) -> Case:
     """One pass of ours over N elements in huge pages."""
     import ds_ops
@@ -129,6 +138,8 @@ def pass_case(op: str) -> Case:
         "torch_copy": lambda: y.copy_(x),
         "cast": lambda: ds_ops.convert(low, x),
         "torch_cast": lambda: low.copy_(x),
+        "fill": lambda: ds_ops.fill(y, 0.5),
+        "torch_fill": lambda: y.fill_(0.5),
     }
     return calls[op]
 
@@ -136,6 +147,8 @@ def pass_case(op: str) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "triad": lambda: triad(False),
     "triad_nt": lambda: triad(True),
+    "read": lambda: one_way("read"),
+    "write": lambda: one_way("write"),
     "flat_ours": lambda: ours_case([N], arena=True),
     "flat_ours_malloc": lambda: ours_case([N], arena=False),
     "flat_torch_fused": lambda: torch_case([N], fused=True),
@@ -151,7 +164,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "fused_deepspeed": lambda: sequence(deepspeed_adam),
     **{
         f"pass_{op}": (lambda op=op: pass_case(op))
-        for op in ("norm", "torch_norm", "copy", "torch_copy", "cast", "torch_cast")
+        for op in ("norm", "torch_norm", "copy", "torch_copy", "cast", "torch_cast", "fill", "torch_fill")
     },
 }
 
