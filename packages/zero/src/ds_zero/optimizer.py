@@ -229,6 +229,7 @@ class ShardedOptimizer(Optimizer):
             self._update(units, average * self._clip(norm), facts.unused)
         for unit in units:
             unit.clear_grad()
+        self.sharding.idle()
         runtime.stepped()
         if not skipped:
             self.sharding.gather_kept()

@@ -4,6 +4,9 @@ Words: a rank *shows* the others the elements of its gradients that they own, by
 owns itself are *kept*: they are summed straight out of the tensors that autograd made, which live until then. Ranges too
 short to be worth a call of their own are shown, too. A *run* is a range of the shard that is summed by one call.
 
+Note "turned slots". In the slot of rank r the unit is turned so that what comes after r's own chunk is first and that chunk last: what
+is not shown is then at the end of every slot, whatever the unit, and memory that nobody writes takes no room.
+
 Cost, for W ranks and n elements: (W-1)/W n read and written to show, n read and n/W written to sum; the squares of the sum come
 out of the same pass.
 """
@@ -101,6 +104,10 @@ class Posting:
         self.host, self.layout, self.rank, self.name = host, layout, rank, name
         self.plan = plan_sums(layout, rank)
         self._whole = SumPlan((), tuple(Run(s.at, s.at + s.chunk, s.start + rank * s.chunk) for s in layout.segments))
+        chunk = layout.segments[0].chunk if len(layout.segments) == 1 else 0  # 0: not turned
+        self._first = (rank + 1) * chunk % max(1, layout.numel)
+        ahead = [(rank - other - 1) % layout.world for other in range(layout.world)]
+        self._shifts = [(turns - rank) * chunk for turns in ahead]
         self._kept_numbers, self._gaps = self.plan.kept, layout.gaps
         self._slot: Slot | None = None
         self._kept: dict[int, Tensor] = {}
@@ -120,22 +127,31 @@ class Posting:
         """
         mine, self._slot = slot.mine, slot
         for gap in self._gaps:
-            mine[gap.start : gap.stop].zero_()
+            for _, _, view in self._turned(mine, gap.start, gap.stop):
+                view.zero_()
         to, of = [], []
         for member, place in enumerate(self.layout.slots):
             grad = grads.get(member)
-            if grad is None:
-                mine[place.offset : place.offset + place.numel].zero_()
-            elif member in self._kept_numbers and grad.dtype == mine.dtype and grad.is_contiguous():
+            if grad is not None and member in self._kept_numbers and grad.dtype == mine.dtype and grad.is_contiguous():
                 self._kept[member] = grad.view(-1)
-            else:
-                to.append(mine[place.offset : place.offset + place.numel].view(place.shape))
+                continue
+            there = self._turned(mine, place.offset, place.offset + place.numel)
+            if grad is None:
+                for _, _, view in there:
+                    view.zero_()
+            elif len(there) == 1:
+                to.append(there[0][2].view(place.shape))
                 of.append(grad)
+            else:
+                flat = grad.reshape(-1)
+                to += [view for _, _, view in there]
+                of += [flat[start - place.offset : stop - place.offset] for start, stop, _ in there]
         for part in self.plan.shown:
             kept = self._kept.get(part.member)
             if kept is not None:
-                to.append(mine[part.at : part.at + part.stop - part.start])
-                of.append(kept[part.start : part.stop])
+                for start, stop, view in self._turned(mine, part.at, part.at + part.stop - part.start):
+                    to.append(view)
+                    of.append(kept[part.start + start - part.at : part.start + stop - part.at])
         if to:
             foreach_copy(to, of)
 
@@ -146,7 +162,16 @@ class Posting:
             own = segment.start + self.rank * segment.chunk
             end = segment.start + segment.chunk * self.layout.world
             for start, stop in ((segment.start, own), (own + segment.chunk, end)):
-                slot.mine[start:stop].copy_(flat[start:stop])
+                for a, b, there in self._turned(slot.mine, start, stop):
+                    there.copy_(flat[a:b])
+
+    def _turned(self, mine: Tensor, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
+        """Where elements [start, stop) of the unit are in this rank's slot: (start, stop, view) of at most two parts."""
+        first, numel = self._first, self.layout.numel
+        if start < first < stop:
+            return [*self._turned(mine, start, first), *self._turned(mine, first, stop)]
+        at = start - first if start >= first else start - first + numel
+        return [(start, stop, mine[at : at + stop - start])] if stop > start else []
 
     def post(self) -> None:
         """What is shown may be read by the others."""
@@ -158,7 +183,7 @@ class Posting:
         self.host.wait(slot, self.name)
         for run in self._whole.runs if self._flat is not None else self.plan.runs:
             end = run.at + run.stop - run.start
-            sources = [row[run.at : end] for row in slot.all]
+            sources = [row[run.at + by : end + by] for row, by in zip(slot.all, self._shifts, strict=True)]
             if self._flat is not None:
                 sources[self.rank] = self._flat[run.at : end]
             elif run.member in self._kept:

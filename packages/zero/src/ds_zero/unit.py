@@ -44,7 +44,7 @@ from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
 from ds_zero.rows import RowSum
 from ds_zero.scattered import whole
-from ds_zero.store import Pool
+from ds_zero.store import Lent, Pool
 from ds_zero.units import UnitSpec
 
 __all__ = ["Full", "Part", "Seat", "Unit"]
@@ -71,6 +71,7 @@ class Seat:
         pool: Where gradient buffers come from.
         host: Memory that the ranks of `shards` share; None where they share none.
         route: How gathers go between nodes; None: flat.
+        sums: Memory of the units' reduced gradients, by their number; None: of its own each.
     """
 
     shards: comm.Group
@@ -79,6 +80,7 @@ class Seat:
     pool: Pool
     host: HostMemory | None = None
     route: Route | None = None
+    sums: Lent | None = None
 
     @property
     def size(self) -> int:
@@ -556,6 +558,8 @@ class Unit:
         self.arena, self._arena_views = None, []
 
     def _take_spare(self) -> Tensor:
+        if self._spare_grad is None and self.seat.sums is not None:
+            self._spare_grad = self.seat.sums.take(self.number, self.dtypes.accumulate)
         if self._spare_grad is None:
             self._spare_grad = torch.empty(
                 self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.full.device
