@@ -79,7 +79,7 @@ def report(mode: str, found: dict[str, Any]) -> None:
     if mode == "ddp":
         for batch, row in found["rows"].items():
             alone = row["alone"]["row_s"]
-            over = {name: row[name]["row_s"] - alone for name in ("gloo", "shm")}
+            over = {name: row[name]["over_s"] for name in ("gloo", "shm")}
             print(f"  {batch}: forward + backward {alone * 1e3:.1f} ms; DDP adds {over['gloo'] * 1e3:.1f} ms on gloo, "
                   f"{over['shm'] * 1e3:.1f} ms on shm ({over['shm'] / over['gloo']:.2f} of it){disturbed(row)}")  # fmt: skip
     if mode == "recorder":
