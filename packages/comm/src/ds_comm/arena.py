@@ -125,8 +125,7 @@ class Arena:
             parts: The symmetric tensor, [size * n] each.
         Cost: reads size * n elements, writes n. The peers' tensors may be overwritten after the next barrier.
         """
-        n = out.numel()
-        self._channel.pull(out, [part[self.rank * n : (self.rank + 1) * n] for part in parts], op)
+        self._channel.pull(out, parts, op, first=self.rank * out.numel())
 
     def all_gather(self, out: Tensor, shared: Tensor) -> None:
         """out = the shared tensor, with every rank's part as it was when the last one came.

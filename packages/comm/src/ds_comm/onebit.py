@@ -252,7 +252,7 @@ class OnebitAdam(_OneBit):
 
     Args:
         freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run; of
-            some hundred steps 40 % were needed (docs/benchmarks/comm.md).
+            some hundred steps half were needed (docs/benchmarks/comm.md).
         eps_inside_sqrt: sqrt(v / c2 + eps) as the denominator.
         bias_correction: As in Adam. (amsgrad is refused.)
 

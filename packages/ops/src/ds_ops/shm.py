@@ -260,9 +260,9 @@ class Channel:
         words = self._words(verb, inp, out, op, root)
         self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
 
-    def pull(self, out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
-        """A barrier, then `combine(out, sources, op)`: what every rank wrote into memory that all of them see."""
-        words = _combined(out, sources, op)
+    def pull(self, out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM, *, first: int = 0) -> None:
+        """A barrier, then `combine` of elements [first, first + out.numel()) of each source, as every rank wrote them."""
+        words = _combined(out, sources, op, first)
         self.check("pull", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
 
     def fetch(self, out: Tensor, source: Tensor) -> None:
@@ -444,14 +444,24 @@ def combine(out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
     _call.native().shm_combine(*_combined(out, sources, op))
 
 
-def _combined(out: Tensor, sources: Sequence[Tensor], op: Op) -> tuple[int, list[int], int, int, int]:
+def _combined(
+    out: Tensor, sources: Sequence[Tensor], op: Op, first: int | None = None
+) -> tuple[int, list[int], int, int, int]:
+    """What the native function takes. The sources are as long as `out`, or long enough from `first` on."""
     if not sources:
         raise KernelError("combine needs at least one source", code="shm-bounds", fix="Pass the tensors to reduce.")
     element, n, dtypes = _element(out, op), out.numel(), (out.dtype,)
     into = _call.address(_call.require("out", out, dtypes=dtypes, device=_CPU))
-    pointers = [
-        _call.address(_call.require("source", source, dtypes=dtypes, numel=n, device=_CPU)) for source in sources
-    ]
+    pointers = []
+    for source in sources:
+        _call.require("source", source, dtypes=dtypes, numel=n if first is None else None, device=_CPU)
+        if first is not None and not 0 <= first <= source.numel() - n:
+            raise KernelError(
+                f"{n} elements from {first} on of a source of {source.numel()}",
+                code="shm-bounds",
+                fix="Stay within it.",
+            )
+        pointers.append(_call.address(source) + (first or 0) * out.element_size())
     return into, pointers, element, int(op), n
 
 

@@ -535,6 +535,10 @@ def test_what_is_pulled_was_written_before_the_others_came() -> None:
         assert torch.equal(into.view(-1).real, ours)
         end.pull(out := torch.zeros(6), [ours, ours], Op.AVERAGE)
         assert torch.equal(out, ours)
+        end.pull(out[:2], [ours, ours], first=3)
+        assert out[:2].tolist() == [6.0, 8.0]
+        with pytest.raises(KernelError, match="2 elements from 5 on of a source of 6"):
+            end.pull(out[:2], [ours], first=5)
         flags = torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool)  # any byte but zero is true
         combine(found := torch.zeros(3, dtype=torch.bool), [flags])
         assert found.view(torch.uint8).tolist() == [0, 1, 1]
