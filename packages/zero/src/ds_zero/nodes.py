@@ -22,15 +22,17 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 import ds_comm as comm
 from ds_comm import Group, drop_group
 from ds_config.errors import PlanError
+from ds_zero.layout import UnitLayout
 from ds_zero.replicas import part
 from ds_zero.store import Pool
 
-__all__ = ["Nodes", "Route", "split_nodes"]
+__all__ = ["Nodes", "Route", "Secondary", "split_nodes"]
 
 _log = logging.getLogger("ds_zero")
 
@@ -137,6 +139,60 @@ class _Trip:
     def is_completed(self) -> bool:
         """Whether `wait` would return without waiting for another rank."""
         return self._over or (bool(self._second) and all(work.is_completed() for work in self._second))
+
+
+class Secondary:
+    """This rank's piece of the copy of one unit that its node keeps between updates.
+
+    Attributes:
+        valid: Whether the piece is what the shards hold. Cleared, on all ranks alike, by whoever writes the shards.
+    """
+
+    def __init__(self, route: Route, layout: UnitLayout, unit: str) -> None:
+        self.valid = False
+        self._route, self._layout, self._unit = route, layout, unit
+        self._piece: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._piece is None else self._piece.nbytes
+
+    def gather(self, full: Tensor) -> list[comm.Work]:
+        """Start to fill the full buffer from the pieces of this node's ranks."""
+        if self._piece is None:
+            raise RuntimeError(f"unit {self._unit} has no secondary copy to gather from")
+        works, at = [], 0
+        for start, numel in self._segments():
+            own = numel // self._route.nodes.size
+            works.append(self._route.gather_inside(full[start : start + numel], self._piece[at : at + own], self._unit))
+            at += own
+        return works
+
+    def keep(self, full: Tensor) -> None:
+        """The full buffer was gathered from everywhere: copy this rank's piece of it. Nothing happens where that is valid."""
+        if self.valid:
+            return
+        if self._piece is None:
+            self._piece = torch.empty(
+                self._layout.numel // self._route.nodes.size, dtype=full.dtype, device=full.device
+            )
+        at = 0
+        with torch.no_grad():
+            for start, numel in self._segments():
+                own = numel // self._route.nodes.size
+                self._piece[at : at + own].copy_(full[start + self._route.inside.rank * own :][:own])
+                at += own
+        self.valid = True
+
+    def drop(self) -> int:
+        """Give the memory back; returns its bytes."""
+        freed, self._piece, self.valid = self.nbytes, None, False
+        return freed
+
+    def _segments(self) -> list[tuple[int, int]]:
+        # Start and length in the full buffer.
+        return [(segment.start, segment.chunk * self._layout.world) for segment in self._layout.segments]
 
 
 def split_nodes(nodes: Nodes | None, shards: Group, pool: Pool) -> Route | None:

@@ -38,7 +38,7 @@ from ds_zero._torch import foreach_add, foreach_copy, storage_uses
 from ds_zero.host import HostMemory
 from ds_zero.host import Slot as HostSlot
 from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
-from ds_zero.nodes import Route
+from ds_zero.nodes import Route, Secondary
 from ds_zero.posting import Posting
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
@@ -127,8 +127,8 @@ class Unit:
         self._was_released = False
         self._spare_grad: Tensor | None = None
         self._gathering: list[comm.Work] = []
-        self._near: Tensor | None = None  # this rank's piece of the secondary copy that its node keeps
-        self._near_valid = False
+        keeps_near = seat.route is not None and seat.route.nodes.secondary and self.releases
+        self.near = Secondary(seat.route, self.layout, spec.name) if seat.route is not None and keeps_near else None
         self._reducing: _Reduction | None = None
         self._square: tuple[float, int] | None = None
         self._posting = None if self.host is None else Posting(self.host, self.layout, self.rank, spec.name)
@@ -235,14 +235,14 @@ class Unit:
         gathers = self.layout.world > 1 and self.host is None
         if not (gathers and self.dtypes.same):
             self.publish()
-        if gathers and channel is None and self._near_valid:
-            self._gather_near()
+        if gathers and channel is None and self.near is not None and self.near.valid:
+            self._gathering += self.near.gather(self.full)
         elif gathers:
             self._gather(channel)
         self.state = Full.GATHERING
 
     def _gather(self, channel: comm.Group | None) -> None:
-        self._near_valid = False
+        self.forget_near()
         route = self.seat.route if channel is None else None
         for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
             # Where formats agree the collective puts this rank's chunk in its place, too.
@@ -255,37 +255,10 @@ class Unit:
                 work = comm.all_gather_single(out, mine, group, async_op=True, unit=self.spec.name)
             self._gathering.append(work)
 
-    def _gather_near(self) -> None:
-        if self.seat.route is None or self._near is None:
-            raise RuntimeError(f"unit {self.spec.name} has no secondary copy to gather from")
-        size = self.seat.route.nodes.size
-        at = 0
-        for segment in self.layout.segments:
-            numel = segment.chunk * self.layout.world
-            piece = self._near[at : at + numel // size]
-            at += numel // size
-            out = self.full[segment.start : segment.start + numel]
-            self._gathering.append(self.seat.route.gather_inside(out, piece, self.spec.name))
-
-    def _keep_near(self) -> None:
-        """Full was gathered from everywhere: keep this rank's piece of it for gathers inside the node."""
-        route = self.seat.route
-        if route is None or not route.nodes.secondary or not self.releases or self._near_valid:
-            return
-        size, index = route.nodes.size, route.inside.rank
-        if self._near is None:
-            self._near = torch.empty(self.layout.numel // size, dtype=self.full.dtype, device=self.full.device)
-        at = 0
-        with torch.no_grad():
-            for segment in self.layout.segments:
-                numel = segment.chunk * self.layout.world // size
-                self._near[at : at + numel].copy_(self.full[segment.start + index * numel :][:numel])
-                at += numel
-        self._near_valid = True
-
     def forget_near(self) -> None:
         """The shards were written: the next gather comes from them. On all ranks alike."""
-        self._near_valid = False
+        if self.near is not None:
+            self.near.valid = False
 
     def publish(self) -> None:
         """The shard's values go to this rank's chunk of home, in home's format."""
@@ -309,8 +282,8 @@ class Unit:
         for work in self._gathering:
             work.wait()
         self._gathering.clear()
-        if gathered:
-            self._keep_near()
+        if gathered and self.near is not None:
+            self.near.keep(self.full)
         if self._was_released:
             for param in self.params:
                 restore(param)
@@ -515,8 +488,7 @@ class Unit:
         """Give back gradient buffers that hold nothing. Returns the bytes that were not the pool's."""
         if not self.open and not self._grad_in_arena:
             self._give_arena()
-        freed = 0 if self._near is None else self._near.nbytes
-        self._near, self._near_valid = None, False
+        freed = 0 if self.near is None else self.near.drop()
         if self.grad is not None or self._spare_grad is None:
             return freed
         freed, self._spare_grad = freed + self._spare_grad.nbytes, None
@@ -526,7 +498,7 @@ class Unit:
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, a secondary copy, too."""
         held = {"full": self.full.untyped_storage().nbytes(), "shard": 0 if self.aliased else self.shard.nbytes}
-        held["full"] += 0 if self._near is None else self._near.nbytes
+        held["full"] += 0 if self.near is None else self.near.nbytes
         held["grad_full"] = 0 if self.arena is None else self.arena.nbytes
         held["grad_shard"] = 0 if self._spare_grad is None else self._spare_grad.nbytes
         return held
