@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import prod
 
 import torch
 from torch import Tensor
@@ -557,8 +558,8 @@ class Unit:
         parts = []
         for piece in self.layout.owned(self.rank):
             view = self.shard[piece.start : piece.stop]
-            row = max(1, _numel(piece.shape[1:]))
-            if piece.interval.numel == _numel(piece.shape):
+            row = max(1, prod(piece.shape[1:]))
+            if piece.interval.numel == prod(piece.shape):
                 view = view.view(piece.shape)
             elif self.layout.kind == "dim0":
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])
@@ -579,13 +580,6 @@ def _dense(grad: Tensor | None) -> Tensor:
     if grad is None:
         raise RuntimeError("a gradient vanished while it was collected")
     return grad if grad.layout is torch.strided else grad.to_dense()
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def _device(param: Parameter) -> torch.device:
