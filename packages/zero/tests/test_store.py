@@ -35,7 +35,7 @@ def test_without_huge_pages_or_for_little_there_is_none(monkeypatch):
 
 def test_a_pool_gives_back_the_pages_of_what_nobody_has(monkeypatch):
     paged(monkeypatch)
-    pool, cpu = Pool(), torch.device("cpu")
+    pool, cpu = Pool(paged=True), torch.device("cpu")
     held, idle = pool.take(100, torch.float32, cpu).fill_(1.0), pool.take(100, torch.float32, cpu).fill_(2.0)
     pool.give(idle)
     pool.idle()

@@ -163,7 +163,9 @@ class Sharding:
         self.unloaded = {name for name, param in by_name.items() if param.is_meta}
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
         _broadcast_differences([*ready, *model.buffers()], self.group)
-        self.pool = Pool()
+        # A step's page faults are worth it where gathers and sums need most memory beside each other.
+        self._paged = residency.shard_params and not wants_shared(options.memory, self.group, by_name.values())
+        self.pool = Pool(paged=self._paged)
         self.away: list[Away] = []
         self._replicas = split_replicas(self.group, options.shard_size if residency.shard_optim else None)
         host = self._host(by_name, residency)
@@ -200,7 +202,7 @@ class Sharding:
 
     def _sums(self, params: Mapping[str, Parameter]) -> Lent | None:
         world = self._replicas.shards.size if self.options.residency.shard_optim else 1
-        if world == 1 or any(p.device.type not in ("cpu", "meta") for p in params.values()):
+        if world == 1 or not self._paged or any(p.device.type not in ("cpu", "meta") for p in params.values()):
             return None
         sizes = []
         for spec in self.specs:
