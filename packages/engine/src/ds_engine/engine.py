@@ -557,9 +557,7 @@ class Engine(nn.Module):
         losses, steps = self._ledger.losses, len(self._backwards)
         # Only the count of sum losses is needed before the update; else the losses go with what ranks agree on in it.
         rides = self.device.type == "cpu" and self._ledger.waits and optimizer.sharding.group.ranks == data.ranks
-        totals = None if rides else self._ledger.close(data)
-        if rides:
-            optimizer.riders = self._ledger.leave()
+        totals, optimizer.riders = (None, self._ledger.leave()) if rides else (self._ledger.close(data), ())
         samples = self.plan.batch.train if self.plan.managed else self.plan.batch.train // steps * losses
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
@@ -574,8 +572,7 @@ class Engine(nn.Module):
             optimizer.step()
         self._position, self._taken = 0, self.training_dataloader.taken if self.training_dataloader else 0
         report = optimizer.last
-        if report is not None and report.riders:
-            totals = Totals.of(*report.riders)
+        totals = Totals.of(*report.riders) if report is not None and report.riders else totals
         skipped = report is not None and report.skipped
         counters.steps += 1
         counters.samples += samples

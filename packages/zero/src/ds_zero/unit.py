@@ -404,10 +404,7 @@ class Unit:
         keeps = self.layout.world == 1
         # A sum that is also one of its terms would need memory for the term that comes.
         in_place = first and fits and self.layout.world == 1
-        if in_place:
-            out = self._own(arena)[0]
-        else:
-            out = self._sum_buffer(arena.dtype)
+        out = self._own(arena)[0] if in_place else self._sum_buffer(arena.dtype)
         works = []
         for segment in self.layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
