@@ -18,6 +18,7 @@ import ds_engine
 from ds_config.errors import PlanError
 from ds_engine import Engine, SumLoss
 from ds_testing import world
+from ds_zero import Nodes
 
 SAMPLES, WIDTH = 40, 6
 
@@ -108,6 +109,20 @@ def test_three_ranks_are_one_process() -> None:
     engine = start(configured(2), summed=True)
     assert engine.plan.batch.accumulation == 2
     check(engine, [engine.train_batch().loss for _ in range(6)], reference(6, True))
+
+
+@pytest.mark.parametrize("two_steps", [False, True])
+@world(4)
+def test_gathers_by_way_of_nodes_change_no_number(two_steps: bool) -> None:
+    nodes = {"zero_hpz_partition_size": 2, "mics_hierarchical_params_gather": two_steps}
+    zero = configured(3)["zero_optimization"] | nodes
+    engine = start(configured(train_micro_batch_size_per_gpu=1, zero_optimization=zero))
+    assert engine.optimizer is not None
+    route = engine.optimizer.sharding.seat.route
+    assert route is not None
+    assert route.nodes == Nodes(2, two_steps, secondary=True)
+    assert (route.inside.size, route.across.size) == (2, 2)
+    check(engine, [engine.train_batch().loss for _ in range(5)], reference(5, False))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
