@@ -236,7 +236,7 @@ def _param(place: _Place) -> list[tuple[int, Tensor]]:
 
 def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
     place.sharding.runtime.reducing.drain()
-    grad = place.unit.grad
+    grad = place.unit.gradients.shard
     return None if grad is None else [(start, grad[at : at + numel]) for start, at, numel in place.ranges()]
 
 
@@ -393,7 +393,7 @@ def safe_update_full_grad_vectorized(
     for unit in dict.fromkeys(p.unit for p in places):
         members = [p for p in places if p.unit is unit]
         _grad(members[0])
-        shard = unit.grad
+        shard = unit.gradients.shard
         if shard is None:
             continue
         whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)

@@ -125,7 +125,7 @@ def _tensors(units: Sequence[Unit], state: Iterable[Tensor]) -> Mapping[str, lis
         "optimizer": [value for value in state if value.dim()],
         "parameters": [unit.full for unit in units],
         "masters": [unit.shard for unit in units if not unit.aliased],
-        "gradients": [t for unit in units for t in (unit.grad, unit.arena) if t is not None],
+        "gradients": [t for unit in units for t in unit.gradients.tensors],
     }
 
 

@@ -42,15 +42,15 @@ def square_of(units: Sequence[Unit], scope: NormScope | None) -> float:
     summed it over the ranks has told."""
     total = 0.0
     for unit in units:
-        if unit.grad is None:
+        if unit.gradients.shard is None:
             continue
         if scope is None or scope.replicated.isdisjoint(unit.spec.shapes):
-            told = unit.square
-            total += _square(unit.grad) if told is None else told
+            told = unit.gradients.square
+            total += _square(unit.gradients.shard) if told is None else told
             continue
         for piece in unit.layout.owned(unit.rank):
             copies = scope.group.size if piece.name in scope.replicated else 1
-            total += _square(unit.grad[piece.start : piece.stop]) / copies
+            total += _square(unit.gradients.shard[piece.start : piece.stop]) / copies
     return total
 
 

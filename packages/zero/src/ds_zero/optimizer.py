@@ -141,7 +141,7 @@ class ShardedOptimizer(Optimizer):
         self.zero_grad()
         model, options, group = self.sharding.model, self.sharding.options, self.sharding.group
         for unit in self.sharding.units:
-            unit.clear_grad()  # also those of units that were not trained
+            unit.gradients.clear()  # also those of units that were not trained
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         self.sharding.close()
         self.inner.state.clear()
@@ -228,7 +228,7 @@ class ShardedOptimizer(Optimizer):
         if not skipped:
             self._update(units, average * self._clip(norm), facts.unused)
         for unit in units:
-            unit.clear_grad()
+            unit.gradients.clear()
         self.sharding.idle()
         runtime.stepped()
         if not skipped:
@@ -256,8 +256,11 @@ class ShardedOptimizer(Optimizer):
         order = {name: i for i, name in enumerate(names)}
         first = len(names)
         for unit in units:
-            for piece in self.sharding.pieces(unit) if unit.grad is not None else ():
-                if unit.grad is not None and not unit.grad[piece.start : piece.stop].isfinite().all():
+            for piece in self.sharding.pieces(unit) if unit.gradients.shard is not None else ():
+                if (
+                    unit.gradients.shard is not None
+                    and not unit.gradients.shard[piece.start : piece.stop].isfinite().all()
+                ):
                     first = min(first, order[piece.name])
         told: list[int] = [first] * self.sharding.group.size
         comm.all_gather_object(told, first, self.sharding.group, unit="step")
@@ -272,19 +275,19 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         self.sharding.adopt_edits()
-        grads = [u.grad for u in units if u.grad is not None]
-        if any(u.grad is not None and u.grad.dtype != u.shard.dtype for u in units):
+        grads = [u.gradients.shard for u in units if u.gradients.shard is not None]
+        if any(u.gradients.shard is not None and u.gradients.shard.dtype != u.shard.dtype for u in units):
             for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
                 grad.mul_(factor)
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
-            if unit.grad is None:
+            if unit.gradients.shard is None:
                 continue
             if absent and len(absent) < len(unit.params):
                 self._split(unit)
             for part in unit.parts:
                 if not absent.issuperset(part.members) or not absent:
-                    part.tensor.grad = _as(unit.grad[part.start : part.stop], part.tensor)
+                    part.tensor.grad = _as(unit.gradients.shard[part.start : part.stop], part.tensor)
         step_with(self.inner, grads, factor)
         for unit in units:
             for part in unit.parts:

@@ -135,27 +135,27 @@ class Reducing:
 
     def _close(self, number: int) -> None:
         if not self.now:
-            self.units[number].accumulate(now=False)
+            self.units[number].gradients.collect(now=False)
             return
         for other in self._order.ready(number):
             self._reduce(other)
 
     def _reduce(self, number: int) -> None:
-        unit = self.units[number]
-        unit.accumulate()
-        unit.reduce()
+        gradients = self.units[number].gradients
+        gradients.collect()
+        gradients.reduce()
         self._inflight.append(number)
-        held = sum(self.units[n].bytes["grad_full"] for n in self._inflight)
+        held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
         while self._inflight and held > self.inflight_bytes:
-            oldest = self.units[self._inflight.popleft()]
-            held -= oldest.bytes["grad_full"]
+            oldest = self.units[self._inflight.popleft()].gradients
+            held -= oldest.full_bytes
             with self.helping() if self._backward.task is not None else nullcontext():
-                oldest.finish_reduce()
+                oldest.finish()
 
     def _gather_leftovers(self, number: int) -> None:
         unit = self.units[number]
         if any(p.grad is not None for p in unit.params):
-            unit.accumulate(now=False)
+            unit.gradients.collect(now=False)
 
     # ---- between backwards
 
@@ -187,14 +187,14 @@ class Reducing:
     def drain(self) -> None:
         """Wait for every reduction that was started."""
         while self._inflight:
-            self.units[self._inflight.popleft()].finish_reduce()
+            self.units[self._inflight.popleft()].gradients.finish()
 
     def forget(self) -> None:
         """Drop every gradient of this step."""
         self.drain()
         self._deferred = False
         for number in self.trained:
-            self.units[number].clear_grad()
+            self.units[number].gradients.clear()
         self.stepped()
 
     def stepped(self) -> None:

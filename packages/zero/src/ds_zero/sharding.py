@@ -34,8 +34,9 @@ from ds_zero.replicas import Replicas, split_replicas
 from ds_zero.residency import STAGES, Residency
 from ds_zero.rows import row_sum, tables
 from ds_zero.scattered import is_scattered
+from ds_zero.seat import Seat
 from ds_zero.store import Lent, Pool
-from ds_zero.unit import Part, Seat, Unit
+from ds_zero.unit import Part, Unit
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
 
 __all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of", "wants_shared"]
@@ -180,7 +181,7 @@ class Sharding:
         if options.sparse:
             names = tables(model)
             for unit in self.units:
-                unit.rows = row_sum(unit.layout, names, unit.spec.name)
+                unit.gradients.rows = row_sum(unit.layout, names, unit.spec.name)
         if host is not None:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
@@ -270,7 +271,7 @@ class Sharding:
         alone = comm.single_group("alone", self.group.global_rank)
         self.seat = replace(self.seat, replicas=alone)
         for unit in self.units:
-            unit.seat = self.seat
+            unit.seat = unit.gradients.seat = self.seat
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number in it; None for a parameter of another model."""
@@ -363,7 +364,7 @@ class Sharding:
         """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
         self.resume()
         for unit in self.units:
-            unit.finish_reduce()
+            unit.gradients.finish()
             unit.unshard()
         self.runtime.detach()
         for unit in self.units:

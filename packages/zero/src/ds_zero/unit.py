@@ -1,23 +1,20 @@
 """One unit of communication: parameters that are gathered, reduced and updated together.
 
-The only place that holds sharded state. It knows no stage, no hook and no optimizer: it has a `Residency`, and five verbs:
+The only place that holds sharded parameters; their gradients are its `gradients`. It knows no stage, no hook and no optimizer: it
+has a `Residency`, and three verbs:
 
     unshard        make the parameters usable: all-gather the shards into the full buffer
     reshard        give the full buffer's memory back, if the residency says so
-    accumulate     move the parameters' gradients into the unit's flat gradient buffer
-    reduce         sum that buffer over the ranks, leave this rank's shard of it
     mark_updated   the optimizer wrote the shard: the full buffer is old
 
 Words: *full* is the flat buffer all parameters are views of, in the format forward uses. *shard* is this rank's part of it
 in master format, the only thing an optimizer sees; where the formats agree and full keeps its storage, shard is a range of
-full itself, so an update needs no copy and the gather is in place. *arena* is the flat gradient buffer, as long as full;
-it is *open* while it holds gradients that were not reduced. *grad* is the reduced sum (not yet averaged), as long as shard.
+full itself, so an update needs no copy and the gather is in place.
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 
 Where the ranks share a host's memory (`host.py`), *home* is the full buffer that all of them see, and shard is a range of home
-where the formats agree: `unshard` is a barrier, `reshard` is nothing, `reduce` is one pass over the ranks' gradient slots. Where
-they do not, home is full.
+where the formats agree: `unshard` is a barrier, `reshard` is nothing. Where they do not, home is full.
 """
 
 from __future__ import annotations
@@ -35,20 +32,17 @@ from torch.utils import swap_tensors
 
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import foreach_add, foreach_copy, storage_uses
-from ds_zero.host import HostMemory
-from ds_zero.host import Slot as HostSlot
+from ds_zero._torch import storage_uses
+from ds_zero.gradients import Gradients
 from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
-from ds_zero.nodes import Route, Secondary
-from ds_zero.posting import Posting
+from ds_zero.nodes import Secondary
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
-from ds_zero.rows import RowSum
 from ds_zero.scattered import whole
-from ds_zero.store import Lent, Pool
+from ds_zero.seat import Members, Seat
 from ds_zero.units import UnitSpec
 
-__all__ = ["Full", "Part", "Seat", "Unit"]
+__all__ = ["Full", "Part", "Unit"]
 
 
 class Full(Enum):
@@ -59,34 +53,6 @@ class Full(Enum):
     STALE = auto()  # storage, older than the shards
     CURRENT = auto()  # equal to the gathered shards
     AWAY = auto()  # nothing, and neither does the shard: the bytes are in host memory (moving.py)
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """What the units of one model share.
-
-    Attributes:
-        shards: The ranks that hold the shards of a unit; a group of one holds it whole.
-        gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
-        replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
-        pool: Where gradient buffers come from.
-        host: Memory that the ranks of `shards` share; None where they share none.
-        route: How gathers go between nodes; None: flat.
-        sums: Memory of the units' reduced gradients, by their number; None: of its own each.
-    """
-
-    shards: comm.Group
-    gathers: comm.Group
-    replicas: comm.Group
-    pool: Pool
-    host: HostMemory | None = None
-    route: Route | None = None
-    sums: Lent | None = None
-
-    @property
-    def size(self) -> int:
-        """Ranks a gradient is averaged over."""
-        return self.shards.size * self.replicas.size
 
 
 @dataclass(slots=True, eq=False)
@@ -117,22 +83,13 @@ class Unit:
         self.rank = seat.shards.rank
         self.releases = spec.residency.shard_params and seat.shards.size > 1 and self.host is None
         self.pins = 0
-        self.rows: RowSum | None = None  # how gradients of embeddings are summed at stage 0; None: like all others
         self.state = Full.CURRENT
-        self.arena: Tensor | None = None
-        self.open = False
-        self.grad: Tensor | None = None
-        self._arena_views: list[Tensor] = []
-        self._gaps = self.layout.gaps
-        self._grad_in_arena = False
         self._was_released = False
-        self._spare_grad: Tensor | None = None
         self._gathering: list[comm.Work] = []
         keeps_near = seat.route is not None and seat.route.nodes.secondary and self.releases
         self.near = Secondary(seat.route, self.layout, spec.name) if seat.route is not None and keeps_near else None
-        self._reducing: _Reduction | None = None
-        self._square: tuple[float, int] | None = None
-        self._posting = None if self.host is None else Posting(self.host, self.layout, self.rank, spec.name)
+        members = Members(number, spec, tuple(self.params), self.layout, dtypes, _device(self.params[0]))
+        self.gradients = Gradients(members, seat)
         self._adopt()
         self.parts: list[Part] = []
         if spec.trained:
@@ -148,7 +105,7 @@ class Unit:
         device, numel = _device(self.params[0]), self.layout.numel
         if self.host is None:
             self.full = self.home = torch.empty(numel, dtype=self.dtypes.param, device=device)
-            for gap in self._gaps if not self.releases else ():
+            for gap in self.layout.gaps if not self.releases else ():
                 self.full[gap.start : gap.stop].zero_()
         else:
             self.home, self.full = self.host.full(self.number)
@@ -349,192 +306,16 @@ class Unit:
                 home.copy_(mine)
         self.host.forget(self.number)
 
-    # ---- gradients
-
-    def accumulate(self, *, now: bool = True) -> None:
-        """Move the parameters' gradients into the arena; parameters without one contribute zeros.
-
-        Args:
-            now: Whether a reduction follows at once. Then the arena is in the reduce format, else in the accumulate format.
-        """
-        self.finish_reduce()
-        present = [i for i, param in enumerate(self.params) if param.grad is not None]
-        with torch.no_grad():
-            if now and not self.open and self._posting is not None:
-                self._show(self._posting, present)
-            else:
-                self._collect(present, now=now)
-        for i in present:
-            self.params[i].grad = None
-
-    def _show(self, posting: Posting, present: Sequence[int]) -> None:
-        slot = self._open_slot(posting, self.dtypes.reduce)
-        posting.show(slot, {i: _dense(self.params[i].grad) for i in present})
-        self.open = True
-
-    def _collect(self, present: Sequence[int], *, now: bool) -> None:
-        fresh = not self.open
-        if fresh:
-            self._open(self.dtypes.reduce if now else self.dtypes.accumulate)
-        elif self.arena is not None and self.arena.dtype != self.dtypes.accumulate:
-            self._recast(self.arena, self.dtypes.accumulate)
-        views = self._arena_views
-        if len(present) != len(views):
-            if fresh:
-                for i in set(range(len(views))).difference(present):
-                    views[i].zero_()
-            views = [views[i] for i in present]
-        grads = [_dense(self.params[i].grad) for i in present]
-        if grads:
-            (foreach_copy if fresh else foreach_add)(views, grads)
-
-    def reduce(self) -> None:
-        """Start to sum the arena over the ranks and add this rank's shard of the sum to `grad`. Sends (N-1)/N of it."""
-        if not self.open:
-            self.accumulate()
-        arena = self.arena
-        if arena is not None and self.seat.size > 1 and self._travels_narrow(arena):
-            arena = self._recast(arena, self.dtypes.reduce)
-        if self._posting is not None:
-            self._post(self._posting, arena)
-            return
-        if arena is None:
-            raise RuntimeError(f"unit {self.spec.name} has no gradient buffer to reduce")
-        first, fits = self.grad is None, arena.dtype == self.dtypes.accumulate
-        keeps = self.layout.world == 1
-        # A sum that is also one of its terms would need memory for the term that comes.
-        in_place = first and fits and self.layout.world == 1
-        out = self._own(arena)[0] if in_place else self._sum_buffer(arena.dtype)
-        works = []
-        for segment in self.layout.segments:
-            inp = arena[segment.start : segment.start + segment.chunk * self.layout.world]
-            mine = out[segment.at : segment.at + segment.chunk]
-            works.append(
-                comm.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=self.spec.name)
-            )
-        if self.layout.world == 1 and self.rows is not None:
-            works += self.rows.start(out, self.seat.replicas)
-        elif self.layout.world == 1:
-            works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=self.spec.name))
-        self.open = False
-        self._reducing = _Reduction(works, out, adds=not (first and fits), keeps=keeps, in_place=in_place)
-
-    def _travels_narrow(self, arena: Tensor) -> bool:
-        # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
-        return self.dtypes.reduce.itemsize < min(arena.dtype.itemsize, self.dtypes.param.itemsize)
-
-    def _post(self, posting: Posting, arena: Tensor | None) -> None:
-        # The same on a shared host: the ranks' slots are summed where they are.
-        if arena is not None:
-            posting.show_flat(self._open_slot(posting, arena.dtype), arena)
-        posting.post()
-        self.open, dtype = False, posting.slot.mine.dtype
-        adds = not (self.grad is None and dtype == self.dtypes.accumulate)
-        self._reducing = _Reduction([], self._sum_buffer(dtype), adds=adds, keeps=False, in_place=False)
-
-    def _open_slot(self, posting: Posting, dtype: torch.dtype) -> HostSlot:
-        return posting.host.open_slot(self.layout.numel, dtype, self.finish_reduce)
-
-    def _sum_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Where the sum goes: the gradient itself, if there is none yet and formats agree; else a buffer to add from."""
-        if self.grad is None and dtype == self.dtypes.accumulate:
-            return self._take_spare()
-        return self.seat.pool.take(self.layout.shard_numel, dtype, self.full.device)
-
-    def finish_reduce(self) -> None:
-        """Wait for `reduce`: `grad` is valid afterwards."""
-        going, self._reducing = self._reducing, None
-        if going is None:
-            return
-        for work in going.works:
-            work.wait()
-        square = None if self._posting is None else self._posting.pull(going.out)
-        if self.layout.world > 1 and self.seat.replicas.size > 1:
-            comm.all_reduce(going.out, group=self.seat.replicas, unit=self.spec.name)
-            square = None
-        if going.adds:
-            if self.grad is None:
-                self.grad = self._take_spare().copy_(going.out)
-            else:
-                self.grad.add_(going.out)
-            self.seat.pool.give(going.out)
-        else:
-            self.grad, self._grad_in_arena = going.out, going.in_place
-        self._square = None if square is None or going.adds else (square, going.out._version)
-        if not going.keeps:
-            self._give_arena()
-
-    @property
-    def square(self) -> float | None:
-        """Sum of squares of `grad`, if the pass that made it told, and nobody has written it since."""
-        if self.grad is None or self._square is None or self.grad._version != self._square[1]:
-            return None
-        return self._square[0]
-
-    def clear_grad(self) -> None:
-        """Forget every gradient, reduced or not."""
-        self.finish_reduce()
-        self.grad, self.open, self._grad_in_arena = None, False, False
-        for param in self.params:
-            param.grad = None
-        if self.spec.residency.shard_grads or self.layout.world > 1:
-            self._give_arena()
-        if self._posting is not None:
-            self._posting.drop()
-
-    def drop_idle(self) -> int:
-        """Give back gradient buffers that hold nothing. Returns the bytes that were not the pool's."""
-        if not self.open and not self._grad_in_arena:
-            self._give_arena()
-        freed = 0 if self.near is None else self.near.drop()
-        if self.grad is not None or self._spare_grad is None:
-            return freed
-        freed, self._spare_grad = freed + self._spare_grad.nbytes, None
-        return freed
-
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, a secondary copy, too."""
         held = {"full": self.full.untyped_storage().nbytes(), "shard": 0 if self.aliased else self.shard.nbytes}
         held["full"] += 0 if self.near is None else self.near.nbytes
-        held["grad_full"] = 0 if self.arena is None else self.arena.nbytes
-        held["grad_shard"] = 0 if self._spare_grad is None else self._spare_grad.nbytes
-        return held
+        return held | {"grad_full": self.gradients.full_bytes, "grad_shard": self.gradients.shard_bytes}
 
-    def _open(self, dtype: torch.dtype) -> None:
-        if self._grad_in_arena and self.grad is not None:
-            self.grad = self._take_spare().copy_(self.grad)  # the arena is about to be written
-            self._grad_in_arena = False
-        if self.arena is not None and self.arena.dtype != dtype:
-            self._give_arena()
-        arena = self._set_arena(dtype) if self.arena is None else self.arena
-        for gap in self._gaps:
-            arena[gap.start : gap.stop].zero_()
-        self.open = True
-
-    def _recast(self, old: Tensor, dtype: torch.dtype) -> Tensor:
-        new = self._set_arena(dtype).copy_(old)
-        self.seat.pool.give(old)
-        return new
-
-    def _set_arena(self, dtype: torch.dtype) -> Tensor:
-        self.arena = arena = self.seat.pool.take(self.layout.numel, dtype, self.full.device)
-        self._arena_views = [arena[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
-        return arena
-
-    def _give_arena(self) -> None:
-        if self.arena is not None:
-            self.seat.pool.give(self.arena)
-        self.arena, self._arena_views = None, []
-
-    def _take_spare(self) -> Tensor:
-        if self._spare_grad is None and self.seat.sums is not None:
-            self._spare_grad = self.seat.sums.take(self.number, self.dtypes.accumulate)
-        if self._spare_grad is None:
-            self._spare_grad = torch.empty(
-                self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.full.device
-            )
-        return self._spare_grad
+    def drop_idle(self) -> int:
+        """Give back buffers that hold nothing. Returns the bytes that were not the pool's."""
+        return self.gradients.drop_idle() + (0 if self.near is None else self.near.drop())
 
     # ---- what the optimizer sees
 
@@ -562,21 +343,6 @@ class Unit:
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])
             parts.append(Part(self._parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
         return parts
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    works: list[comm.Work]
-    out: Tensor
-    adds: bool
-    keeps: bool
-    in_place: bool
-
-
-def _dense(grad: Tensor | None) -> Tensor:
-    if grad is None:
-        raise RuntimeError("a gradient vanished while it was collected")
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _device(param: Parameter) -> torch.device:
