@@ -79,8 +79,12 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
             slot = layout.slots[i]
             expected[slot.offset : slot.offset + slot.numel] += grad.reshape(-1)
     for rank, posting in enumerate(postings):
-        out = torch.empty(layout.shard_numel)
-        squares = posting.pull(out)
+        out, in_place = torch.empty(layout.shard_numel), data.draw(st.booleans())
+        outs = [out[run.start : run.stop] for run in posting.plan.runs]
+        if in_place:
+            outs = [o if (k := posting.kept(r)) is None else k for r, o in zip(posting.plan.runs, outs, strict=True)]
+        squares = posting.pull(outs)
+        out = torch.cat(outs)
         want = torch.cat([expected[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments])
         torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
         assert squares == pytest.approx(float(want.double().square().sum()), rel=1e-5)
@@ -99,7 +103,7 @@ def test_a_flat_buffer_is_shown_but_for_what_this_rank_owns(shapes, world, kind)
     total = sum(flats[1:], flats[0].clone())
     for rank, posting in enumerate(postings):
         out = torch.empty(layout.shard_numel)
-        posting.pull(out)
+        posting.pull([out[run.start : run.stop] for run in posting.plan.runs])
         assert torch.equal(out, torch.cat([total[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments]))
 
 

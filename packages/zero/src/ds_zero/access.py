@@ -236,8 +236,8 @@ def _param(place: _Place) -> list[tuple[int, Tensor]]:
 
 def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
     place.sharding.runtime.reducing.drain()
-    grad = place.unit.gradients.shard
-    return None if grad is None else [(start, grad[at : at + numel]) for start, at, numel in place.ranges()]
+    found = [(start, place.unit.gradients.view(at, at + numel)) for start, at, numel in place.ranges()]
+    return None if place.unit.gradients.sums is None else [(start, grad) for start, grad in found if grad is not None]
 
 
 def _state(key: str) -> _Source:
@@ -393,9 +393,9 @@ def safe_update_full_grad_vectorized(
     for unit in dict.fromkeys(p.unit for p in places):
         members = [p for p in places if p.unit is unit]
         _grad(members[0])
-        shard = unit.gradients.shard
-        if shard is None:
+        if unit.gradients.sums is None:
             continue
+        shard = torch.cat(unit.gradients.sums)
         whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         for segment in unit.layout.segments:
             out = whole[segment.start : segment.start + segment.chunk * unit.layout.world]

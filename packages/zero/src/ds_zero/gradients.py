@@ -8,16 +8,19 @@ Knows no optimizer and no hook: others say when gradients have arrived and when 
     clear     forget all of it
 
 Words: *arena* is the flat gradient buffer, as long as the unit; it is *open* while it holds gradients that were not reduced.
-*shard* is the reduced sum (not yet averaged), as long as the unit's shard. Where the ranks share a host's memory there is a slot
-instead of an arena (`posting.py`), and reducing is one pass over the ranks' slots.
+*sums* are the reduced gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. Where
+the ranks share a host's memory there is a slot instead of an arena (`posting.py`), reducing is one pass over the ranks' slots, and
+the sums take the memory of the gradients that they are made of: then there are several ranges, else one.
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -36,7 +39,8 @@ class Gradients:
     """See the module's docstring. Made on all ranks of the seat alike; `reduce` and `finish` are called on all of them.
 
     Attributes:
-        shard: This rank's shard of the sum over ranks, [shard_numel], accumulate format; None before the first `reduce`.
+        ranges: (start, stop) in the shard, one after the other, from 0 to its end; no piece of a parameter lies in two of them.
+        sums: This rank's shard of the sum over ranks, a flat tensor a range, accumulate format; None before the first `reduce`.
         arena: The flat buffer, [numel]; None while there is none.
         open: Whether gradients were collected that were not reduced.
         rows: How gradients of embeddings are summed at stage 0; None: like all others.
@@ -46,19 +50,24 @@ class Gradients:
     def __init__(self, members: Members, seat: Seat) -> None:
         self.seat = seat
         self.rows: RowSum | None = None
-        self.shard: Tensor | None = None
+        self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open = False
         self._members, self._layout, self._dtypes = members, members.layout, members.dtypes
         self._views: list[Tensor] = []
         self._gaps = members.layout.gaps
-        self._shard_in_arena = False
-        self._spare: Tensor | None = None
+        self._sums_in_arena = False
         self._reducing: _Reduction | None = None
         self._square: tuple[float, int] | None = None
-        self._posting = None
+        self._posting: Posting | None = None
+        self.ranges: tuple[tuple[int, int], ...] = ((0, members.layout.shard_numel),)
         if seat.host is not None:
             self._posting = Posting(seat.host, members.layout, seat.shards.rank, members.spec.name)
+        # One tensor where what was summed is sent on to other hosts.
+        self._in_place = self._posting is not None and seat.replicas.size == 1
+        if self._posting is not None and self._in_place:
+            self.ranges = tuple((run.start, run.stop) for run in self._posting.plan.runs)
+        self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     def collect(self, *, now: bool = True) -> None:
         """Move the parameters' gradients into the arena; parameters without one contribute zeros.
@@ -99,7 +108,7 @@ class Gradients:
             (foreach_copy if fresh else foreach_add)(views, grads)
 
     def reduce(self) -> None:
-        """Start to sum the arena over the ranks and add this rank's shard of the sum to `shard`. Sends (N-1)/N of it."""
+        """Start to sum the arena over the ranks and add this rank's shard of the sum to `sums`. Sends (N-1)/N of it."""
         if not self.open:
             self.collect()
         arena = self.arena
@@ -114,10 +123,13 @@ class Gradients:
 
     def _start(self, arena: Tensor) -> _Reduction:
         alone = self._layout.world == 1
-        first, fits = self.shard is None, arena.dtype == self._dtypes.accumulate
+        fits = self.sums is None and arena.dtype == self._dtypes.accumulate
         # A sum that is also one of its terms would need memory for the term that comes.
-        in_place = first and fits and alone
-        out = arena[: self._layout.shard_numel] if in_place else self._sum_buffer(arena.dtype)
+        in_place = fits and alone
+        if in_place:
+            out = arena[: self._layout.shard_numel]
+        else:
+            out = self._take_spare(0) if fits else self._take_flat(arena.dtype)
         name, works = self._members.spec.name, []
         for segment in self._layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self._layout.world]
@@ -127,7 +139,7 @@ class Gradients:
             works += self.rows.start(out, self.seat.replicas)
         elif alone:
             works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=name))
-        return _Reduction(works, out, adds=not (first and fits), keeps=alone, in_place=in_place)
+        return _Reduction(works, [out], None if fits else out, keeps=alone, in_place=in_place)
 
     def _travels_narrow(self, arena: Tensor) -> bool:
         # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
@@ -139,52 +151,75 @@ class Gradients:
             posting.show_flat(self._open_slot(posting, arena.dtype), arena)
         posting.post()
         self.open, dtype = False, posting.slot.mine.dtype
-        adds = not (self.shard is None and dtype == self._dtypes.accumulate)
-        self._reducing = _Reduction([], self._sum_buffer(dtype), adds=adds, keeps=False, in_place=False)
+        if self.sums is not None or dtype != self._dtypes.accumulate:
+            flat = self._take_flat(dtype)
+            outs = [flat[start:stop] for start, stop in self.ranges]
+            self._reducing = _Reduction([], outs, flat, keeps=False, in_place=False)
+            return
+        kept = [posting.kept(run) for run in posting.plan.runs] if self._in_place else [None]
+        outs = [self._take_spare(i) if found is None else found for i, found in enumerate(kept)]
+        self._reducing = _Reduction([], outs, None, keeps=False, in_place=False)
 
     def _open_slot(self, posting: Posting, dtype: torch.dtype) -> Slot:
         return posting.host.open_slot(self._layout.numel, dtype, self.finish)
 
-    def _sum_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Where the sum goes: the gradient itself, if there is none yet and formats agree; else a buffer to add from."""
-        if self.shard is None and dtype == self._dtypes.accumulate:
-            return self._take_spare()
-        return self.seat.pool.take(self._layout.shard_numel, dtype, self._members.device)
-
     def finish(self) -> None:
-        """Wait for `reduce`: `shard` is valid afterwards."""
+        """Wait for `reduce`: `sums` is valid afterwards."""
         going, self._reducing = self._reducing, None
         if going is None:
             return
         for work in going.works:
             work.wait()
-        square = None if self._posting is None else self._posting.pull(going.out)
+        square = None if self._posting is None else self._pull(self._posting, going.outs)
         if self._layout.world > 1 and self.seat.replicas.size > 1:
-            comm.all_reduce(going.out, group=self.seat.replicas, unit=self._members.spec.name)
+            for out in going.outs:
+                comm.all_reduce(out, group=self.seat.replicas, unit=self._members.spec.name)
             square = None
-        if going.adds:
-            if self.shard is None:
-                self.shard = self._take_spare().copy_(going.out)
-            else:
-                self.shard.add_(going.out)
-            self.seat.pool.give(going.out)
+        if going.flat is not None:
+            self._add(going.outs)
+            self.seat.pool.give(going.flat)
+            square = None
         else:
-            self.shard, self._shard_in_arena = going.out, going.in_place
-        self._square = None if square is None or going.adds else (square, going.out._version)
+            self.sums, self._sums_in_arena = going.outs, going.in_place
+        self._square = None if square is None else (square, self._version)
         if not going.keeps:
             self._give_arena()
 
+    def _pull(self, posting: Posting, outs: list[Tensor]) -> float:
+        if not self._in_place:
+            outs = [outs[0][run.start : run.stop] for run in posting.plan.runs]
+        return posting.pull(outs)
+
+    def _add(self, outs: Sequence[Tensor]) -> None:
+        if self.sums is None:
+            self.sums = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)]
+            return
+        for held, more in zip(self.sums, outs, strict=True):
+            held.add_(more)
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Elements [start, stop) of the shard of the sum, which lie in one range; None while there is none."""
+        if self.sums is None:
+            return None
+        number = bisect_right(self.ranges, start, key=itemgetter(0)) - 1
+        first = self.ranges[number][0]
+        return self.sums[number][start - first : stop - first]
+
+    @property
+    def _version(self) -> int:
+        return sum(held._version for held in self.sums or ())
+
     @property
     def square(self) -> float | None:
-        """Sum of squares of `shard`, if the pass that made it told, and nobody has written it since."""
-        if self.shard is None or self._square is None or self.shard._version != self._square[1]:
+        """Sum of squares of `sums`, if the pass that made them told, and nobody has written them since."""
+        if self.sums is None or self._square is None or self._version != self._square[1]:
             return None
         return self._square[0]
 
     def clear(self) -> None:
         """Forget every gradient, reduced or not."""
         self.finish()
-        self.shard, self.open, self._shard_in_arena = None, False, False
+        self.sums, self.open, self._sums_in_arena = None, False, False
         for param in self._members.params:
             param.grad = None
         if self._members.spec.residency.shard_grads or self._layout.world > 1:
@@ -194,17 +229,17 @@ class Gradients:
 
     def drop_idle(self) -> int:
         """Give back buffers that hold nothing. Returns the bytes that were not the pool's."""
-        if not self.open and not self._shard_in_arena:
+        if not self.open and not self._sums_in_arena:
             self._give_arena()
-        if self.shard is not None or self._spare is None:
+        if self.sums is not None:
             return 0
-        freed, self._spare = self._spare.nbytes, None
+        freed, self._spares = self.shard_bytes, [None] * len(self.ranges)
         return freed
 
     @property
     def tensors(self) -> list[Tensor]:
         """What holds gradients now."""
-        return [tensor for tensor in (self.shard, self.arena) if tensor is not None]
+        return [*(self.sums or ()), *([] if self.arena is None else [self.arena])]
 
     @property
     def full_bytes(self) -> int:
@@ -213,13 +248,13 @@ class Gradients:
 
     @property
     def shard_bytes(self) -> int:
-        """Of the memory for the shard, in use or not."""
-        return 0 if self._spare is None else self._spare.nbytes
+        """Of memory of its own for sums, in use or not."""
+        return sum(spare.nbytes for spare in self._spares if spare is not None)
 
     def _open(self, dtype: torch.dtype) -> None:
-        if self._shard_in_arena and self.shard is not None:
-            self.shard = self._take_spare().copy_(self.shard)  # the arena is about to be written
-            self._shard_in_arena = False
+        if self._sums_in_arena and self.sums is not None:
+            self.sums = [self._take_spare(0).copy_(self.sums[0])]  # the arena is about to be written
+            self._sums_in_arena = False
         if self.arena is not None and self.arena.dtype != dtype:
             self._give_arena()
         arena = self._set_arena(dtype) if self.arena is None else self.arena
@@ -242,13 +277,19 @@ class Gradients:
             self.seat.pool.give(self.arena)
         self.arena, self._views = None, []
 
-    def _take_spare(self) -> Tensor:
-        dtype = self._dtypes.accumulate
-        if self._spare is None and self.seat.sums is not None:
-            self._spare = self.seat.sums.take(self._members.number, dtype)
-        if self._spare is None:
-            self._spare = torch.empty(self._layout.shard_numel, dtype=dtype, device=self._members.device)
-        return self._spare
+    def _take_flat(self, dtype: torch.dtype) -> Tensor:
+        return self.seat.pool.take(self._layout.shard_numel, dtype, self._members.device)
+
+    def _take_spare(self, number: int) -> Tensor:
+        """Memory of its own for the sum of a range."""
+        spare, dtype = self._spares[number], self._dtypes.accumulate
+        if spare is None and self.seat.sums is not None:
+            spare = self.seat.sums.take(self._members.number, dtype)
+        if spare is None:
+            start, stop = self.ranges[number]
+            spare = torch.empty(stop - start, dtype=dtype, device=self._members.device)
+        self._spares[number] = spare
+        return spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +297,15 @@ class _Reduction:
     """One under way.
 
     Attributes:
-        out: Where this rank's shard of the sum comes.
-        adds: It is to be added to the shard that is there, or cast.
+        outs: Where the sums come, one tensor a range.
+        flat: What all of `outs` are cut from, if they are to be added to sums that are there, or cast.
         keeps: The arena stays with the unit.
-        in_place: `out` is the arena.
+        in_place: `outs` is the arena.
     """
 
     works: list[comm.Work]
-    out: Tensor
-    adds: bool
+    outs: list[Tensor]
+    flat: Tensor | None
     keeps: bool
     in_place: bool
 

@@ -42,15 +42,17 @@ def square_of(units: Sequence[Unit], scope: NormScope | None) -> float:
     summed it over the ranks has told."""
     total = 0.0
     for unit in units:
-        if unit.gradients.shard is None:
+        gradients = unit.gradients
+        if gradients.sums is None:
             continue
         if scope is None or scope.replicated.isdisjoint(unit.spec.shapes):
-            told = unit.gradients.square
-            total += _square(unit.gradients.shard) if told is None else told
+            told = gradients.square
+            total += sum(map(_square, gradients.sums)) if told is None else told
             continue
         for piece in unit.layout.owned(unit.rank):
             copies = scope.group.size if piece.name in scope.replicated else 1
-            total += _square(unit.gradients.shard[piece.start : piece.stop]) / copies
+            grad = gradients.view(piece.start, piece.stop)
+            total += 0.0 if grad is None else _square(grad) / copies
     return total
 
 

@@ -256,11 +256,9 @@ class ShardedOptimizer(Optimizer):
         order = {name: i for i, name in enumerate(names)}
         first = len(names)
         for unit in units:
-            for piece in self.sharding.pieces(unit) if unit.gradients.shard is not None else ():
-                if (
-                    unit.gradients.shard is not None
-                    and not unit.gradients.shard[piece.start : piece.stop].isfinite().all()
-                ):
+            for piece in self.sharding.pieces(unit):
+                grad = unit.gradients.view(piece.start, piece.stop)
+                if grad is not None and not grad.isfinite().all():
                     first = min(first, order[piece.name])
         told: list[int] = [first] * self.sharding.group.size
         comm.all_gather_object(told, first, self.sharding.group, unit="step")
@@ -275,19 +273,18 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         self.sharding.adopt_edits()
-        grads = [u.gradients.shard for u in units if u.gradients.shard is not None]
-        if any(u.gradients.shard is not None and u.gradients.shard.dtype != u.shard.dtype for u in units):
+        grads = [grad for u in units for grad in u.gradients.sums or ()]
+        if any(grad.dtype != u.shard.dtype for u in units for grad in u.gradients.sums or ()):
             for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
                 grad.mul_(factor)
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
-            if unit.gradients.shard is None:
-                continue
-            if absent and len(absent) < len(unit.params):
+            if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
                 self._split(unit)
             for part in unit.parts:
-                if not absent.issuperset(part.members) or not absent:
-                    part.tensor.grad = _as(unit.gradients.shard[part.start : part.stop], part.tensor)
+                mine = unit.gradients.view(part.start, part.stop)
+                if mine is not None and (not absent.issuperset(part.members) or not absent):
+                    part.tensor.grad = _as(mine, part.tensor)
         step_with(self.inner, grads, factor)
         for unit in units:
             for part in unit.parts:
@@ -296,17 +293,19 @@ class ShardedOptimizer(Optimizer):
 
     def _split(self, unit: Unit) -> None:
         """Give every parameter of a unit its own part, with its share of the state so far."""
-        if len(unit.parts) != 1 or unit.layout.kind != "flat":
+        if unit.layout.kind != "flat":
             return
-        old, new = unit.parts[0], unit.split()
-        state = self.inner.state.pop(old.tensor, None)
-        for part in new if state is not None else ():
-            self.inner.state[part.tensor] = {k: _share(v, old, part) for k, v in state.items()}
-        for group in self.inner.param_groups:
-            where = [i for i, p in enumerate(group["params"]) if p is old.tensor]
-            for i in where:
-                group["params"][i : i + 1] = [p.tensor for p in new]
-        unit.parts = new
+        for old in [part for part in unit.parts if len(part.members) > 1]:
+            new = [part for part in unit.split() if old.start <= part.start < old.stop]
+            state = self.inner.state.pop(old.tensor, None)
+            for part in new if state is not None else ():
+                self.inner.state[part.tensor] = {k: _share(v, old, part) for k, v in state.items()}
+            for group in self.inner.param_groups:
+                where = [i for i, p in enumerate(group["params"]) if p is old.tensor]
+                for i in where:
+                    group["params"][i : i + 1] = [p.tensor for p in new]
+            at = next(i for i, part in enumerate(unit.parts) if part is old)
+            unit.parts[at : at + 1] = new
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were not stepped. Needless after `step`."""

@@ -1,20 +1,20 @@
 """One unit's reduction in memory that the ranks of a host share: who copies what, and what is summed from where.
 
 Words: a rank *shows* the others the elements of its gradients that they own, by copying them into its slot. The elements that it
-owns itself are *kept*: they are summed straight out of the tensors that autograd made, which live until then. Ranges too
-short to be worth a call of their own are shown, too. A *run* is a range of the shard that is summed by one call.
+owns itself are *kept*: they are summed straight out of the tensors that autograd made, and the sum may be put there, too. Ranges
+too short to be worth a call of their own are shown, too. A *run* is a range of the shard that is summed by one call.
 
 Note "turned slots". In the slot of rank r the unit is turned so that what comes after r's own chunk is first and that chunk last: what
 is not shown is then at the end of every slot, whatever the unit, and memory that nobody writes takes no room.
 
 Cost, for W ranks and n elements: (W-1)/W n read and written to show, n read and n/W written to sum; the squares of the sum come
-out of the same pass.
+out of the same pass. A sum that is put where a gradient was kept needs no memory of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """Of one rank. `shown` names the kept parameters only; all others are shown whole. Runs cover the shard."""
+    """Of one rank. `shown` names the kept parameters only; all others are shown whole. Runs cover the shard, at least one."""
 
     shown: tuple[Shown, ...]
     runs: tuple[Run, ...]
@@ -94,7 +94,7 @@ def plan_sums(layout: UnitLayout, rank: int, least: int | None = None) -> SumPla
         for start, stop in list(pairwise((0, *sorted(inside), math.prod(slot.shape))))[::2]:
             if stop > start:
                 shown.append(Shown(member, start, stop, slot.offset + start))
-    return SumPlan(tuple(shown), tuple(runs))
+    return SumPlan(tuple(shown), tuple(runs) or (Run(0, 0, 0),))
 
 
 class Posting:
@@ -103,7 +103,6 @@ class Posting:
     def __init__(self, host: HostMemory, layout: UnitLayout, rank: int, name: str) -> None:
         self.host, self.layout, self.rank, self.name = host, layout, rank, name
         self.plan = plan_sums(layout, rank)
-        self._whole = SumPlan((), tuple(Run(s.at, s.at + s.chunk, s.start + rank * s.chunk) for s in layout.segments))
         chunk = layout.segments[0].chunk if len(layout.segments) == 1 else 0  # 0: not turned
         self._first = (rank + 1) * chunk % max(1, layout.numel)
         ahead = [(rank - other - 1) % layout.world for other in range(layout.world)]
@@ -123,7 +122,8 @@ class Posting:
     def show(self, slot: Slot, grads: Mapping[int, Tensor]) -> None:
         """Fill a slot with gradients by number of the parameter; those without one contribute zeros.
 
-        Where formats agree, what this rank owns is kept and not copied: the tensors must not change until `pull`.
+        Where formats agree, what this rank owns is kept and not copied: the tensors must not change until `pull`, which may
+        write the sum there.
         """
         mine, self._slot = slot.mine, slot
         for gap in self._gaps:
@@ -177,18 +177,24 @@ class Posting:
         """What is shown may be read by the others."""
         self.host.post(self.slot)
 
-    def pull(self, out: Tensor) -> float:
-        """out = the sum over ranks of this rank's shard, in rank order; waits until all posted. Returns its squares' sum."""
+    def kept(self, run: Run) -> Tensor | None:
+        """The gradient that stands for this rank's part of a run, where one was kept. It may be the run's `out` in `pull`."""
+        if run.member is None or run.member not in self._kept:
+            return None
+        return self._kept[run.member][run.first : run.first + run.stop - run.start]
+
+    def pull(self, outs: Sequence[Tensor]) -> float:
+        """outs[i] = the sum over ranks of run i, in rank order; waits until all posted. Returns the squares' sum."""
         slot, squares = self.slot, 0.0
         self.host.wait(slot, self.name)
-        for run in self._whole.runs if self._flat is not None else self.plan.runs:
+        for run, out in zip(self.plan.runs, outs, strict=True):
             end = run.at + run.stop - run.start
             sources = [row[run.at + by : end + by] for row, by in zip(slot.all, self._shifts, strict=True)]
-            if self._flat is not None:
-                sources[self.rank] = self._flat[run.at : end]
-            elif run.member in self._kept:
-                sources[self.rank] = self._kept[run.member][run.first : run.first + run.stop - run.start]
-            squares += sum_sources(out[run.start : run.stop], sources)
+            kept = self._flat[run.at : end] if self._flat is not None else self.kept(run)
+            if kept is not None:
+                sources[self.rank] = kept
+            if end > run.at:
+                squares += sum_sources(out, sources)
         self.host.pulled(slot)
         self.drop()
         return squares

@@ -93,7 +93,7 @@ class Unit:
         self._adopt()
         self.parts: list[Part] = []
         if spec.trained:
-            self.parts = [self._part(0, self.layout.shard_numel)] if self.layout.kind == "flat" else self.split()
+            self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
