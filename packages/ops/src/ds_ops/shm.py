@@ -104,7 +104,8 @@ class Segment:
     The file is a memfd. From 8 MiB on, where the system keeps memfds from huge pages
     (`/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `never`, as it is by default), it is on a tmpfs that this process
     mounts in namespaces of its own, where it may: tensors are in huge pages then, which touches them first some 60 times
-    and reads them up to 1.4 times as fast (docs/benchmarks/comm.md).
+    and reads them up to 1.4 times as fast (docs/benchmarks/comm.md). With `small_pages` it stays a memfd whatever its size: for memory
+    that takes over what other memory held, whose pages the system can then hand on.
 
     Raises:
         CommError: the token's process is gone, belongs to another user, or lives in another namespace ("shm-attach").
@@ -112,11 +113,12 @@ class Segment:
 
     __slots__ = ("_map", "fd", "nbytes")
 
-    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+    def __init__(self, nbytes: int, fd: int | None = None, *, small_pages: bool = False) -> None:
         self.nbytes = nbytes
         self._map: mmap.mmap | None = None
         if fd is None:
-            fd = _huge_file() if nbytes >= _HUGE_FROM_BYTES and _memfds_are_small() else -1
+            huge = not small_pages and nbytes >= _HUGE_FROM_BYTES and _memfds_are_small()
+            fd = _huge_file() if huge else -1
             if fd < 0:
                 fd = os.memfd_create("ds-shm", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
