@@ -20,8 +20,11 @@ KINDS = st.sampled_from(["flat", "dim0", "whole"])
 class FakeHost:
     """Rows of all ranks in one process."""
 
-    def __init__(self, rows):
-        self.rows = rows
+    def __init__(self, rows, rank):
+        self.rows, self.rank = rows, rank
+
+    def open_slot(self, numel, dtype, finish):
+        return Slot(1, self.rows[self.rank], self.rows)
 
     def post(self, slot):
         pass
@@ -63,7 +66,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
     least = data.draw(st.integers(1, 20))
     postings, expected = [], torch.zeros(layout.numel)
     for rank in range(world):
-        posting = Posting(FakeHost(rows), layout, rank, "unit")
+        posting = Posting(FakeHost(rows, rank), layout, rank, "unit")
         posting.plan = plan_sums(layout, rank, least)
         posting._kept_numbers = posting.plan.kept
         grads = {}
@@ -73,7 +76,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
                 if grad.dim() == 2 and data.draw(st.booleans()):
                     grad = grad.t().contiguous().t()
                 grads[i] = grad
-        posting.show(Slot(1, rows[rank], rows), grads)
+        posting.show(grads, torch.float32, lambda: None)
         postings.append(posting)
         for i, grad in grads.items():
             slot = layout.slots[i]
@@ -96,9 +99,9 @@ def test_a_flat_buffer_is_shown_but_for_what_this_rank_owns(shapes, world, kind)
     layout = plan_layout(named(shapes), world, kind=kind)
     flats = [torch.randn(layout.numel) for _ in range(world)]
     rows = tuple(torch.full((layout.numel,), float("nan")) for _ in range(world))
-    postings = [Posting(FakeHost(rows), layout, rank, "unit") for rank in range(world)]
+    postings = [Posting(FakeHost(rows, rank), layout, rank, "unit") for rank in range(world)]
     for rank, posting in enumerate(postings):
-        posting.show_flat(Slot(1, rows[rank], rows), flats[rank])
+        posting.show_flat(flats[rank], lambda: None)
         assert int(rows[rank].isnan().sum()) == layout.shard_numel
     total = sum(flats[1:], flats[0].clone())
     for rank, posting in enumerate(postings):

@@ -147,6 +147,7 @@ class Call:
         launch: Callable[[Transport], Started],
         back: Callable[[], None] | None = None,
         peer: int = -1,
+        nbytes: int | None = None,
     ) -> Work:
         """Run `launch` with this group's transport; a group of one has nothing to do.
 
@@ -154,6 +155,7 @@ class Call:
             tensor: What decides the device and is recorded; None for a barrier.
             back: What remains to do on this rank when the operation is complete.
             peer: The root, or the other rank of a message, within the group.
+            nbytes: What is passed in, where that is not the tensor alone.
         Raises:
             CommError: the backend gave up; see `Pending.wait`.
         """
@@ -169,7 +171,7 @@ class Call:
         slot = recorder.begin(channel, mark, (self.op, self.unit, peer), tensor)
         if host_waits and not async_op:
             recorder.waiting(slot)  # in `launch` already, where the backend has it so
-        span = self._span(tensor)
+        span = self._span(tensor, nbytes)
         span.__enter__()
         try:
             started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
@@ -196,7 +198,7 @@ class Call:
             )
         return found
 
-    def _span(self, tensor: Tensor | None) -> AbstractContextManager[None]:
+    def _span(self, tensor: Tensor | None, nbytes: int | None) -> AbstractContextManager[None]:
         if not ds_monitor.active():
             return _NO_SPAN
         return ds_monitor.span(
@@ -204,7 +206,7 @@ class Call:
             unit=self.unit,
             group=self.group.name,
             ranks=self.group.size,
-            nbytes=0 if tensor is None else tensor.nbytes,
+            nbytes=nbytes if nbytes is not None else 0 if tensor is None else tensor.nbytes,
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
         )
 

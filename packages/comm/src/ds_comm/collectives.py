@@ -36,6 +36,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
+    "all_to_all_pieces",
     "all_to_all_single",
     "barrier",
     "broadcast",
@@ -253,6 +254,32 @@ def all_to_all(
     call.check_parts("input part for itself", mine.numel(), "output part", out.numel(), 1)
     call.copy_alone(out, mine)
     return call.start(mine, async_op, lambda to: to.all_to_all(output_tensor_list, input_tensor_list))
+
+
+def all_to_all_pieces(
+    outputs: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Sequence[Tensor]],
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    unit: str = "",
+) -> Work:
+    """The tensors `inputs[r]` go to rank r, which receives them in order in its `outputs[this rank]`. What is for oneself stays.
+
+    Args:
+        outputs: Contiguous tensors, as many and as large as the other rank sends. Both sides know; nothing is checked between them.
+        inputs: Contiguous tensors that lie anywhere and must not change before the end: nothing is copied on this side.
+    Cost: what is sent; a message a tensor. Worth it from some 256 KiB a tensor on gloo; copy smaller ones together.
+    """
+    call = Call("all_to_all_pieces", as_group(group), unit)
+    call.check_count("outputs", outputs)
+    call.check_count("inputs", inputs)
+    others = [r for r in range(call.group.size) if r != call.group.rank]
+    sent = [piece for r in others for piece in inputs[r]]
+    call.check(*sent, *(piece for r in others for piece in outputs[r]))
+    size = sum(piece.nbytes for piece in sent)
+    largest = max(sent, key=Tensor.numel, default=torch.empty(0))
+    return call.start(largest, async_op, lambda to: to.all_to_all_pieces(outputs, inputs), nbytes=size)
 
 
 def broadcast(

@@ -37,6 +37,7 @@ OPS = (
     "all_gather",
     "all_gather_coalesced",
     "all_to_all_single",
+    "all_to_all_pieces",
     "all_to_all",
     "broadcast",
     "gather",
@@ -46,7 +47,9 @@ OPS = (
     "send",
     "recv",
 )
-UNEVEN = frozenset({"all_gather", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv"})
+UNEVEN = frozenset(
+    {"all_gather", "all_to_all", "all_to_all_pieces", "all_to_all_single", "gather", "scatter", "send", "recv"}
+)
 _UNEVEN_CODES = [code for code, op in enumerate(OPS) if op in UNEVEN]
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _DTYPES = ("", *sorted({str(v)[6:] for v in vars(torch).values() if isinstance(v, torch.dtype)}))

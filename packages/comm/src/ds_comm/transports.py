@@ -87,6 +87,12 @@ class Transport:
     def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
         return _started(dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=self.asynchronous))
 
+    def all_to_all_pieces(self, outs: Sequence[Sequence[Tensor]], inps: Sequence[Sequence[Tensor]]) -> Started:
+        others = [r for r in range(self.size) if r != self.rank]
+        ops = [dist.P2POp(dist.irecv, t, group=self.pg, group_peer=r) for r in others for t in outs[r]]
+        ops += [dist.P2POp(dist.isend, t, group=self.pg, group_peer=r) for r in others for t in inps[r]]
+        return Started(dist.batch_isend_irecv(ops) if ops else ())
+
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:
         into = None if parts is None else list(parts)
         return _started(dist.gather(tensor, into, group_dst=dst, group=self.pg, async_op=self.asynchronous))
@@ -164,6 +170,20 @@ class GlooTransport(Transport):
     def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
         works = self._exchange(self._tag(6), outs, inps)
         outs[self.rank].copy_(inps[self.rank])
+        return Started(works)
+
+    def all_to_all_pieces(self, outs: Sequence[Sequence[Tensor]], inps: Sequence[Sequence[Tensor]]) -> Started:
+        # Tensors of one size to one rank are told apart by their number.
+        works: list[Any] = []
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        for number in range(max(map(len, (*outs, *inps)))):
+            tag = _Tag(self.mark * 16 + 10, zlib.crc32(f"{self.unit}/{number}".encode()))
+            for r in others:
+                if number < len(outs[r]):
+                    works.append(self.pg.recv([_carrier(outs[r][number])], r, tag.of(outs[r][number])))
+            for r in others:
+                if number < len(inps[r]):
+                    works.append(self.pg.send([_carrier(inps[r][number])], r, tag.of(inps[r][number])))
         return Started(works)
 
     def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int) -> Started:

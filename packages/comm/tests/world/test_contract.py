@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -165,6 +166,14 @@ def check_exchanges(c: Contract) -> None:
         assert torch.equal(out, expected)
     outs = c.parts()
     ds_comm.all_to_all(outs, c.split(), group=c.group)
+    assert torch.equal(torch.cat(outs), expected)
+    # Several pieces of a rank's part, the last one empty.
+    outs, sent = [c.empty() for _ in range(c.size)], c.split()
+    cuts = [0, c.n // 3, c.n // 3, c.n]
+    pieces = [[part[a:b] for a, b in pairwise(cuts)] for part in sent]
+    into = [[part[a:b] for a, b in pairwise(cuts)] for part in outs]
+    ds_comm.all_to_all_pieces(into, pieces, group=c.group)
+    outs[c.rank].copy_(sent[c.rank])  # what is for oneself stays
     assert torch.equal(torch.cat(outs), expected)
     # Uneven: rank a gives rank b its first (a + b) % 3 rows.
     rows = [(c.rank + to) % 3 for to in range(c.size)]

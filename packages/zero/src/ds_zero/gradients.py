@@ -10,7 +10,8 @@ Knows no optimizer and no hook: others say when gradients have arrived and when 
 Words: *arena* is the flat gradient buffer, as long as the unit; it is *open* while it holds gradients that were not reduced.
 *sums* are the reduced gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. Where
 the ranks share a host's memory there is a slot instead of an arena (`posting.py`), reducing is one pass over the ranks' slots, and
-the sums take the memory of the gradients that they are made of: then there are several ranges, else one.
+the sums take the memory of the gradients that they are made of. So it is where messages can leave from any memory (`exchange.py`).
+Then there are several ranges, else one. Both ways to do without an arena are called *direct*.
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_zero._torch import foreach_add, foreach_copy
-from ds_zero.host import Slot
+from ds_zero.exchange import Exchange, sends_from_anywhere
 from ds_zero.posting import Posting
 from ds_zero.rows import RowSum
 from ds_zero.seat import Members, Seat
@@ -59,15 +60,22 @@ class Gradients:
         self._sums_in_arena = False
         self._reducing: _Reduction | None = None
         self._square: tuple[float, int] | None = None
-        self._posting: Posting | None = None
+        self._direct = self._way(members, seat)
         self.ranges: tuple[tuple[int, int], ...] = ((0, members.layout.shard_numel),)
-        if seat.host is not None:
-            self._posting = Posting(seat.host, members.layout, seat.shards.rank, members.spec.name)
-        # One tensor where what was summed is sent on to other hosts.
-        self._in_place = self._posting is not None and seat.replicas.size == 1
-        if self._posting is not None and self._in_place:
-            self.ranges = tuple((run.start, run.stop) for run in self._posting.plan.runs)
+        # One tensor where what was summed is sent on to other ranks.
+        self._in_place = self._direct is not None and seat.replicas.size == 1
+        if self._direct is not None and self._in_place:
+            self.ranges = tuple((run.start, run.stop) for run in self._direct.plan.runs)
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
+
+    @staticmethod
+    def _way(members: Members, seat: Seat) -> Posting | Exchange | None:
+        layout, name = members.layout, members.spec.name
+        if seat.host is not None:
+            return Posting(seat.host, layout, seat.shards.rank, name)
+        if layout.world > 1 and sends_from_anywhere(seat.shards, members.device):
+            return Exchange(seat.shards, layout, seat.pool, name)
+        return None
 
     def collect(self, *, now: bool = True) -> None:
         """Move the parameters' gradients into the arena; parameters without one contribute zeros.
@@ -79,16 +87,16 @@ class Gradients:
         params = self._members.params
         present = [i for i, param in enumerate(params) if param.grad is not None]
         with torch.no_grad():
-            if now and not self.open and self._posting is not None:
-                self._show(self._posting, present)
+            if now and not self.open and self._direct is not None:
+                self._show(self._direct, present)
             else:
                 self._collect(present, now=now)
         for i in present:
             params[i].grad = None
 
-    def _show(self, posting: Posting, present: Sequence[int]) -> None:
-        slot = self._open_slot(posting, self._dtypes.reduce)
-        posting.show(slot, {i: _dense(self._members.params[i].grad) for i in present})
+    def _show(self, direct: Posting | Exchange, present: Sequence[int]) -> None:
+        grads = {i: _dense(self._members.params[i].grad) for i in present}
+        direct.show(grads, self._dtypes.reduce, self.finish)
         self.open = True
 
     def _collect(self, present: Sequence[int], *, now: bool) -> None:
@@ -114,8 +122,8 @@ class Gradients:
         arena = self.arena
         if arena is not None and self.seat.size > 1 and self._travels_narrow(arena):
             arena = self._recast(arena, self._dtypes.reduce)
-        if self._posting is not None:
-            self._post(self._posting, arena)
+        if self._direct is not None:
+            self._post(self._direct, arena)
             return
         if arena is None:
             raise RuntimeError(f"unit {self._members.spec.name} has no gradient buffer to reduce")
@@ -145,23 +153,19 @@ class Gradients:
         # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
         return self._dtypes.reduce.itemsize < min(arena.dtype.itemsize, self._dtypes.param.itemsize)
 
-    def _post(self, posting: Posting, arena: Tensor | None) -> None:
-        # The same on a shared host: the ranks' slots are summed where they are.
+    def _post(self, direct: Posting | Exchange, arena: Tensor | None) -> None:
         if arena is not None:
-            posting.show_flat(self._open_slot(posting, arena.dtype), arena)
-        posting.post()
-        self.open, dtype = False, posting.slot.mine.dtype
+            direct.show_flat(arena, self.finish)
+        direct.post()
+        self.open, dtype = False, direct.dtype
         if self.sums is not None or dtype != self._dtypes.accumulate:
             flat = self._take_flat(dtype)
             outs = [flat[start:stop] for start, stop in self.ranges]
             self._reducing = _Reduction([], outs, flat, keeps=False, in_place=False)
             return
-        kept = [posting.kept(run) for run in posting.plan.runs] if self._in_place else [None]
+        kept = [direct.kept(run) for run in direct.plan.runs] if self._in_place else [None]
         outs = [self._take_spare(i) if found is None else found for i, found in enumerate(kept)]
         self._reducing = _Reduction([], outs, None, keeps=False, in_place=False)
-
-    def _open_slot(self, posting: Posting, dtype: torch.dtype) -> Slot:
-        return posting.host.open_slot(self._layout.numel, dtype, self.finish)
 
     def finish(self) -> None:
         """Wait for `reduce`: `sums` is valid afterwards."""
@@ -170,7 +174,7 @@ class Gradients:
             return
         for work in going.works:
             work.wait()
-        square = None if self._posting is None else self._pull(self._posting, going.outs)
+        square = None if self._direct is None else self._pull(self._direct, going.outs)
         if self._layout.world > 1 and self.seat.replicas.size > 1:
             for out in going.outs:
                 comm.all_reduce(out, group=self.seat.replicas, unit=self._members.spec.name)
@@ -185,10 +189,10 @@ class Gradients:
         if not going.keeps:
             self._give_arena()
 
-    def _pull(self, posting: Posting, outs: list[Tensor]) -> float:
+    def _pull(self, direct: Posting | Exchange, outs: list[Tensor]) -> float:
         if not self._in_place:
-            outs = [outs[0][run.start : run.stop] for run in posting.plan.runs]
-        return posting.pull(outs)
+            outs = [outs[0][run.start : run.stop] for run in direct.plan.runs]
+        return direct.pull(outs)
 
     def _add(self, outs: Sequence[Tensor]) -> None:
         if self.sums is None:
@@ -224,8 +228,8 @@ class Gradients:
             param.grad = None
         if self._members.spec.residency.shard_grads or self._layout.world > 1:
             self._give_arena()
-        if self._posting is not None:
-            self._posting.drop()
+        if self._direct is not None:
+            self._direct.drop()
 
     def drop_idle(self) -> int:
         """Give back buffers that hold nothing. Returns the bytes that were not the pool's."""
@@ -243,8 +247,9 @@ class Gradients:
 
     @property
     def full_bytes(self) -> int:
-        """Of the arena."""
-        return 0 if self.arena is None else self.arena.nbytes
+        """Of the arena, or of what is sent and received in its stead."""
+        passing = self._direct.nbytes if isinstance(self._direct, Exchange) else 0
+        return passing if self.arena is None else self.arena.nbytes
 
     @property
     def shard_bytes(self) -> int:

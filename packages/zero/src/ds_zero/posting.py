@@ -14,10 +14,11 @@ out of the same pass. A sum that is put where a gradient was kept needs no memor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from ds_ops.summing import sum_sources
@@ -54,6 +55,11 @@ class Run:
     at: int
     member: int | None = None
     first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +125,22 @@ class Posting:
             raise RuntimeError(f"unit {self.name} has no slot open")
         return self._slot
 
-    def show(self, slot: Slot, grads: Mapping[int, Tensor]) -> None:
-        """Fill a slot with gradients by number of the parameter; those without one contribute zeros.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is shown now."""
+        return self.slot.mine.dtype
+
+    def show(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> None:
+        """Fill the next slot with gradients by number of the parameter; those without one contribute zeros.
 
         Where formats agree, what this rank owns is kept and not copied: the tensors must not change until `pull`, which may
         write the sum there.
+
+        Args:
+            finish: Finishes this reduction; called when the slot is needed for another.
         """
-        mine, self._slot = slot.mine, slot
+        self._slot = self.host.open_slot(self.layout.numel, dtype, finish)
+        mine = self._slot.mine
         for gap in self._gaps:
             for _, _, view in self._turned(mine, gap.start, gap.stop):
                 view.zero_()
@@ -155,14 +170,14 @@ class Posting:
         if to:
             foreach_copy(to, of)
 
-    def show_flat(self, slot: Slot, flat: Tensor) -> None:
-        """The same from a buffer laid out like the slot; what this rank owns of it must not change until `pull`."""
-        self._slot, self._flat = slot, flat
+    def show_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
+        """The same from a buffer laid out like the unit; what this rank owns of it must not change until `pull`."""
+        self._slot, self._flat = self.host.open_slot(self.layout.numel, flat.dtype, finish), flat
         for segment in self.layout.segments:
             own = segment.start + self.rank * segment.chunk
             end = segment.start + segment.chunk * self.layout.world
             for start, stop in ((segment.start, own), (own + segment.chunk, end)):
-                for a, b, there in self._turned(slot.mine, start, stop):
+                for a, b, there in self._turned(self._slot.mine, start, stop):
                     there.copy_(flat[a:b])
 
     def _turned(self, mine: Tensor, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
@@ -181,14 +196,14 @@ class Posting:
         """The gradient that stands for this rank's part of a run, where one was kept. It may be the run's `out` in `pull`."""
         if run.member is None or run.member not in self._kept:
             return None
-        return self._kept[run.member][run.first : run.first + run.stop - run.start]
+        return self._kept[run.member][run.first : run.first + run.numel]
 
     def pull(self, outs: Sequence[Tensor]) -> float:
         """outs[i] = the sum over ranks of run i, in rank order; waits until all posted. Returns the squares' sum."""
         slot, squares = self.slot, 0.0
         self.host.wait(slot, self.name)
         for run, out in zip(self.plan.runs, outs, strict=True):
-            end = run.at + run.stop - run.start
+            end = run.at + run.numel
             sources = [row[run.at + by : end + by] for row, by in zip(slot.all, self._shifts, strict=True)]
             kept = self._flat[run.at : end] if self._flat is not None else self.kept(run)
             if kept is not None:

@@ -20,9 +20,8 @@ GRID = list(itertools.product((1, 4), BUCKETS, (True, False), (None, 1.0)))
 
 def train(bench, kind, options, *, steps=5, micros=1, dtype=torch.float32):
     net = bench.model(kind, dtype)
-    with mock.patch(
-        "ds_zero.posting.LEAST", 8
-    ):  # on shared memory these small gradients are to be kept as large ones are
+    # These small gradients are to be kept, and sent, as large ones are.
+    with mock.patch("ds_zero.posting.LEAST", 8), mock.patch("ds_zero.exchange.LEAST", 8):
         optimizer = ds_zero.shard(net, bench.adamw(net), **options)
     for step in range(steps):
         for micro in range(micros):

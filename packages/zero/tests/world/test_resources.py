@@ -49,6 +49,8 @@ def sent_bytes(run):
     for record in sink.records:
         if record.name.startswith("comm/") and record.attrs.get("unit") not in ("step", "settle"):
             share = {"comm/all_reduce": 2.0}.get(record.name, 1.0) * (size - 1) / size
+            if record.name == "comm/all_to_all_pieces":
+                share = 1.0  # it tells what was sent
             op = record.name.removeprefix("comm/")
             whole = record.attrs["nbytes"] * (size if op.startswith("all_gather") else 1)
             total[op] = total.get(op, 0) + share * whole
