@@ -288,8 +288,6 @@ class Gradients:
     def _take_spare(self, number: int) -> Tensor:
         """Memory of its own for the sum of a range."""
         spare, dtype = self._spares[number], self._dtypes.accumulate
-        if spare is None and self.seat.sums is not None:
-            spare = self.seat.sums.take(self._members.number, dtype)
         if spare is None:
             start, stop = self.ranges[number]
             spare = torch.empty(stop - start, dtype=dtype, device=self._members.device)

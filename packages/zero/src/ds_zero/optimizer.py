@@ -229,7 +229,6 @@ class ShardedOptimizer(Optimizer):
             self._update(units, average * self._clip(norm), facts.unused)
         for unit in units:
             unit.gradients.clear()
-        self.sharding.idle()
         runtime.stepped()
         if not skipped:
             self.sharding.gather_kept()

@@ -12,7 +12,7 @@ from ds_zero.host import HostMemory
 from ds_zero.layout import UnitLayout
 from ds_zero.nodes import Route
 from ds_zero.precision import Dtypes
-from ds_zero.store import Lent, Pool
+from ds_zero.store import Pool
 from ds_zero.units import UnitSpec
 
 __all__ = ["Members", "Seat"]
@@ -29,7 +29,6 @@ class Seat:
         pool: Where gradient buffers come from.
         host: Memory that the ranks of `shards` share; None where they share none.
         route: How gathers go between nodes; None: flat.
-        sums: Memory of the units' reduced gradients, by their number; None: of its own each.
     """
 
     shards: comm.Group
@@ -38,7 +37,6 @@ class Seat:
     pool: Pool
     host: HostMemory | None = None
     route: Route | None = None
-    sums: Lent | None = None
 
     @property
     def size(self) -> int:

@@ -35,7 +35,7 @@ from ds_zero.residency import STAGES, Residency
 from ds_zero.rows import row_sum, tables
 from ds_zero.scattered import is_scattered
 from ds_zero.seat import Seat
-from ds_zero.store import Lent, Pool
+from ds_zero.store import Pool
 from ds_zero.unit import Part, Unit
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
 
@@ -164,16 +164,12 @@ class Sharding:
         self.unloaded = {name for name, param in by_name.items() if param.is_meta}
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
         _broadcast_differences([*ready, *model.buffers()], self.group)
-        # A step's page faults are worth it where gathers and sums need most memory beside each other.
-        self._paged = residency.shard_params and not wants_shared(options.memory, self.group, by_name.values())
-        self.pool = Pool(paged=self._paged)
+        self.pool = Pool()
         self.away: list[Away] = []
         self._replicas = split_replicas(self.group, options.shard_size if residency.shard_optim else None)
         host = self._host(by_name, residency)
         route = self._route(residency, host)
-        seat = replace(
-            _seat(self.group, self._replicas, residency, self.pool, host), route=route, sums=self._sums(by_name)
-        )
+        seat = replace(_seat(self.group, self._replicas, residency, self.pool, host), route=route)
         self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
         self._unforeseen: Group | None = None
         self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
@@ -200,23 +196,6 @@ class Sharding:
     def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
         return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
-
-    def _sums(self, params: Mapping[str, Parameter]) -> Lent | None:
-        world = self._replicas.shards.size if self.options.residency.shard_optim else 1
-        if world == 1 or not self._paged or any(p.device.type not in ("cpu", "meta") for p in params.values()):
-            return None
-        sizes = []
-        for spec in self.specs:
-            layout = plan_layout(spec.shapes, world, kind=spec.params[0].layout)
-            dtypes = self.precision.resolve(params[spec.params[0].name].dtype, spec.params[0].name)
-            sizes.append(layout.shard_numel * dtypes.accumulate.itemsize if spec.trained else 0)
-        return Lent(sizes)
-
-    def idle(self) -> None:
-        """No gradient is held: what they lived in goes back to the system."""
-        self.pool.idle()
-        if self.seat.sums is not None:
-            self.seat.sums.idle()
 
     def _route(self, residency: Residency, host: HostMemory | None) -> Route | None:
         nodes = self.options.nodes

@@ -315,28 +315,3 @@ def test_many_models_in_one_process_and_one_loss():
     for net, twin in zip(nets, twins, strict=True):
         for a, b in zip(net.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(("stage", "memory"), [(1, "private"), (3, "private"), (2, "shared"), (3, "shared")])
-@world(2)
-def test_what_is_summed_has_no_pages_between_steps(monkeypatch, stage, memory):
-    """The same numbers where gradients live in memory that is given back after every step: at stage 3, without shared memory."""
-    found = []
-    for threshold in (64, 1 << 40):
-        monkeypatch.setattr("ds_zero.store.HUGE_PAGE_BYTES", threshold)
-        monkeypatch.setattr("ds_zero.store._huge_pages", lambda: True)
-        net = even()
-        optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN, memory=memory, clip=1.0)
-        for step in range(3):
-            torch.manual_seed(7 * step + dist.get_rank())
-            train(net, optimizer, 1, micros=2)
-        spares = [spare for u in optimizer.sharding.units for spare in u.gradients._spares]
-        given_back = threshold == 64 and (stage, memory) == (3, "private")
-        assert all((not spare.any()) == given_back for spare in spares)
-        optimizer.suspend()
-        optimizer.resume()
-        train(net, optimizer, 1)
-        optimizer.close()
-        found.append([p.detach().clone() for p in net.parameters()])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
