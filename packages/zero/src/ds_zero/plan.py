@@ -29,7 +29,8 @@ class UnitBytes:
     Attributes:
         full: Kept bytes of the parameters in the format forward uses.
         shard: Kept bytes of the master shard; 0 where it is a part of full.
-        grads: Kept bytes of gradient buffers.
+        grads: Bytes of this rank's share of the gradients from backward to update: of memory of its own, which is kept, or of the
+            gradients that it is made of, which is not.
         optim: Kept bytes of the optimizer's per-element state.
         gathered: Passing bytes while the unit is in use.
         arena: Passing bytes while its gradients travel.
@@ -65,7 +66,7 @@ class ZeroPlan:
 
     @property
     def kept(self) -> Mapping[str, int]:
-        """Bytes between steps on one rank, by category."""
+        """Bytes of parameters, masters, gradients and optimizer state on one rank, by category."""
         return {k: sum(getattr(b, k) for b in self.bytes) for k in ("full", "shard", "grads", "optim")}
 
     @property

@@ -6,6 +6,7 @@ All ranks draw the same examples (derandomized, no shrinking), and each example 
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ examples = st.fixed_dictionaries(
         "optimizer": st.sampled_from(["adamw", "adamw", "sgd", "adagrad", "groups", "adafactor", "lbfgs"]),
         "micros": st.integers(1, 3),
         "sync": st.booleans(),
+        "least": st.sampled_from([8, 8, 1 << 20]),  # elements from which gradients are kept, and sent, without a copy
         "options": options,
     }
 )
@@ -69,7 +71,9 @@ def maker(name):
 def train(bench, example, options):
     kind, micros = example["kind"], example["micros"]
     net = bench.model(kind, torch.float64 if options["precision"] is None else torch.float32)
-    optimizer = ds_zero.shard(net, maker(example["optimizer"])(net), **options)
+    least = example["least"]
+    with mock.patch("ds_zero.posting.LEAST", least), mock.patch("ds_zero.exchange.LEAST", least):
+        optimizer = ds_zero.shard(net, maker(example["optimizer"])(net), **options)
     try:
         for step in range(STEPS):
             for micro in range(micros):
