@@ -56,7 +56,8 @@ def shard(
     Raises:
         PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
             ("zero-foreign-parameters"), or an option is not known.
-    Collective over the group. Cost: one pass over the parameters.
+    Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
+    that keeps one clones it.
     """
     chosen = ShardOptions(**options)
     if optimizer is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_ops.summing import sum_sources
-from ds_zero._torch import foreach_copy
+from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout import UnitLayout
 from ds_zero.posting import Run, SumPlan, plan_sums
 from ds_zero.store import Pool
@@ -130,8 +130,9 @@ class Exchange:
         for member in self._chosen:
             grad = grads.get(member)
             if grad is not None and grad.dtype == dtype and grad.is_contiguous():
+                if storage_uses(grad) == 1:  # posting.py, "nothing else lies there"
+                    self._own.add(member)
                 self._grads[member] = grad.view(-1)
-                self._own.add(member)
                 continue
             made = self._take(self.layout.slots[member].numel, dtype)
             self._grads[member] = made

@@ -9,6 +9,9 @@ is not shown is then at the end of every slot, whatever the unit, and memory tha
 
 Cost, for W ranks and n elements: (W-1)/W n read and written to show, n read and n/W written to sum; the squares of the sum come
 out of the same pass. A sum that is put where a gradient was kept needs no memory of its own.
+
+Note "nothing else lies there". Autograd hands the same memory to several tensors: where a parameter was viewed and added, its gradient
+is a view of the gradient that goes on to earlier layers. Such a gradient is read, and its sum is put elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_ops.summing import sum_sources
-from ds_zero._torch import foreach_copy
+from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.host import HostMemory, Slot
 from ds_zero.layout import UnitLayout
 
@@ -116,6 +119,7 @@ class Posting:
         self._kept_numbers, self._gaps = self.plan.kept, layout.gaps
         self._slot: Slot | None = None
         self._kept: dict[int, Tensor] = {}
+        self._own: set[int] = set()
         self._flat: Tensor | None = None
 
     @property
@@ -148,6 +152,8 @@ class Posting:
         for member, place in enumerate(self.layout.slots):
             grad = grads.get(member)
             if grad is not None and member in self._kept_numbers and grad.dtype == mine.dtype and grad.is_contiguous():
+                if storage_uses(grad) == 1:
+                    self._own.add(member)
                 self._kept[member] = grad.view(-1)
                 continue
             there = self._turned(mine, place.offset, place.offset + place.numel)
@@ -193,7 +199,10 @@ class Posting:
         self.host.post(self.slot)
 
     def kept(self, run: Run) -> Tensor | None:
-        """The gradient that stands for this rank's part of a run, where one was kept. It may be the run's `out` in `pull`."""
+        """The gradient that stands for this rank's part of a run, if nothing else lies there. It may be the run's `out` in `pull`."""
+        return self._mine(run) if run.member in self._own else None
+
+    def _mine(self, run: Run) -> Tensor | None:
         if run.member is None or run.member not in self._kept:
             return None
         return self._kept[run.member][run.first : run.first + run.numel]
@@ -205,7 +214,7 @@ class Posting:
         for run, out in zip(self.plan.runs, outs, strict=True):
             end = run.at + run.numel
             sources = [row[run.at + by : end + by] for row, by in zip(slot.all, self._shifts, strict=True)]
-            kept = self._flat[run.at : end] if self._flat is not None else self.kept(run)
+            kept = self._flat[run.at : end] if self._flat is not None else self._mine(run)
             if kept is not None:
                 sources[self.rank] = kept
             if end > run.at:
@@ -218,3 +227,4 @@ class Posting:
         """Forget a slot that nobody will pull, and what was kept for it."""
         self._slot, self._flat = None, None
         self._kept.clear()
+        self._own.clear()

@@ -91,6 +91,49 @@ def test_autocast_equals_ddp_to_the_bit(bench, stage):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class Views(torch.nn.Module):
+    """Gradients of viewed parameters lie in the memory of gradients that autograd goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
+        self.row = torch.nn.Parameter(torch.randn(24))
+        self.column = torch.nn.Parameter(torch.randn(24, 1))
+        self.flat = torch.nn.Parameter(torch.randn(24))
+
+    def forward(self, x):
+        x = self.first(x) + self.row.unsqueeze(0)
+        x = torch.tanh(x) + self.column.view(1, -1) + self.flat.reshape(1, 24)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize("stage", [1, 3])
+@world(2)
+def test_gradients_that_share_memory_are_not_written(stage, memory):
+    rank, nets = dist.get_rank(), [Views().double(), Views().double()]
+    with mock.patch("ds_zero.posting.LEAST", 8), mock.patch("ds_zero.exchange.LEAST", 8):
+        policy = ds_zero.UnitPolicy(max_numel=1, persist_numel=0)
+        optimizer = ds_zero.shard(
+            nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.1), stage=stage, memory=memory, policy=policy
+        )
+    params = list(nets[1].parameters())
+    for step in range(3):
+        made = [torch.Generator().manual_seed(10 * step + r) for r in range(2)]
+        xs = [torch.randn(1, 24, generator=g, dtype=torch.float64) for g in made]
+        nets[0](xs[rank]).square().mean().backward()
+        optimizer.step()
+        # Not by backward: torch itself adds a second gradient to memory that two parameters share, for both of them.
+        found = [torch.autograd.grad(nets[1](x).square().mean() / 2, params) for x in xs]
+        with torch.no_grad():
+            for param, *grads in zip(params, *found, strict=True):
+                param -= 0.1 * sum(grads)
+    optimizer.close()
+    for a, b in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("memory", ["private", "shared"])
 @pytest.mark.parametrize("stage", [1, 3])
 @world(3)
