@@ -75,6 +75,8 @@ def run(engine: str, config: str, world: int) -> dict | None:
 def summary(runs: list[dict]) -> dict:
     # Of each run the median of its steps.
     keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb", "psi_mb")
+    if all("pair_ratio" in r for r in runs):
+        keys += ("pair_over_ms", "pair_ratio")
     return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
         "rounds": len(runs),
         "losses": runs[0]["losses"],
@@ -109,15 +111,12 @@ def agrees(row: dict, reference: dict) -> bool:
 
 
 def table(rows: dict[str, dict], world: int) -> None:
-    floor, reference = (
-        rows["fwdbwd"]["step_ms"],
-        next((rows[e] for e in ("ddp", "deepspeed1", "local") if e in rows), None),
-    )
+    reference = next((rows[e] for e in ("ddp", "deepspeed1", "local") if e in rows), None)
     print(
         f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'node MB':>8} {'/ floor':>8}  losses"
     )
     for engine, row in rows.items():
-        row["over_ms"] = round(row["step_ms"] - floor, 2)
+        row["over_ms"] = round(overhead(row, rows), 2)
         row["agrees"] = engine == "fwdbwd" or (reference is not None and agrees(row, reference))
         floor_of = floor_mb(engine, rows, world)
         row["over_floor"] = None if floor_of is None else round(row["node_mb"] / floor_of, 2)
@@ -126,8 +125,20 @@ def table(rows: dict[str, dict], world: int) -> None:
     for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
         mine, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
         if mine and peer:
-            print(f"  stage {stage} on {via[1:] or 'gloo'}: {mine['step_ms'] / peer['step_ms']:.2f}x of DeepSpeed's step, overhead "
+            print(f"  stage {stage} on {via[1:] or 'gloo'}: {quotient(mine, peer):.2f}x of DeepSpeed's step, overhead "
                   f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
+
+
+def overhead(row: dict, rows: dict[str, dict]) -> float:
+    """Milliseconds over forward and backward alone: of neighbours in time where they were measured so."""
+    return row.get("pair_over_ms", row["step_ms"] - rows["fwdbwd"]["step_ms"])
+
+
+def quotient(mine: dict, peer: dict) -> float:
+    """Step over step; where both were measured beside forward and backward alone, each in units of that."""
+    if "pair_ratio" in mine and "pair_ratio" in peer:
+        return mine["pair_ratio"] / peer["pair_ratio"]
+    return mine["step_ms"] / peer["step_ms"]
 
 
 def record(rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from zero import DATA, ENGINES, floor_mb, summary
+from zero import DATA, ENGINES, floor_mb, overhead, quotient, summary
 
 PAGE = DATA.parent.parent / "zero.md"
 TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -57,7 +57,7 @@ def table(entry: dict, world: int, transport: str) -> str:
     for engine, row in rows.items():
         if not chosen(engine, transport):
             continue
-        floor, over = floor_mb(engine, rows, world), row["step_ms"] - rows["fwdbwd"]["step_ms"]
+        floor, over = floor_mb(engine, rows, world), 0.0 if engine == "fwdbwd" else overhead(row, rows)
         shared = floor_mb(engine, rows, world, shared=True) if "@" in engine and engine.startswith("ours") else None
         cells = [
             name_of(engine),
@@ -92,13 +92,11 @@ def ratios(results: dict) -> str:
             if not ours or not peer:
                 continue
             step, over, cpu = (
-                ours["step_ms"] / peer["step_ms"],
-                (peer["step_ms"] - alone["step_ms"]) / (ours["step_ms"] - alone["step_ms"]),
+                quotient(ours, peer),
+                overhead(peer, rows) / overhead(ours, rows),
                 (peer["cpu_ms"] - alone["cpu_ms"]) / (ours["cpu_ms"] - alone["cpu_ms"]),
             )
-            others = ", ".join(
-                f"{ours['step_ms'] / rows[e]['step_ms']:.2f}x of {e}" for e in ("ddp", "fsdp2") if e in rows
-            )
+            others = ", ".join(f"{quotient(ours, rows[e]):.2f}x of {e}" for e in ("ddp", "fsdp2") if e in rows)
             lines.append(
                 f"{config} {stage}{via or '@gloo'}: step {step:.3f}x, overhead {over:.1f}x, in CPU {cpu:.1f}x less; {others}"
             )

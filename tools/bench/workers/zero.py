@@ -3,7 +3,9 @@
 usage: python zero.py ENGINE[@BACKEND] CONFIG STEPS      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
 
 Runs under our interpreter or under a peer's, so it imports no more than torch before it knows the engine. BACKEND is gloo
-(default) or shm. After the timed steps, three more are run while a thread samples this rank's proportional memory.
+(default) or shm. After the timed steps, three more are run while a thread samples this rank's proportional memory. Then steps alternate
+with forward and backward of a plain copy of the model, which both fare the same when the machine is slow for a while: `pair_over_ms` and
+`pair_ratio` are the medians of difference and quotient of neighbours.
 """
 
 from __future__ import annotations
@@ -276,6 +278,22 @@ def timed(config: Config, step: Step, steps: int) -> tuple[list[float], list[flo
     return times, losses, cpu
 
 
+def paired(config: Config, step: Step, steps: int) -> list[tuple[float, float]]:
+    """(seconds of forward and backward alone, seconds of the engine's step) of neighbours, after one of each."""
+    rank, found = int(os.environ["RANK"]), []
+    alone = plain(config, config.model(), update=False)
+    for i in range(steps + 1):
+        data, took = config.data(i, rank), []
+        for run in (alone, step):
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.barrier()
+            since = time.perf_counter()
+            run(data)
+            took.append(time.perf_counter() - since)
+        found.append((took[0], took[1]))
+    return found[1:]
+
+
 def main(engine: str, name: str, steps: int) -> None:
     torch.set_num_threads(1)
     engine, _, backend = engine.partition("@")
@@ -301,10 +319,14 @@ def main(engine: str, name: str, steps: int) -> None:
     for i in range(steps, steps + 3):
         step(config.data(i, rank))
     most = sampler.finish()
+    with burst():
+        pairs = paired(config, step, steps)
     skip = min(3, steps - 1)
     facts = {"engine": engine, "config": name, "world": world, "rank": rank, "step_ms": statistics.median(times[skip:]) * 1e3,
              "min_ms": min(times[skip:]) * 1e3, "cpu_ms": statistics.median(cpu[skip:]) * 1e3, "init_ms": made * 1e3,
-             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses, "torch": torch.__version__}  # fmt: skip
+             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses, "torch": torch.__version__,
+             "pair_over_ms": statistics.median(b - a for a, b in pairs) * 1e3,
+             "pair_ratio": statistics.median(b / a for a, b in pairs)}  # fmt: skip
     print(json.dumps(facts), flush=True)
     if dist.is_initialized():
         dist.barrier()
