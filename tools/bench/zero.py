@@ -2,85 +2,82 @@
 
 usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...] [--within SECONDS] [--more]
 
-Two ranks with one thread each (and one rank for `small`). Every (engine, config) is a fresh pair of processes; engines
-alternate, rounds repeat, medians of medians are reported. Losses must agree with DDP's (or DeepSpeed's), or the row says so. `--more` goes on
-with the record that is there. Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small`
-(24 Linear layers of 64 x 64).
+Two ranks with one thread each (and one rank for `small`). A round runs every (engine, config) alone, in fresh processes, for its
+memory, setup and losses, and then lets engines that are alive at once take turns for the time of their steps (`turns.py`); medians over
+everything are reported. Losses must agree with DDP's (or DeepSpeed's), or the row says so. `--more` goes on with the record that is
+there. Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small` (24 Linear layers of 64 x 64).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from peers import ensure
+from turns import RankFailedError, Ranks, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "zero.json"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
-STEPS = {"compute": 10, "comm": 20, "small": 100}
-ENGINES = ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours0", "ours1",
-           "ours2", "ours3", "zero_redundancy", "fsdp2_keep", "fsdp2", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned",
-           "ddp@shm", "fsdp2@shm"]  # fmt: skip
+STEPS = {"compute": 10, "comm": 10, "small": 100}
+TURN, CYCLES = {"compute": 3, "comm": 8, "small": 60}, 10
+# Those of a line are alive at once and take turns; half of the memory of a small machine is what limits a line.
+MEETINGS = [
+    ["fwdbwd", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3", "fsdp2"],
+    ["fwdbwd", "local", "ours0", "zero_redundancy", "fsdp2_keep", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned", "ddp@shm",
+     "fsdp2@shm"],
+]  # fmt: skip
+ENGINES = list(dict.fromkeys(engine for members in MEETINGS for engine in members))
+
+
+def ranks(engine: str, config: str, world: int, *, turns: bool) -> Ranks:
+    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+    return Ranks([python, str(WORKER), engine, config, "0" if turns else str(STEPS[config])], world, interactive=turns)
 
 
 def run(engine: str, config: str, world: int) -> dict | None:
-    """One fresh set of ranks; None (with the end of its output) if it failed."""
-    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    base = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(world),
-    }
-    base |= {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "LOCAL_SIZE": str(world)}
-    ranks = [
-        subprocess.Popen(
-            [python, str(WORKER), engine, config, str(STEPS[config])],
-            env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,  # the kernel shares processors between sessions, see `burst` of the worker
-        )
-        for r in range(world)
-    ]  # fmt: skip
-    for p in ranks:  # from the start, so that a run is short; the rank itself says it again around what is timed
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{p.pid}/autogroup").write_text("-15")
+    """One set of ranks alone on the machine: memory, setup, losses; None (with the end of its output) if it failed."""
+    alone = ranks(engine, config, world, turns=False)
     try:
-        outs = [p.communicate(timeout=240) for p in ranks]
-    except subprocess.TimeoutExpired:
-        for p in ranks:
-            p.kill()
-        print(f"  {engine}/{config}/{world}: no end after 240 s")
+        found = alone.answers()
+    except RankFailedError as error:
+        print(f"  {engine}/{config}/{world} failed: {error}")
         return None
-    found = [json.loads(line) for out, _ in outs for line in out.splitlines() if line.startswith("{")]
-    if len(found) < world:
-        print(f"  {engine}/{config}/{world} failed: {outs[0][1].strip().splitlines()[-1:]}")
-        return None
-    return found[0] | {"node_mb": sum(r["pss_mb"] for r in found)}
+    finally:
+        alone.end()
+    return found[0] | {"node_mb": sum(r["pss_mb"] for r in found), "losses": found[0]["losses"][:10]}
 
 
-def summary(runs: list[dict]) -> dict:
-    # Of each run the median of its steps.
-    keys = ("step_ms", "min_ms", "cpu_ms", "init_ms", "node_mb", "peak_mb", "psi_mb")
-    if all("pair_ratio" in r for r in runs):
-        keys += ("pair_over_ms", "pair_ratio")
-    return {k: round(statistics.median(r[k] for r in runs), 2) for k in keys} | {
-        "rounds": len(runs),
-        "losses": runs[0]["losses"],
-    }
+def rows_of(entry: dict) -> dict[str, dict]:
+    """Medians by engine: of its runs alone, and of its steps in turn (`step_ms`, `cpu_ms`, and `over_ms` beside `fwdbwd`)."""
+    rows = {}
+    for engine in (e for e in ENGINES if entry["runs"].get(e)):
+        runs = entry["runs"][engine]
+        row = {k: statistics.median(r[k] for r in runs) for k in ("step_ms", "cpu_ms", "init_ms", "node_mb", "psi_mb")}
+        both = beside(entry, engine, "fwdbwd")
+        if both:
+            row |= {k: statistics.median(mine[k] for mine, _ in both) for k in ("ms", "cpu_ms")}
+            row["step_ms"] = row.pop("ms")
+            row["over_ms"] = statistics.median(mine["ms"] - alone["ms"] for mine, alone in both)
+        rows[engine] = row | {"rounds": len(runs), "turns": len(both), "losses": runs[0]["losses"]}
+    return rows
+
+
+def beside(entry: dict, mine: str, peer: str) -> list[tuple[dict, dict]]:
+    """What both took in the same cycle, for every cycle of every meeting where both were."""
+    meetings = [m for m in entry.get("meetings", []) if mine in m and peer in m]
+    return [both for m in meetings for both in zip(m[mine], m[peer], strict=True)]
+
+
+def quotient(entry: dict, mine: str, peer: str) -> float:
+    """Step over step of the same moment."""
+    return statistics.median(a["ms"] / b["ms"] for a, b in beside(entry, mine, peer))
 
 
 def floor_mb(engine: str, rows: dict[str, dict], world: int, *, shared: bool = False) -> float | None:
@@ -110,60 +107,54 @@ def agrees(row: dict, reference: dict) -> bool:
     return all(abs(a - b) <= 1e-6 * abs(b) + 1e-9 for a, b in pairs)
 
 
-def table(rows: dict[str, dict], world: int) -> None:
+def show(entry: dict, world: int) -> None:
+    rows = rows_of(entry)
     reference = next((rows[e] for e in ("ddp", "deepspeed1", "local") if e in rows), None)
     print(
         f"  {'engine':18} {'step ms':>9} {'over f+b':>9} {'cpu ms':>8} {'init ms':>9} {'node MB':>8} {'/ floor':>8}  losses"
     )
     for engine, row in rows.items():
-        row["over_ms"] = round(overhead(row, rows), 2)
-        row["agrees"] = engine == "fwdbwd" or (reference is not None and agrees(row, reference))
-        floor_of = floor_mb(engine, rows, world)
-        row["over_floor"] = None if floor_of is None else round(row["node_mb"] / floor_of, 2)
-        print(f"  {engine:18} {row['step_ms']:9.2f} {row['over_ms']:9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
-              f"{row['node_mb']:8.1f} {row['over_floor'] or '':8}  {'agree' if row['agrees'] else 'DIFFER'}")  # fmt: skip
+        agree = engine == "fwdbwd" or (reference is not None and agrees(row, reference))
+        floor = floor_mb(engine, rows, world) if "fwdbwd" in rows else None
+        over = f"{row['node_mb'] / floor:8.2f}" if floor else " " * 8
+        print(f"  {engine:18} {row['step_ms']:9.2f} {row.get('over_ms', math.nan):9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
+              f"{row['node_mb']:8.1f} {over}  {'agree' if agree else 'DIFFER'}")  # fmt: skip
     for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
-        mine, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
-        if mine and peer:
-            print(f"  stage {stage} on {via[1:] or 'gloo'}: {quotient(mine, peer):.2f}x of DeepSpeed's step, overhead "
-                  f"{peer['over_ms'] / max(mine['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
-
-
-def overhead(row: dict, rows: dict[str, dict]) -> float:
-    """Milliseconds over forward and backward alone: of neighbours in time where they were measured so."""
-    return row.get("pair_over_ms", row["step_ms"] - rows["fwdbwd"]["step_ms"])
-
-
-def quotient(mine: dict, peer: dict) -> float:
-    """Step over step; where both were measured beside forward and backward alone, each in units of that."""
-    if "pair_ratio" in mine and "pair_ratio" in peer:
-        return mine["pair_ratio"] / peer["pair_ratio"]
-    return mine["step_ms"] / peer["step_ms"]
+        mine, peer = f"ours{stage}{via}", f"deepspeed{stage}"
+        if beside(entry, mine, peer):
+            print(f"  stage {stage} on {via[1:] or 'gloo'}: {quotient(entry, mine, peer):.2f}x of DeepSpeed's step, overhead "
+                  f"{rows[peer]['over_ms'] / max(rows[mine]['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
 def record(rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
     """Bring the chosen engines of one configuration to so many rounds; what is there stays, every run is kept at once."""
     config, world = where
     kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
-    entry = kept.setdefault(f"{config}-{world}", {"runs": {}})
-    alone = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
+    entry = kept.setdefault(f"{config}-{world}", {"runs": {}, "meetings": []})
+    if world == 1:
+        chosen = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
+
+    def keep() -> None:
+        entry["machine"] = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+        entry["date"] = time.strftime("%Y-%m-%d")
+        DATA.parent.mkdir(parents=True, exist_ok=True)
+        DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
+
     for number in range(rounds):
-        for engine in chosen if world > 1 else alone:
+        for engine in chosen:
             runs = entry["runs"].setdefault(engine, [])
-            if len(runs) > number or time.monotonic() > end:
-                continue
-            result = run(engine, config, world)
-            if result is None:
-                continue
-            runs.append(result | {"losses": result["losses"][:10]})
-            entry["machine"] = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-            entry["date"] = time.strftime("%Y-%m-%d")
-            DATA.parent.mkdir(parents=True, exist_ok=True)
-            DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
-    rows = {e: summary(entry["runs"][e]) for e in ENGINES if entry["runs"].get(e)}
-    if "fwdbwd" in rows:
-        print(f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory", flush=True)
-        table(rows, world)
+            if len(runs) <= number and time.monotonic() < end and (result := run(engine, config, world)):
+                runs.append(result)
+                keep()
+        for members in MEETINGS:
+            invited = [e for e in ENGINES if e in chosen and e in members]
+            held = [m for m in entry["meetings"] if set(m) >= set(invited)]
+            if invited[1:] and len(held) <= number and time.monotonic() < end:
+                start = {e: lambda e=e: ranks(e, config, world, turns=True) for e in invited}
+                entry["meetings"].append(meet(start, CYCLES, TURN[config]))
+                keep()
+    print(f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory", flush=True)
+    show(entry, world)
 
 
 def main(asked: list[str]) -> None:

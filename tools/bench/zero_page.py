@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from zero import DATA, ENGINES, floor_mb, overhead, quotient, summary
+from zero import DATA, beside, floor_mb, quotient, rows_of
 
 PAGE = DATA.parent.parent / "zero.md"
 TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -50,24 +50,24 @@ def chosen(engine: str, transport: str) -> bool:
 
 
 def table(entry: dict, world: int, transport: str) -> str:
-    rows = {e: summary(entry["runs"][e]) for e in ENGINES if entry["runs"].get(e)}
+    rows = rows_of(entry)
     digits = 0 if rows["fwdbwd"]["step_ms"] > 20 else 2
-    lines = ["| engine | step ms | over f+b | CPU ms | setup ms | node MB | of floor | of shared floor | rounds |"]
+    lines = ["| engine | step ms | over f+b | CPU ms | setup ms | node MB | of floor | of shared floor | turns |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for engine, row in rows.items():
         if not chosen(engine, transport):
             continue
-        floor, over = floor_mb(engine, rows, world), 0.0 if engine == "fwdbwd" else overhead(row, rows)
+        floor = floor_mb(engine, rows, world)
         shared = floor_mb(engine, rows, world, shared=True) if "@" in engine and engine.startswith("ours") else None
         cells = [
             name_of(engine),
             f"{row['step_ms']:.{digits}f}",
-            f"{over:.{digits}f}",
+            f"{row['over_ms']:.{digits}f}",
             f"{row['cpu_ms']:.{min(digits, 1)}f}",
         ]
         cells += [f"{row['init_ms']:.0f}", f"{row['node_mb']:.0f}"]
         cells += [f"{row['node_mb'] / f:.2f}" if f else "" for f in (floor, shared)]
-        lines.append("| " + " | ".join([*cells, str(row["rounds"])]) + " |")
+        lines.append("| " + " | ".join([*cells, str(row["turns"])]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -84,21 +84,18 @@ def filled(page: str, results: dict) -> str:
 def ratios(results: dict) -> str:
     """What the page's sentences are made of."""
     lines = []
-    for config in ("compute", "comm"):
-        rows = {e: summary(r) for e, r in results[f"{config}-2"]["runs"].items() if r}
-        alone = rows["fwdbwd"]
-        for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
-            ours, peer = rows.get(f"ours{stage}{via}"), rows.get(f"deepspeed{stage}")
-            if not ours or not peer:
+    for name, entry in results.items():
+        rows = rows_of(entry)
+        for mine, peer in ((f"ours{s}{v}", f"deepspeed{s}") for v in ("@shm", "") for s in (1, 2, 3)):
+            if not beside(entry, mine, peer):
                 continue
-            step, over, cpu = (
-                quotient(ours, peer),
-                overhead(peer, rows) / overhead(ours, rows),
-                (peer["cpu_ms"] - alone["cpu_ms"]) / (ours["cpu_ms"] - alone["cpu_ms"]),
-            )
-            others = ", ".join(f"{quotient(ours, rows[e]):.2f}x of {e}" for e in ("ddp", "fsdp2") if e in rows)
+            others = [
+                f"{quotient(entry, mine, e):.2f}x of {e}" for e in ("ddp", "fsdp2", "local") if beside(entry, mine, e)
+            ]
+            cpu = (rows[peer]["cpu_ms"] - rows["fwdbwd"]["cpu_ms"]) / (rows[mine]["cpu_ms"] - rows["fwdbwd"]["cpu_ms"])
             lines.append(
-                f"{config} {stage}{via or '@gloo'}: step {step:.3f}x, overhead {over:.1f}x, in CPU {cpu:.1f}x less; {others}"
+                f"{name} {mine}: step {quotient(entry, mine, peer):.3f}x, overhead {rows[peer]['over_ms'] / rows[mine]['over_ms']:.1f}x, "
+                f"in CPU {cpu:.1f}x less; {', '.join(others)}"
             )
     return "\n".join(lines)
 

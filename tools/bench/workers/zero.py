@@ -1,11 +1,10 @@
-"""One engine on one rank: train for a few steps, time them, print one line of JSON on rank 0.
+"""One engine on one rank: train for a few steps, time them, print one line of JSON.
 
 usage: python zero.py ENGINE[@BACKEND] CONFIG STEPS      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+       python zero.py ENGINE[@BACKEND] CONFIG 0          so many steps as a line of standard input says, line by line
 
 Runs under our interpreter or under a peer's, so it imports no more than torch before it knows the engine. BACKEND is gloo
-(default) or shm. After the timed steps, three more are run while a thread samples this rank's proportional memory. Then steps alternate
-with forward and backward of a plain copy of the model, which both fare the same when the machine is slow for a while: `pair_over_ms` and
-`pair_ratio` are the medians of difference and quotient of neighbours.
+(default) or shm. After the timed steps, three more are run while a thread samples this rank's proportional memory.
 """
 
 from __future__ import annotations
@@ -261,11 +260,11 @@ def connect(engine: str, backend: str, world: int) -> None:
         dist.init_process_group(backend)
 
 
-def timed(config: Config, step: Step, steps: int) -> tuple[list[float], list[float], list[float]]:
+def timed(config: Config, step: Step, steps: int, first: int = 0) -> tuple[list[float], list[float], list[float]]:
     """(seconds, losses, processor seconds) of each step; ranks start each one together."""
     times, losses, cpu = [], [], []
     rank = int(os.environ["RANK"])
-    for i in range(steps):
+    for i in range(first, first + steps):
         data = config.data(i, rank)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
@@ -278,20 +277,16 @@ def timed(config: Config, step: Step, steps: int) -> tuple[list[float], list[flo
     return times, losses, cpu
 
 
-def paired(config: Config, step: Step, steps: int) -> list[tuple[float, float]]:
-    """(seconds of forward and backward alone, seconds of the engine's step) of neighbours, after one of each."""
-    rank, found = int(os.environ["RANK"]), []
-    alone = plain(config, config.model(), update=False)
-    for i in range(steps + 1):
-        data, took = config.data(i, rank), []
-        for run in (alone, step):
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.barrier()
-            since = time.perf_counter()
-            run(data)
-            took.append(time.perf_counter() - since)
-        found.append((took[0], took[1]))
-    return found[1:]
+def turns(config: Config, step: Step) -> None:
+    """For each line `FIRST COUNT` read, so many steps beginning with that one's data; answer with what they took.
+
+    Between two lines this rank sleeps, so that engines that are alive at once can be timed in turn.
+    """
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        first, count = map(int, line.split())
+        times, _, cpu = timed(config, step, count, first)
+        print(json.dumps({"ms": [t * 1e3 for t in times], "cpu_ms": [c * 1e3 for c in cpu]}), flush=True)
 
 
 def main(engine: str, name: str, steps: int) -> None:
@@ -312,6 +307,9 @@ def main(engine: str, name: str, steps: int) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             step = ENGINES[engine](config, model)
         made = time.perf_counter() - began
+        if not steps:
+            turns(config, step)
+            os._exit(0)
         times, losses, cpu = timed(config, step, steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sampler = Sampler()
@@ -319,14 +317,11 @@ def main(engine: str, name: str, steps: int) -> None:
     for i in range(steps, steps + 3):
         step(config.data(i, rank))
     most = sampler.finish()
-    with burst():
-        pairs = paired(config, step, steps)
     skip = min(3, steps - 1)
     facts = {"engine": engine, "config": name, "world": world, "rank": rank, "step_ms": statistics.median(times[skip:]) * 1e3,
              "min_ms": min(times[skip:]) * 1e3, "cpu_ms": statistics.median(cpu[skip:]) * 1e3, "init_ms": made * 1e3,
-             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses, "torch": torch.__version__,
-             "pair_over_ms": statistics.median(b - a for a, b in pairs) * 1e3,
-             "pair_ratio": statistics.median(b / a for a, b in pairs)}  # fmt: skip
+             "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses,
+             "torch": torch.__version__}  # fmt: skip
     print(json.dumps(facts), flush=True)
     if dist.is_initialized():
         dist.barrier()

@@ -226,7 +226,7 @@ class Gradients:
         self.sums, self.open, self._sums_in_arena = None, False, False
         for param in self._members.params:
             param.grad = None
-        if self._members.spec.residency.shard_grads or self._layout.world > 1:
+        if self._layout.world > 1:  # else it held the sums until now, so no other unit could have used it
             self._give_arena()
         if self._direct is not None:
             self._direct.drop()

@@ -126,7 +126,7 @@ def plan_bytes(
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize
     found["grads"] = apart if shards > 1 or wide else 0
-    found["grads" if shards == 1 and not unit.residency.shard_grads else "arena"] += arena
+    found["grads" if shards == 1 else "arena"] += arena
     return UnitBytes(**found)
 
 
