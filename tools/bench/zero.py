@@ -29,8 +29,9 @@ STEPS = {"compute": 10, "comm": 10, "small": 100}
 TURN, CYCLES = {"compute": 3, "comm": 8, "small": 60}, 10
 # Those of a line are alive at once and take turns; half of the memory of a small machine is what limits a line.
 MEETINGS = [
-    ["fwdbwd", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3", "fsdp2"],
-    ["fwdbwd", "local", "ours0", "zero_redundancy", "fsdp2_keep", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned", "ddp@shm",
+    ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3",
+     "fsdp2"],
+    ["fwdbwd", "ours0", "zero_redundancy", "fsdp2_keep", "deepspeed1_tuned", "deepspeed2_tuned", "deepspeed3_tuned", "ddp@shm",
      "fsdp2@shm"],
 ]  # fmt: skip
 ENGINES = list(dict.fromkeys(engine for members in MEETINGS for engine in members))
