@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "kernels/table.h"
 #include "parallel.h"
 
@@ -36,6 +38,23 @@ Status fill(void *dst, Dtype dtype, std::int64_t n, float value, int threads) {
   split(n, 4096, threads, [&](std::int64_t begin, std::int64_t end) {
     k.fill(static_cast<char *>(dst) + begin * size_of(dtype), dtype, end - begin, value);
   });
+  return Status::ok;
+}
+
+Status copy_ranges(const Move *moves, int count, int threads) {
+  for (int i = 0; i < count; i++)
+    if (moves[i].nbytes < 0 || (moves[i].nbytes > 0 && (!moves[i].dst || !moves[i].src))) return Status::bad_argument;
+  const Kernels &k = kernels();
+  for (int i = 0; i < count; i++) {
+    const Move &m = moves[i];
+    const bool streaming = m.nbytes >= streaming_move_bytes;
+    split(m.nbytes, 4096, m.nbytes < streaming_move_bytes ? 1 : threads, [&](std::int64_t begin, std::int64_t end) {
+      char *to = static_cast<char *>(m.dst) + begin;
+      const char *from = static_cast<const char *>(m.src) + begin;
+      if (streaming) k.copy_streaming(to, from, end - begin);
+      else std::memcpy(to, from, static_cast<std::size_t>(end - begin));
+    });
+  }
   return Status::ok;
 }
 

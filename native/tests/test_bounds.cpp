@@ -70,6 +70,11 @@ void streams() {
     CHECK(ds::sum_sources(sum.data(), both, 2, Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
     CHECK(two == 36.0 * static_cast<double>(n));
     for (float v : sum) CHECK(v == 6.0f);
+    std::vector<float> copied(k), part(k / 2);
+    const ds::Move moves[] = {{copied.data(), sum.data(), n * 4}, {part.data(), sum.data(), (n / 2) * 4}};
+    CHECK(ds::copy_ranges(moves, 2, 2) == Status::ok);
+    CHECK(copied == sum);
+    for (float v : part) CHECK(v == 6.0f);
     CHECK(ds::triad(a.data(), b.data(), c.data(), n, 0.5f, false, 2) == Status::ok);
     for (float v : a) CHECK(v == 4.0f);
     std::vector<std::uint16_t> half(k);
@@ -118,6 +123,9 @@ void bad_arguments() {
   CHECK(ds::sum_squares(nullptr, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
   CHECK(ds::sum_sources(nullptr, nullptr, 0, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
   CHECK(ds::fill(nullptr, Dtype::f32, -1, 0, 1) == Status::bad_argument);
+  const ds::Move nowhere{nullptr, &out, 8}, less{&out, nullptr, -1};
+  CHECK(ds::copy_ranges(&nowhere, 1, 1) == Status::bad_argument);
+  CHECK(ds::copy_ranges(&less, 1, 1) == Status::bad_argument);
   float x = 0;
   CHECK(ds::convert(&x, Dtype::bf16, &x, Dtype::f32, 1, 1.0f, 1) == Status::bad_argument);
 }

@@ -1,5 +1,6 @@
 #include <ds/stream.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 namespace py = pybind11;
 
@@ -33,6 +34,15 @@ int fill(std::uintptr_t dst, int dst_dtype, std::int64_t n, double value, int th
   return static_cast<int>(ds::fill(pointer<void>(dst), dtype(dst_dtype), n, static_cast<float>(value), threads));
 }
 
+int copy_ranges(const std::vector<std::uintptr_t> &dst, const std::vector<std::uintptr_t> &src,
+                const std::vector<std::int64_t> &nbytes, int threads) {
+  if (src.size() != dst.size() || nbytes.size() != dst.size()) return static_cast<int>(ds::Status::bad_argument);
+  std::vector<ds::Move> moves;
+  for (std::size_t i = 0; i < dst.size(); i++) moves.push_back({pointer<void>(dst[i]), pointer<void>(src[i]), nbytes[i]});
+  py::gil_scoped_release nogil;
+  return static_cast<int>(ds::copy_ranges(moves.data(), static_cast<int>(moves.size()), threads));
+}
+
 int triad(std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::int64_t n, double s, bool streaming, int threads) {
   py::gil_scoped_release nogil;
   return static_cast<int>(ds::triad(pointer<float>(a), pointer<float>(b), pointer<float>(c), n, static_cast<float>(s),
@@ -47,6 +57,7 @@ void bind_stream(py::module_ &m) {
   m.def("convert", convert, py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("n"),
         py::arg("scale"), py::arg("threads"));
   m.def("fill", fill, py::arg("dst"), py::arg("dtype"), py::arg("n"), py::arg("value"), py::arg("threads"));
+  m.def("copy_ranges", copy_ranges, py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("threads"));
   m.def("triad", triad, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("n"), py::arg("s"), py::arg("streaming"),
         py::arg("threads"));
   m.attr("norm_block") = ds::norm_block;

@@ -22,6 +22,20 @@ Status convert(void *dst, Dtype dst_dtype, const void *src, Dtype src_dtype, std
 // dst[i] = cast(value). dst [n] f32, bf16 or f16. Cost: one write, 4 or 2 bytes an element. Source: IEEE 754.
 Status fill(void *dst, Dtype dtype, std::int64_t n, float value, int threads);
 
+// Bytes [src, src + nbytes) come to dst.
+struct Move {
+  void *dst;
+  const void *src;
+  std::int64_t nbytes;
+};
+
+// Each of `count` moves, of any element type and [n] with n >= 0; no dst overlaps anything else of the call. Cost: one read, one write (past the cache from
+// `streaming_move_bytes` on). Source: the read of a line that a plain store costs first, McCalpin 1995.
+Status copy_ranges(const Move *moves, int count, int threads);
+
+// As large as this, what is copied is next read by another core.
+constexpr std::int64_t streaming_move_bytes = 256 << 10;
+
 // a[i] = b[i] + s * c[i], all f32. `streaming` stores past the cache. Cost: 12 bytes an element (16 of traffic without
 // `streaming`: the line of `a` is read first). Source: STREAM, McCalpin 1995.
 Status triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming, int threads);

@@ -35,6 +35,7 @@ from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.routing import Permutation, grouped_matmul, permute, sort_slots, top_k_gating, unpermute
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
+from ds_ops.stream import copy_ranges
 from ds_ops.summing import sum_sources
 from ds_ops.token_drop import gather_tokens, scatter_tokens
 from ds_ops.updating import UpdateSpec, UpdateTensors
@@ -187,6 +188,15 @@ CASES: dict[str, list[Case]] = {
             exact=True,
         ),
     ],
+    "copy_ranges": [
+        Case(
+            same_shape(2),
+            lambda out, x: (copy_ranges(out, [(1, x, 0, out.numel() - 1), (0, x, 1, 1)] if out.numel() > 1 else []),),
+            grads=False,
+            exact=True,
+            fine=frozenset({(0, "shape"), (1, "shape")}),
+        )
+    ],
     "dequantize": [from_wire(lambda q: (dequantize(q),))],
     "evoformer_attention": [
         Case(
@@ -247,7 +257,7 @@ CASES: dict[str, list[Case]] = {
             fine=ALONE,
         )
     ],
-    "sum_sources": [
+    "sum_ranges": [
         Case(
             same_shape(3),
             lambda out, a, b: (
@@ -255,7 +265,7 @@ CASES: dict[str, list[Case]] = {
                 out,
             ),
             grads=False,
-        )
+        ),
     ],
     "top_k_gating": [
         Case(

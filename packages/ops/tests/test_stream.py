@@ -1,4 +1,4 @@
-"""Norms, conversions, fill: against torch, over shapes and dtypes."""
+"""Norms, conversions, copies, fill: against torch, over shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_config.errors import KernelError
 from ds_ops import convert, fill, grad_norm, sum_squares
+from ds_ops.stream import copy_ranges
 
 pytestmark = pytest.mark.usefixtures("native")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,3 +78,44 @@ def test_every_16_bit_value_and_special_floats(dtype: torch.dtype) -> None:
 def test_fill(dtype: torch.dtype) -> None:
     for n in (0, 1, 17, 40_000):
         assert torch.equal(fill(torch.empty(n, dtype=dtype), 0.3), torch.full((n,), 0.3, dtype=dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([*DTYPES, torch.float64, torch.int64]), st.integers(1, 3))
+def test_ranges_come_where_they_belong_and_nothing_else_changes(
+    data: st.DataObject, dtype: torch.dtype, threads: int
+) -> None:
+    sources = [torch.arange(300_000).to(dtype), torch.arange(100).to(dtype).view(10, 10)]
+    out, at, ranges = torch.zeros(500_000, dtype=dtype), 0, []
+    for _ in range(data.draw(st.integers(0, 5))):
+        x = data.draw(st.sampled_from(sources))
+        n = data.draw(st.sampled_from([0, 1, 63, x.numel() // 3]))
+        start = data.draw(st.integers(0, x.numel() - n))
+        at += data.draw(st.integers(0, 70))
+        ranges.append((at, x, start, n))
+        at += n
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert copy_ranges(out, ranges) is out
+    torch.set_num_threads(before)
+    expected = torch.zeros_like(out)
+    for at, x, start, n in ranges:
+        expected[at : at + n] = x.view(-1)[start : start + n]
+    assert torch.equal(out, expected)
+
+
+def test_a_range_that_does_not_fit_is_refused_and_nothing_is_written() -> None:
+    out, x = torch.zeros(10), torch.ones(10)
+    wrong = [
+        (0, x, 5, 6),
+        (5, x, 0, 6),
+        (-1, x, 0, 2),
+        (0, x, -1, 2),
+        (0, x.double(), 0, 1),
+        (0, x.view(5, 2).t(), 0, 1),
+        (0, out, 0, 1),
+    ]
+    for bad in wrong:
+        with pytest.raises(KernelError):
+            copy_ranges(out, [(0, x, 0, 1), bad])
+        assert not out.any()

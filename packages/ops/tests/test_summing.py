@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import KernelError
 from ds_ops.stream import sum_squares
-from ds_ops.summing import sum_sources
+from ds_ops.summing import sum_ranges, sum_sources
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 lengths = st.one_of(st.integers(0, 100), st.sampled_from([511, 512, 16384, 16385, 100_003]))
@@ -73,3 +73,46 @@ def test_autograd_knows_that_out_was_written() -> None:
     before = out._version
     sum_sources(out, [torch.ones(4)])
     assert out._version > before
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from([*DTYPES, torch.float64]), st.integers(1, 3), st.integers(1, 4))
+def test_ranges_are_summed_from_where_they_start_or_from_what_stands_for_them(data, dtype, world, count) -> None:
+    own = data.draw(st.integers(0, world - 1))
+    rows = [torch.randn(60_000).to(dtype) for _ in range(world)]
+    numels = [data.draw(st.sampled_from([0, 1, 17, 511, 20_000])) for _ in range(count)]
+    starts = [[data.draw(st.integers(0, 60_000 - n)) for _ in range(world)] for n in numels]
+    instead = [torch.randn(n).to(dtype) if data.draw(st.booleans()) else None for n in numels]
+    expected = []
+    for n, places, other in zip(numels, starts, instead, strict=True):
+        terms = [row[place : place + n] for row, place in zip(rows, places, strict=True)]
+        if other is not None:
+            terms[own] = other
+        expected.append(
+            sum((t.to(torch.promote_types(dtype, torch.float32)) for t in terms[1:]), terms[0].clone()).to(dtype)
+        )
+        if dtype.itemsize == 2:
+            expected[-1] = sum((t.float() for t in terms[1:]), terms[0].float()).to(dtype)
+    outs = [
+        torch.empty(n, dtype=dtype) if o is None or data.draw(st.booleans()) else o
+        for n, o in zip(numels, instead, strict=True)
+    ]
+    squares = sum_ranges(outs, rows, starts, own=own, instead=instead)
+    assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
+    assert squares == pytest.approx(sum(float(want.double().square().sum()) for want in expected), rel=1e-12)
+
+
+def test_a_range_outside_of_its_row_or_over_another_out_is_refused(backend: str) -> None:
+    row, out = torch.zeros(100), torch.zeros(10)
+    for start in (-1, 91):
+        with pytest.raises(KernelError, match="reaches beyond"):
+            sum_ranges([out], [row], [[start]])
+    for instead in (torch.zeros(9), torch.zeros(10, dtype=torch.float64), torch.zeros(20)[::2]):
+        with pytest.raises(KernelError, match="instead"):
+            sum_ranges([out], [row], [[0]], instead=[instead])
+    with pytest.raises(KernelError, match="share memory"):
+        sum_ranges([row[:10]], [row], [[5]])
+    with pytest.raises(KernelError):
+        sum_ranges([], [row], [])
+    with pytest.raises(ValueError):
+        sum_ranges([out], [row], [[0, 0]])

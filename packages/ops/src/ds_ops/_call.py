@@ -28,6 +28,8 @@ __all__ = [
     "finish",
     "mark_written",
     "native",
+    "reach",
+    "refuse",
     "require",
     "require_disjoint",
     "target",
@@ -76,7 +78,8 @@ def finish(op: str, status: int) -> None:
         )
 
 
-def _refuse(message: str, fix: str) -> KernelError:
+def refuse(message: str, fix: str) -> KernelError:
+    """An argument is not what the kernel can take."""
     return KernelError(message, code="kernel-argument", fix=fix)
 
 
@@ -96,24 +99,40 @@ def require(
     """Return `t` if a kernel can take it; `name` is the argument's name in the error."""
     allowed = DTYPES if dtypes is None else dtypes
     if type(t) is not Tensor and not isinstance(t, Tensor):
-        raise _refuse(f"{name}: expected a tensor, found {type(t).__name__}.", "Pass a torch.Tensor.")
+        raise refuse(f"{name}: expected a tensor, found {type(t).__name__}.", "Pass a torch.Tensor.")
     if t.dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
-        raise _refuse(f"{name}: expected dtype {names}; found {describe(t)}.", "Convert it with .to(dtype).")
+        raise refuse(f"{name}: expected dtype {names}; found {describe(t)}.", "Convert it with .to(dtype).")
     if t.layout is not torch.strided or not t.is_contiguous():
-        raise _refuse(f"{name}: expected a contiguous tensor; found {describe(t)}.", "Pass .contiguous().")
+        raise refuse(f"{name}: expected a contiguous tensor; found {describe(t)}.", "Pass .contiguous().")
     if numel is not None and t.numel() != numel:
-        raise _refuse(f"{name}: expected {numel} elements; found {describe(t)}.", "Pass tensors of equal length.")
+        raise refuse(f"{name}: expected {numel} elements; found {describe(t)}.", "Pass tensors of equal length.")
     if device is not None and t.device != device:
-        raise _refuse(f"{name}: expected device {device}; found {describe(t)}.", "Move it with .to(device).")
+        raise refuse(f"{name}: expected device {device}; found {describe(t)}.", "Move it with .to(device).")
     if t.numel() and t.untyped_storage().nbytes() == 0:
-        raise _refuse(f"{name}: its storage was released; found {describe(t)}.", "Gather it before using it.")
+        raise refuse(f"{name}: its storage was released; found {describe(t)}.", "Gather it before using it.")
     return t
 
 
 def address(t: Tensor) -> int:
     """The address of a tensor that `require` let through. The caller keeps `t` alive during the call."""
     return t.data_ptr()
+
+
+def reach(name: str, t: Tensor, start: int, numel: int, like: Tensor) -> int:
+    """The address of elements [start, start + numel) of a contiguous tensor, of `like`'s dtype and on its device.
+
+    `require` and `address` in one, at a third of the time, for calls that take tensors by the dozen.
+    """
+    if t.dtype is like.dtype and t.device == like.device and t.is_contiguous() and 0 <= start <= t.numel() - numel:
+        first = t.data_ptr()
+        if first or not numel:
+            return first + start * t.element_size()
+    require(name, t, dtypes=(like.dtype,), device=like.device)
+    raise refuse(
+        f"{name}: expected elements {start} to {start + numel}; found {describe(t)}.",
+        "Pass ranges inside of the tensors.",
+    )
 
 
 def mark_written(*streams: Sequence[Tensor]) -> None:
@@ -129,7 +148,7 @@ def require_disjoint(**tensors: Tensor) -> None:
     spans.sort()
     for (_, end, a), (start, _, b) in itertools.pairwise(spans):
         if start < end:
-            raise _refuse(f"{a} and {b} share memory.", "Pass tensors that do not overlap.")
+            raise refuse(f"{a} and {b} share memory.", "Pass tensors that do not overlap.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +223,11 @@ def columns(
         if not tensors and row >= 3:
             continue
         if len(tensors) != count:
-            raise _refuse(f"{name}: expected {count} tensors, found {len(tensors)}.", "Pass lists of equal length.")
+            raise refuse(f"{name}: expected {count} tensors, found {len(tensors)}.", "Pass lists of equal length.")
         rows[row] = addresses[row - 1] = _addresses(name, tensors, lengths, device)
     state_dtypes = [s[0].dtype for s in states]
     if len(set(state_dtypes)) > 1:
-        raise _refuse(f"states: expected one dtype, found {state_dtypes}.", "Keep all states of a tensor in one dtype.")
+        raise refuse(f"states: expected one dtype, found {state_dtypes}.", "Keep all states of a tensor in one dtype.")
     kinds = [params[0].dtype, grads[0].dtype, *(state_dtypes or [torch.float32])[:1], *(c.dtype for c in copies[:1])]
     _require_disjoint_rows(rows, streams)
     packed = sum(DTYPES[d] << 8 * i for i, d in enumerate(kinds))
@@ -227,7 +246,7 @@ def _addresses(name: str, tensors: Sequence[Tensor], lengths: Sequence[int], dev
         pointer = t.data_ptr()
         if pointer == 0 and n:
             require(f"{name}[{i}]", t, dtypes=allowed, numel=n, device=device)
-            raise _refuse(f"{name}[{i}]: has no memory; found {describe(t)}.", "Pass a tensor with data.")
+            raise refuse(f"{name}[{i}]: has no memory; found {describe(t)}.", "Pass a tensor with data.")
         out.append(pointer)
     return out
 
@@ -246,4 +265,4 @@ def _require_disjoint_rows(rows: np.ndarray, streams: Sequence[Sequence[Tensor]]
         count = rows.shape[1]
         a, b = (divmod(int(order[clash[0] + k]), count) for k in (0, 1))
         names = [f"{_STREAMS[present[r] - 1]}[{i}]" for r, i in (a, b)]
-        raise _refuse(f"{names[0]} and {names[1]} share memory.", "Pass tensors that do not overlap.")
+        raise refuse(f"{names[0]} and {names[1]} share memory.", "Pass tensors that do not overlap.")

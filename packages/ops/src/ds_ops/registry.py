@@ -65,9 +65,9 @@ class Backend:
     obstacle: Reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """A named operation and its backends, best first."""
+    """A named operation and its backends, best first. Compared by identity: it is looked up at every call."""
 
     name: str
     summary: str

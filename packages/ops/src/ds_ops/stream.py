@@ -1,4 +1,4 @@
-"""Passes over flat memory: norms, conversions, fill.
+"""Passes over flat memory: norms, conversions, copies, fill.
 
 Each function takes contiguous tensors; costs are bytes moved per element.
 """
@@ -15,7 +15,7 @@ import ds_ops._call as _call
 from ds_config.errors import KernelError
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
 
-__all__ = ["convert", "fill", "grad_norm", "sum_squares"]
+__all__ = ["convert", "copy_ranges", "fill", "grad_norm", "sum_squares"]
 
 
 def sum_squares(x: Tensor) -> float:
@@ -48,6 +48,17 @@ def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
         )
     odd = out.dtype if out.dtype not in _call.DTYPES else x.dtype
     return choose(_CONVERT, x.device.type, odd).backend.run(out, x, scale)
+
+
+def copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
+    """out[at : at + n] = x[start : start + n] of flattened tensors, for each (at, x, start, n). Returns `out`.
+
+    Args:
+        out: contiguous; fp32, bf16, fp16, fp64 (others through torch).
+        ranges: each `x` contiguous, of out's dtype and device, apart from `out`; no two write the same element.
+    Cost: one read, one write: what is large is next read by another core, so it goes past the cache.
+    """
+    return choose(_COPY_RANGES, out.device.type, out.dtype).backend.run(out, ranges)
 
 
 def fill(out: Tensor, value: float) -> Tensor:
@@ -95,6 +106,40 @@ def _native_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
     return out
 
 
+def _cpu_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
+    to, of, nbytes = _check_ranges(out, ranges)
+    _call.finish("copy_ranges", _call.native().copy_ranges(to, of, nbytes, torch.get_num_threads()))
+    _call.mark_written([out])
+    return out
+
+
+def _check_ranges(
+    out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Of each range where it comes to, where it comes from, and its bytes."""
+    numel, size = out.numel(), out.element_size()
+    begin = _call.reach("out", out, 0, numel, out)
+    end = begin + numel * size
+    to, of, nbytes = [], [], []
+    for number, (at, x, start, n) in enumerate(ranges):
+        address, length = _call.reach("ranges", x, start, n, out), n * size
+        if (not 0 <= at <= numel - n or begin - length < address < end) and length:
+            _call.reach(f"ranges[{number}] of out", out, at, n, out)
+            _call.require_disjoint(out=out, **{f"ranges[{number}]": x})
+        to.append(begin + at * size)
+        of.append(address)
+        nbytes.append(length)
+    return to, of, nbytes
+
+
+def _reference_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
+    _check_ranges(out, ranges)
+    with torch.no_grad():
+        for at, x, start, n in ranges:
+            out.view(-1)[at : at + n].copy_(x.view(-1)[start : start + n])
+    return out
+
+
 def _native_fill(out: Tensor, value: float) -> Tensor:
     _call.require("out", out)
     module, tail = _call.target(out.device)
@@ -129,6 +174,16 @@ _CONVERT = register(
         "convert",
         "scaled dtype conversion",
         (cuda_backend(_native_convert), cpu_backend(_native_convert), reference_backend(_reference_convert)),
+    )
+)
+_COPY_RANGES = register(
+    Op(
+        "copy_ranges",
+        "copies of ranges, past the cache",
+        (
+            cpu_backend(_cpu_copy_ranges, (*_call.DTYPES, torch.float64)),
+            reference_backend(_reference_copy_ranges, moves=True),
+        ),
     )
 )
 _FILL = register(

@@ -85,35 +85,28 @@ class Gradients:
         """
         self.finish()
         params = self._members.params
-        present = [i for i, param in enumerate(params) if param.grad is not None]
+        grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
             if now and not self.open and self._direct is not None:
-                self._show(self._direct, present)
+                self._direct.show(_dense(grads), self._dtypes.reduce, self.finish)
+                self.open = True
             else:
-                self._collect(present, now=now)
-        for i in present:
+                self._collect(_dense(grads), now=now)
+        for i in grads:
             params[i].grad = None
 
-    def _show(self, direct: Posting | Exchange, present: Sequence[int]) -> None:
-        grads = {i: _dense(self._members.params[i].grad) for i in present}
-        direct.show(grads, self._dtypes.reduce, self.finish)
-        self.open = True
-
-    def _collect(self, present: Sequence[int], *, now: bool) -> None:
+    def _collect(self, grads: dict[int, Tensor], *, now: bool) -> None:
         fresh = not self.open
         if fresh:
             self._open(self._dtypes.reduce if now else self._dtypes.accumulate)
         elif self.arena is not None and self.arena.dtype != self._dtypes.accumulate:
             self._recast(self.arena, self._dtypes.accumulate)
         views = self._views
-        if len(present) != len(views):
-            if fresh:
-                for i in set(range(len(views))).difference(present):
-                    views[i].zero_()
-            views = [views[i] for i in present]
-        grads = [_dense(self._members.params[i].grad) for i in present]
+        if fresh:
+            for i in set(range(len(views))).difference(grads):
+                views[i].zero_()
         if grads:
-            (foreach_copy if fresh else foreach_add)(views, grads)
+            (foreach_copy if fresh else foreach_add)([views[i] for i in grads], list(grads.values()))
 
     def reduce(self) -> None:
         """Start to sum the arena over the ranks and add this rank's shard of the sum to `sums`. Sends (N-1)/N of it."""
@@ -206,7 +199,9 @@ class Gradients:
         if self.sums is None:
             return None
         number = bisect_right(self.ranges, start, key=itemgetter(0)) - 1
-        first = self.ranges[number][0]
+        first, last = self.ranges[number]
+        if start == first and stop == last:
+            return self.sums[number]
         return self.sums[number][start - first : stop - first]
 
     @property
@@ -313,7 +308,5 @@ class _Reduction:
     in_place: bool
 
 
-def _dense(grad: Tensor | None) -> Tensor:
-    if grad is None:
-        raise RuntimeError("a gradient vanished while it was collected")
-    return grad if grad.layout is torch.strided else grad.to_dense()
+def _dense(grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {i: grad if grad.layout is torch.strided else grad.to_dense() for i, grad in grads.items()}

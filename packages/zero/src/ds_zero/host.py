@@ -20,6 +20,7 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,9 @@ _PAGE = mmap.PAGESIZE
 # Buffers that one pass reads together do not start at the same place of a page; see docs/benchmarks/ops.md.
 _STAGGER, _STAGGERS = 1024, 4
 _WARN_S, _LIMIT_S = 30.0, 600.0
+# One 8-byte word per page, see proc_pid_pagemap(5). In its top byte: 0x80 present, 0x40 swapped, 0x20 a page of the file.
+_TOP = 7 if sys.byteorder == "little" else 0
+_NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class HostMemory:
         self._overlay = _Overlay(segment.fd, self._overlaid)
         self._fulls = [self._overlay.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
         self._slots = [segment.tensor(plan.slot_bytes, torch.uint8, at) for at in slots]
+        self._rows: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
         self._ranges = [(at, n * d.itemsize) for (n, d), at in zip(plan.fulls, places, strict=True)]
         self._pending: Callable[[], None] | None = None
         self._number = 0
@@ -135,9 +140,15 @@ class HostMemory:
         self.finish_pending()
         self._pending = finish
         self._number += 1
-        nbytes, first = numel * dtype.itemsize, self._number % 2 * self.size
-        rows = tuple(self._slots[first + rank][:nbytes].view(dtype) for rank in range(self.size))
+        rows = self._rows_of(self._number % 2, numel, dtype)
         return Slot(self._number, rows[self.rank], rows)
+
+    def _rows_of(self, turn: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        rows = self._rows.get((turn, numel, dtype))
+        if rows is None:
+            slots = self._slots[turn * self.size : (turn + 1) * self.size]
+            rows = self._rows[turn, numel, dtype] = tuple(slot[: numel * dtype.itemsize].view(dtype) for slot in slots)
+        return rows
 
     def finish_pending(self) -> None:
         """Finish the reduction that is under way, if one is."""
@@ -147,8 +158,10 @@ class HostMemory:
 
     def finish_ready(self) -> None:
         """Finish the reduction that is under way, if every rank has posted its part: memory comes back early. 1 us."""
+        if self._pending is None:
+            return
         mark = self._marks.get(self._number)
-        if self._pending is not None and mark is not None and self._posted.reached(mark):
+        if mark is not None and self._posted.reached(mark):
             self.finish_pending()
 
     def post(self, slot: Slot) -> None:
@@ -191,9 +204,7 @@ class _Overlay:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._first = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) // _PAGE
-        # One 8-byte word per page, see proc_pid_pagemap(5): bit 63 present, 62 swapped, 61 a page of the file.
         self._words = bytearray(-(-nbytes // _PAGE) * 8)
-        self._flags = torch.frombuffer(self._words, dtype=torch.int64)
 
     def tensor(self, numel: int, dtype: torch.dtype, at: int) -> Tensor:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=at)
@@ -202,9 +213,10 @@ class _Overlay:
         """Pages that are ours and not the file's."""
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             os.preadv(file.fileno(), [self._words], self._first * 8)
-        top = self._flags.bitwise_right_shift(61).bitwise_and_(7)
-        found: list[int] = ((top >= 2) & (top % 2 == 0)).nonzero().flatten().tolist()
-        return found
+        tops = self._words[_TOP::8]
+        if not tops.translate(None, _NOT_OURS):
+            return []
+        return [page for page, top in enumerate(tops) if top not in _NOT_OURS]
 
     def forget(self, at: int, nbytes: int) -> None:
         start = at // _PAGE * _PAGE

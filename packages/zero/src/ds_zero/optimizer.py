@@ -503,7 +503,9 @@ def _check_states(model: nn.Module, inner: Optimizer, precision: Precision) -> N
 
 
 def _as(grad: Tensor, like: Tensor) -> Tensor:
-    return grad.view(like.shape) if grad.dtype == like.dtype else grad.to(like.dtype).view(like.shape)
+    if grad.dtype != like.dtype:
+        grad = grad.to(like.dtype)
+    return grad if grad.shape == like.shape else grad.view(like.shape)
 
 
 def _share(value: Any, old: Part, new: Part) -> Any:

@@ -24,7 +24,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ds_ops.summing import sum_sources
+from ds_ops.stream import copy_ranges
+from ds_ops.summing import sum_ranges
 from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.host import HostMemory, Slot
 from ds_zero.layout import UnitLayout
@@ -33,6 +34,10 @@ __all__ = ["Posting", "Run", "Shown", "SumPlan", "plan_sums"]
 
 LEAST = 16384
 """Elements; copying fewer takes less time than the call that would spare it."""
+
+
+_Place = tuple[int, int, int]
+"""(first, at, n): elements [first, first + n) of a flattened tensor are at `at` of this rank's slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +121,16 @@ class Posting:
         self._first = (rank + 1) * chunk % max(1, layout.numel)
         ahead = [(rank - other - 1) % layout.world for other in range(layout.world)]
         self._shifts = [(turns - rank) * chunk for turns in ahead]
-        self._kept_numbers, self._gaps = self.plan.kept, layout.gaps
+        self._starts = [[run.at + by for by in self._shifts] for run in self.plan.runs]
+        self._blanks = [place for gap in layout.gaps for place in self._turned(gap.start, gap.stop)]
+        self._whole = [self._turned(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+        self._part: dict[int, list[_Place]] = {member: [] for member in self.plan.kept}
+        for part in self.plan.shown:
+            self._part[part.member] += self._turned(part.at, part.at + part.stop - part.start, part.start)
         self._slot: Slot | None = None
         self._kept: dict[int, Tensor] = {}
         self._own: set[int] = set()
+        self._views: dict[int, Tensor] = {}
         self._flat: Tensor | None = None
 
     @property
@@ -144,55 +155,46 @@ class Posting:
             finish: Finishes this reduction; called when the slot is needed for another.
         """
         self._slot = self.host.open_slot(self.layout.numel, dtype, finish)
-        mine = self._slot.mine
-        for gap in self._gaps:
-            for _, _, view in self._turned(mine, gap.start, gap.stop):
-                view.zero_()
-        to, of = [], []
-        for member, place in enumerate(self.layout.slots):
+        mine, part = self._slot.mine, self._part
+        blanks, moves, odd = list(self._blanks), [], []
+        for member, whole in enumerate(self._whole):
             grad = grads.get(member)
-            if grad is not None and member in self._kept_numbers and grad.dtype == mine.dtype and grad.is_contiguous():
+            if grad is None:
+                blanks += whole
+            elif grad.dtype is not dtype or not grad.is_contiguous():
+                odd += [(mine[at : at + n], grad.reshape(-1)[start : start + n]) for start, at, n in whole]
+            elif member in part:
                 if storage_uses(grad) == 1:
                     self._own.add(member)
-                self._kept[member] = grad.view(-1)
-                continue
-            there = self._turned(mine, place.offset, place.offset + place.numel)
-            if grad is None:
-                for _, _, view in there:
-                    view.zero_()
-            elif len(there) == 1:
-                to.append(there[0][2].view(place.shape))
-                of.append(grad)
+                self._kept[member] = grad
+                moves += [(at, grad, start, n) for start, at, n in part[member]]
             else:
-                flat = grad.reshape(-1)
-                to += [view for _, _, view in there]
-                of += [flat[start - place.offset : stop - place.offset] for start, stop, _ in there]
-        for part in self.plan.shown:
-            kept = self._kept.get(part.member)
-            if kept is not None:
-                for start, stop, view in self._turned(mine, part.at, part.at + part.stop - part.start):
-                    to.append(view)
-                    of.append(kept[part.start + start - part.at : part.start + stop - part.at])
-        if to:
-            foreach_copy(to, of)
+                moves += [(at, grad, start, n) for start, at, n in whole]
+        for _, at, n in blanks:
+            mine[at : at + n].zero_()
+        if odd:
+            foreach_copy([there for there, _ in odd], [grad for _, grad in odd])
+        if moves:
+            copy_ranges(mine, moves)
 
     def show_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         """The same from a buffer laid out like the unit; what this rank owns of it must not change until `pull`."""
         self._slot, self._flat = self.host.open_slot(self.layout.numel, flat.dtype, finish), flat
+        places = []
         for segment in self.layout.segments:
             own = segment.start + self.rank * segment.chunk
             end = segment.start + segment.chunk * self.layout.world
-            for start, stop in ((segment.start, own), (own + segment.chunk, end)):
-                for a, b, there in self._turned(self._slot.mine, start, stop):
-                    there.copy_(flat[a:b])
+            places += self._turned(segment.start, own, segment.start)
+            places += self._turned(own + segment.chunk, end, own + segment.chunk)
+        copy_ranges(self._slot.mine, [(at, flat, start, n) for start, at, n in places])
 
-    def _turned(self, mine: Tensor, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
-        """Where elements [start, stop) of the unit are in this rank's slot: (start, stop, view) of at most two parts."""
-        first, numel = self._first, self.layout.numel
-        if start < first < stop:
-            return [*self._turned(mine, start, first), *self._turned(mine, first, stop)]
-        at = start - first if start >= first else start - first + numel
-        return [(start, stop, mine[at : at + stop - start])] if stop > start else []
+    def _turned(self, start: int, stop: int, first: int = 0) -> list[_Place]:
+        """Where elements [start, stop) of the unit, which are [first, ...) of something else, are in this rank's slot: at most two."""
+        turn, numel = self._first, self.layout.numel
+        if start < turn < stop:
+            return [*self._turned(start, turn, first), *self._turned(turn, stop, first + turn - start)]
+        at = start - turn if start >= turn else start - turn + numel
+        return [(first, at, stop - start)] if stop > start else []
 
     def post(self) -> None:
         """What is shown may be read by the others."""
@@ -203,22 +205,20 @@ class Posting:
         return self._mine(run) if run.member in self._own else None
 
     def _mine(self, run: Run) -> Tensor | None:
-        if run.member is None or run.member not in self._kept:
-            return None
-        return self._kept[run.member][run.first : run.first + run.numel]
+        """What this rank has of a run and did not show."""
+        if self._flat is not None:
+            return self._flat[run.at : run.at + run.numel]
+        mine = self._views.get(run.start)
+        if mine is None and run.member in self._kept:
+            grad = self._kept[run.member]
+            mine = self._views[run.start] = grad.as_strided((run.numel,), (1,), grad.storage_offset() + run.first)
+        return mine
 
     def pull(self, outs: Sequence[Tensor]) -> float:
         """outs[i] = the sum over ranks of run i, in rank order; waits until all posted. Returns the squares' sum."""
-        slot, squares = self.slot, 0.0
+        slot, instead = self.slot, [self._mine(run) for run in self.plan.runs]
         self.host.wait(slot, self.name)
-        for run, out in zip(self.plan.runs, outs, strict=True):
-            end = run.at + run.numel
-            sources = [row[run.at + by : end + by] for row, by in zip(slot.all, self._shifts, strict=True)]
-            kept = self._flat[run.at : end] if self._flat is not None else self._mine(run)
-            if kept is not None:
-                sources[self.rank] = kept
-            if end > run.at:
-                squares += sum_sources(out, sources)
+        squares = sum_ranges(outs, slot.all, self._starts, own=self.rank, instead=instead)
         self.host.pulled(slot)
         self.drop()
         return squares
@@ -228,3 +228,4 @@ class Posting:
         self._slot, self._flat = None, None
         self._kept.clear()
         self._own.clear()
+        self._views.clear()
