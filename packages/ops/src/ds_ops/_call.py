@@ -122,7 +122,7 @@ def address(t: Tensor) -> int:
 def reach(name: str, t: Tensor, start: int, numel: int, like: Tensor) -> int:
     """The address of elements [start, start + numel) of a contiguous tensor, of `like`'s dtype and on its device.
 
-    `require` and `address` in one, at a third of the time, for calls that take tensors by the dozen.
+    `require` and `address` in one, for calls that take tensors by the dozen.
     """
     if t.dtype is like.dtype and t.device == like.device and t.is_contiguous() and 0 <= start <= t.numel() - numel:
         first = t.data_ptr()
