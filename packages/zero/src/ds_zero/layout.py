@@ -121,12 +121,11 @@ class UnitLayout:
         pieces = []
         for segment in self.segments:
             lo = segment.start + rank * segment.chunk
-            mine = Interval(lo, lo + segment.chunk)
             for slot in self.slots:
-                both = slot.interval & mine
-                if both.numel:
-                    inside = both.shifted(-slot.offset)
-                    pieces.append(Piece(slot.name, slot.shape, inside, segment.at + both.start - lo))
+                start, stop = max(lo, slot.offset), min(lo + segment.chunk, slot.offset + slot.numel)
+                if start < stop:
+                    inside = Interval(start - slot.offset, stop - slot.offset)
+                    pieces.append(Piece(slot.name, slot.shape, inside, segment.at + start - lo))
         return tuple(sorted(pieces, key=lambda p: p.start))
 
 

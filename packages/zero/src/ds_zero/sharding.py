@@ -450,11 +450,12 @@ def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    # Two sums over the bit patterns, one of them weighted by position, so that permuted values differ.
+    # Two sums over the bit patterns, one of them weighted by position, so that permuted rows differ; one pass over memory.
     bits = tensor.contiguous().flatten().view(torch.uint8)
     pad = -bits.numel() % 8
     words = torch.nn.functional.pad(bits, (0, pad)).view(torch.int64) if pad else bits.view(torch.int64)
     width = max(1, math.isqrt(words.numel()))
-    rows = words[: words.numel() // width * width].view(-1, width).sum(1)
+    square = words.numel() // width * width
+    rows = torch.cat([words[:square].view(-1, width).sum(1), words[square:]])
     weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=words.device)
-    return torch.stack([words.sum(), (rows * weights).sum()]).cpu()
+    return torch.stack([rows.sum(), (rows * weights).sum()]).cpu()
