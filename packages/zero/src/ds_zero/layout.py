@@ -121,11 +121,12 @@ class UnitLayout:
         pieces = []
         for segment in self.segments:
             lo = segment.start + rank * segment.chunk
+            mine = Interval(lo, lo + segment.chunk)
             for slot in self.slots:
-                start, stop = max(lo, slot.offset), min(lo + segment.chunk, slot.offset + slot.numel)
-                if start < stop:
-                    inside = Interval(start - slot.offset, stop - slot.offset)
-                    pieces.append(Piece(slot.name, slot.shape, inside, segment.at + start - lo))
+                both = slot.interval & mine
+                if both.numel:
+                    inside = both.shifted(-slot.offset)
+                    pieces.append(Piece(slot.name, slot.shape, inside, segment.at + both.start - lo))
         return tuple(sorted(pieces, key=lambda p: p.start))
 
 
