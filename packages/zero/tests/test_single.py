@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,3 +104,49 @@ def test_compiled_without_graph_breaks(stage):
     optimizer.close()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def _layer(make):
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = nn.Parameter(make())
+    return layer
+
+
+def _as_it_was(layer):
+    before = layer.weight.data_ptr()
+    values = layer.weight.detach().clone()
+    optimizer = ds_zero.shard(layer, torch.optim.SGD(layer.parameters(), lr=0.5), stage=2)
+    kept = layer.weight.data_ptr() == before
+    assert torch.equal(layer.weight, values)
+    layer(torch.ones(1, layer.weight.shape[1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.weight, values - 0.5)
+    optimizer.close()
+    assert torch.equal(layer.weight, values - 0.5)
+    return kept
+
+
+def test_a_parameter_that_fills_its_unit_is_not_copied():
+    square, long = nn.Linear(4, 8, bias=False), nn.Linear(3, 16, bias=False)
+    assert _as_it_was(square)
+    assert _as_it_was(long)
+
+
+def test_memory_that_is_not_the_parameters_alone_is_left_to_its_owner():
+    others, array = torch.ones(9, 4), np.ones((8, 4), dtype=np.float32)
+    for make in (
+        lambda: others[:8],
+        lambda: others[1:],
+        lambda: torch.from_numpy(array),
+        lambda: torch.ones(4, 8).t(),
+        lambda: torch.ones(8, 4).share_memory_(),
+    ):
+        layer = _layer(make)
+        assert not _as_it_was(layer)
+    assert others.sum() == 36
+    assert array.sum() == 32
+
+
+def test_a_parameter_that_does_not_fill_its_unit_is_copied():
+    layer = nn.Linear(5, 3, bias=False)
+    assert not _as_it_was(layer)

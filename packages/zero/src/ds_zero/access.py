@@ -58,7 +58,7 @@ class _Place:
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """(start in the parameter, start in the shard, elements) of what this rank owns."""
-        owned = self.unit.layout.owned(self.unit.rank)
+        owned = self.unit.owned
         return [(p.interval.start, p.start, p.interval.numel) for p in owned if p.name == self.name]
 
 

@@ -49,7 +49,7 @@ def square_of(units: Sequence[Unit], scope: NormScope | None) -> float:
             told = gradients.square
             total += sum(map(_square, gradients.sums)) if told is None else told
             continue
-        for piece in unit.layout.owned(unit.rank):
+        for piece in unit.owned:
             copies = scope.group.size if piece.name in scope.replicated else 1
             grad = gradients.view(piece.start, piece.stop)
             total += 0.0 if grad is None else _square(grad) / copies

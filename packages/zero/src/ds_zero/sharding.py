@@ -334,7 +334,7 @@ class Sharding:
     @staticmethod
     def pieces(unit: Unit) -> list[Piece]:
         """What this rank owns of a unit; an empty parameter is the first rank's."""
-        owned = list(unit.layout.owned(unit.rank))
+        owned = list(unit.owned)
         if unit.rank == 0:
             owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
         return owned
@@ -438,7 +438,7 @@ def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
     if group.pg is None:
         return
     with torch.no_grad():
-        mine = torch.stack([_digest(t.detach()) for t in tensors]) if tensors else torch.empty(0, 2, dtype=torch.int64)
+        mine = _digests([t.detach() for t in tensors])
         all_of = torch.empty(group.size * mine.numel(), dtype=torch.int64)
         comm.all_gather_single(all_of, mine.flatten(), group, unit="shard")
         table = all_of.view(group.size, -1, 2)
@@ -449,13 +449,23 @@ def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
             tensors[i].data.copy_(value)
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    # Two sums over the bit patterns, one of them weighted by position, so that permuted rows differ; one pass over memory.
-    bits = tensor.contiguous().flatten().view(torch.uint8)
-    pad = -bits.numel() % 8
-    words = torch.nn.functional.pad(bits, (0, pad)).view(torch.int64) if pad else bits.view(torch.int64)
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    # Two sums over the bit patterns of each, one of them weighted by position, so that permuted rows differ: [tensors, 2]. One
+    # pass over memory; the sums of all tensors are made together, because an operation on a few numbers takes long, too.
+    parts = [_row_sums(tensor) for tensor in tensors]
+    sums = torch.cat([torch.empty(0, dtype=torch.int64), *(part for pair in parts for part in pair)])
+    lengths = torch.tensor([sum(map(len, pair)) for pair in parts], dtype=torch.int64)
+    of = torch.repeat_interleave(lengths)
+    place = torch.arange(1, len(sums) + 1) - (lengths.cumsum(0) - lengths)[of]
+    return torch.zeros(len(parts), 2, dtype=torch.int64).index_add_(0, of, torch.stack([sums, sums * place], 1))
+
+
+def _row_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the rows of a square of its words, and the words that do not fill one."""
+    words = tensor.contiguous().view(-1).view(torch.uint8)
+    if pad := -words.numel() % 8:
+        words = torch.nn.functional.pad(words, (0, pad))
+    words = words.view(torch.int64)
     width = max(1, math.isqrt(words.numel()))
     square = words.numel() // width * width
-    rows = torch.cat([words[:square].view(-1, width).sum(1), words[square:]])
-    weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=words.device)
-    return torch.stack([rows.sum(), (rows * weights).sum()]).cpu()
+    return words[:square].view(-1, width).sum(1).cpu(), words[square:].cpu()

@@ -38,7 +38,7 @@ from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
 from ds_zero.nodes import Secondary
 from ds_zero.precision import Dtypes
 from ds_zero.released import release, restore
-from ds_zero.scattered import whole
+from ds_zero.scattered import is_scattered, whole
 from ds_zero.seat import Members, Seat
 from ds_zero.units import UnitSpec
 
@@ -81,6 +81,7 @@ class Unit:
         self.spec, self.params, self.dtypes, self.seat = spec, list(params), dtypes, seat
         self.layout: UnitLayout = plan_layout(spec.shapes, seat.shards.size, kind=spec.params[0].layout)
         self.rank = seat.shards.rank
+        self.owned = self.layout.owned(self.rank)
         self.releases = spec.residency.shard_params and seat.shards.size > 1 and self.host is None
         self.pins = 0
         self.state = Full.CURRENT
@@ -104,7 +105,9 @@ class Unit:
         # Parameters become views of one buffer; values and identity stay.
         device, numel = _device(self.params[0]), self.layout.numel
         if self.host is None:
-            self.full = self.home = torch.empty(numel, dtype=self.dtypes.param, device=device)
+            taken = self._take_over()
+            self.full = torch.empty(numel, dtype=self.dtypes.param, device=device) if taken is None else taken
+            self.home = self.full
             for gap in self.layout.gaps if not self.releases else ():
                 self.full[gap.start : gap.stop].zero_()
         else:
@@ -118,7 +121,7 @@ class Unit:
                 self.shard = torch.empty(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
                 self._clear_shard_gaps()
             owned: dict[str, list[Piece]] = {}
-            for piece in self.layout.owned(self.rank):
+            for piece in self.owned:
                 owned.setdefault(piece.name, []).append(piece)
             for slot, param in zip(self.layout.slots, self.params, strict=True):
                 with whole(param) as value:
@@ -132,9 +135,21 @@ class Unit:
         self._storage_bytes = self.full.untyped_storage().nbytes()
         self.reshard()  # of a unit that releases, full was never written: the model need not fit whole
 
+    def _take_over(self) -> Tensor | None:
+        """The memory of a parameter that fills the unit and is nobody else's: it becomes full as it is, nothing is copied."""
+        (param, *others), slot = self.params, self.layout.slots[0]
+        fits = slot.numel == self.layout.numel and param.dtype == self.dtypes.param
+        if others or self.releases or not fits or param.is_meta or is_scattered(param):
+            return None
+        storage = param.untyped_storage()
+        ours = storage_uses(param) == 1 and storage.nbytes() == param.nbytes and not param.is_inference()
+        if not ours or not param.is_contiguous() or not storage.resizable() or storage.is_shared():
+            return None
+        return param.data.view(-1)
+
     def _clear_shard_gaps(self) -> None:
         end = 0
-        for piece in self.layout.owned(self.rank):
+        for piece in self.owned:
             self.shard[end : piece.start].zero_()
             end = piece.stop
         self.shard[end:].zero_()
@@ -149,8 +164,9 @@ class Unit:
                 self.full[slot.offset : slot.offset + slot.numel].zero_()
             return
         flat = value.reshape(-1)
-        if keeps_full:
-            self.full[slot.offset : slot.offset + slot.numel].copy_(flat)
+        full = self.full[slot.offset : slot.offset + slot.numel]
+        if keeps_full and not full.is_set_to(flat):
+            full.copy_(flat)
         for piece in pieces:
             mine = flat[piece.interval.start : piece.interval.stop]
             if self.host is not None:  # every rank writes its part, once for all of them
@@ -284,7 +300,7 @@ class Unit:
             changed = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
             names = {self.spec.params[i].name for i in changed}
             with torch.no_grad():
-                for piece in self.layout.owned(self.rank):
+                for piece in self.owned:
                     if piece.name in names:
                         self.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
         self._versions = versions
@@ -321,7 +337,7 @@ class Unit:
 
     def _part(self, start: int, stop: int) -> Part:
         members = {s.name: i for i, s in enumerate(self.layout.slots)}
-        inside = tuple(members[p.name] for p in self.layout.owned(self.rank) if start <= p.start < stop)
+        inside = tuple(members[p.name] for p in self.owned if start <= p.start < stop)
         return Part(self._parameter(self.shard[start:stop]), start, stop, inside)
 
     def _parameter(self, view: Tensor) -> Parameter:
@@ -334,7 +350,7 @@ class Unit:
         """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
         numbers = {s.name: i for i, s in enumerate(self.layout.slots)}
         parts = []
-        for piece in self.layout.owned(self.rank):
+        for piece in self.owned:
             view = self.shard[piece.start : piece.stop]
             row = max(1, prod(piece.shape[1:]))
             if piece.interval.numel == prod(piece.shape):

@@ -48,6 +48,36 @@ def test_every_elementwise_optimizer_of_torch(bench, name):
 
 @STAGES
 @world(2)
+def test_ranks_begin_with_what_the_first_one_holds(stage):
+    """Whatever differs: one element, the order of rows, what no full row holds, a buffer, nothing."""
+
+    def build():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        return net
+
+    def shift(net, change):
+        with torch.no_grad():
+            if change == "element":
+                net[0].weight[7, 7] += 1
+            elif change == "order":
+                net[0].weight.copy_(net[0].weight.flip(0))
+            elif change == "tail":
+                net[1].bias[4] += 1
+            elif change == "buffer":
+                net[2].running_mean[2] += 1
+        return net
+
+    for change in ("element", "order", "tail", "buffer", "nothing"):
+        net = shift(build(), change) if dist.get_rank() else build()
+        optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage)
+        optimizer.close()
+        for name, value in build().state_dict().items():
+            assert torch.equal(net.state_dict()[name], value), (change, name)
+
+
+@STAGES
+@world(2)
 def test_groups_are_the_users_and_edits_between_steps_count(bench, stage):
     def build(net):
         decay = [p for p in net.parameters() if p.dim() > 1]
