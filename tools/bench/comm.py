@@ -115,6 +115,8 @@ def disturbance(row: dict[str, Any]) -> float:
 def main(words: list[str]) -> None:
     """Run and write one mode after the other. Remove the file to forget the rows of earlier runs."""
     limits = [word for word in words if word.isdigit()]
+    if wrong := [word for word in words if not word.isdigit() and word not in MODES]:
+        sys.exit(f"{', '.join(wrong)}: neither a limit in seconds nor one of {', '.join(MODES)}")
     for mode in [word for word in words if word not in limits] or MODES:
         found = run(mode, *limits)
         if found.get("steps", 0) < found.get("of", 0):

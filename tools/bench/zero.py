@@ -1,7 +1,5 @@
 """Sharded training against its peers: forward + backward alone, DDP, FSDP2, ZeroRedundancyOptimizer, DeepSpeed.
 
-usage: nox -s bench -- zero [ROUNDS] [CONFIG ...] [ENGINE ...] [--within SECONDS] [--more]
-
 Two ranks with one thread each (and one rank for `small`). A round runs every (engine, config) alone, in fresh processes, for its
 memory, setup and losses, and then lets engines that are alive at once take turns for the time of their steps (`turns.py`); medians over
 everything are reported. Losses must agree with DDP's (or DeepSpeed's), or the row says so. `--more` goes on with the record that is
@@ -10,6 +8,7 @@ there. Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `com
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -127,10 +126,9 @@ def show(entry: dict, world: int) -> None:
                   f"{rows[peer]['over_ms'] / max(rows[mine]['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
 
 
-def record(rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
-    """Bring the chosen engines of one configuration to so many rounds; what is there stays, every run is kept at once."""
+def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
+    """Bring the chosen engines of one configuration to so many rounds in `kept`; every run is written at once."""
     config, world = where
-    kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
     entry = kept.setdefault(f"{config}-{world}", {"runs": {}, "meetings": []})
     if world == 1:
         chosen = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
@@ -158,14 +156,31 @@ def record(rounds: int, where: tuple[str, int], chosen: list[str], end: float) -
     show(entry, world)
 
 
-def main(asked: list[str]) -> None:
-    within_s = float(asked[asked.index("--within") + 1]) if "--within" in asked else math.inf
-    if "--more" not in asked:
-        DATA.unlink(missing_ok=True)
-    chosen, end = [e for e in ENGINES if e in asked] or ENGINES, time.monotonic() + within_s
-    for config in [c for c in asked if c in STEPS] or list(STEPS):
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="nox -s bench -- zero", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", help="number of rounds (3), configurations and engines (all of them)")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="SECONDS", help="start nothing new after so long"
+    )
+    parser.add_argument("--more", action="store_true", help="go on with the record that is there; else it is replaced")
+    given = parser.parse_args(words)
+    if wrong := [w for w in given.what if not w.isdigit() and w not in STEPS and w not in ENGINES]:
+        known = ", ".join([*STEPS, *ENGINES])
+        parser.error(f"{', '.join(wrong)}: neither a number nor one of {known}")
+    return given
+
+
+def main(words: list[str]) -> None:
+    given = arguments(words)
+    end, asked = time.monotonic() + given.within, given.what
+    kept = json.loads(DATA.read_text())["results"] if given.more and DATA.exists() else {}
+    rounds = next((int(w) for w in asked if w.isdigit()), 3)
+    chosen = [e for e in ENGINES if e in asked] or ENGINES
+    for config in [c for c in STEPS if c in asked] or list(STEPS):
         for world in (1, 2) if config == "small" else (2,):
-            record(int(asked[0]) if asked and asked[0].isdigit() else 3, (config, world), chosen, end)
+            record(kept, rounds, (config, world), chosen, end)
 
 
 if __name__ == "__main__":
