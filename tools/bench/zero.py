@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "zero.json"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 STEPS = {"compute": 10, "comm": 10, "small": 100}
-TURN, CYCLES = {"compute": 3, "comm": 8, "small": 60}, 10
+TURN = {"compute": 3, "comm": 8, "small": 60}
+# A turn of `small` is over in a fifth of a second, and the machine's speed changes within one.
+CYCLES = {"compute": 10, "comm": 10, "small": 40}
 # Those of a line are alive at once and take turns; half of the memory of a small machine is what limits a line.
 MEETINGS = [
     ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3",
@@ -150,7 +152,7 @@ def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], e
             held = [m for m in entry["meetings"] if set(m) >= set(invited)]
             if invited[1:] and len(held) <= number and time.monotonic() < end:
                 start = {e: lambda e=e: ranks(e, config, world, turns=True) for e in invited}
-                entry["meetings"].append(meet(start, CYCLES, TURN[config]))
+                entry["meetings"].append(meet(start, CYCLES[config], TURN[config]))
                 keep()
     print(f"{config}, {world} rank(s), on gloo or where @shm says so on shared memory", flush=True)
     show(entry, world)
