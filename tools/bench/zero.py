@@ -2,8 +2,8 @@
 
 Two ranks with one thread each (and one rank for `small`). A round runs every (engine, config) alone, in fresh processes, for its
 memory, setup and losses, and then lets engines that are alive at once take turns for the time of their steps (`turns.py`); medians over
-everything are reported. Losses must agree with DDP's (or DeepSpeed's), or the row says so. `--more` goes on with the record that is
-there. Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small` (24 Linear layers of 64 x 64).
+everything are reported. Losses must agree with DDP's (or DeepSpeed's), or the row says so.
+Three configurations: `compute` (17 M-parameter GPT, batch 2 x 128), `comm` (1 x 32) and `small` (24 Linear layers of 64 x 64).
 """
 
 from __future__ import annotations
