@@ -1,7 +1,7 @@
 """The ratchets: numbers and lists that may grow, but never unseen.
 
-tools/ratchets/*.json hold the state that was last agreed to. Names (configuration keys, public symbols) must be equal to
-the tree's. Sizes may shrink silently, and need an update of the file when one grows or a new one enters the ten largest.
+tools/ratchets/*.json hold the state that was last agreed to. Names of configuration keys must be equal
+to the tree's. Sizes may shrink silently, and need an update of the file when one grows or a new one enters the ten largest.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from repo import ROOT
-from repo.imports import Module, modules
+from repo.imports import modules
 from repo.projects import load
 
-__all__ = ["RATCHETS", "Ratchet", "compare", "config_keys", "public_symbols", "sizes"]
+__all__ = ["RATCHETS", "Ratchet", "compare", "config_keys", "sizes"]
 
 FOLDER = ROOT / "tools" / "ratchets"
 _KEPT = 10
@@ -43,23 +43,6 @@ def config_keys() -> list[str]:
     from ds_engine import Config
 
     return sorted({".".join(map(str, key.path)) for key in keys(Config)})
-
-
-def public_symbols() -> dict[str, list[str]]:
-    """`__all__` of every public module."""
-    found = {}
-    for project in load().values():
-        for module in modules(project):
-            if not any(part.startswith("_") for part in module.name.split(".")) and (names := _all_of(module)):
-                found[module.name] = sorted(names)
-    return found
-
-
-def _all_of(module: Module) -> list[str]:
-    for node in module.tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return [str(element.value) for element in ast.walk(node.value) if isinstance(element, ast.Constant)]
-    return []
 
 
 def sizes() -> dict[str, dict[str, int]]:
@@ -121,11 +104,6 @@ def _different_names(agreed: list[str], found: list[str]) -> list[str]:
     return [f"gone: {name}" for name in gone] + [f"new: {name}" for name in new]
 
 
-def _different_symbols(agreed: dict[str, list[str]], found: dict[str, list[str]]) -> list[str]:
-    flat = [[f"{module}.{name}" for module, names in side.items() for name in names] for side in (agreed, found)]
-    return _different_names(flat[0], flat[1])
-
-
 def _grown(agreed: dict[str, dict[str, int]], found: dict[str, dict[str, int]]) -> list[str]:
     lines = []
     for kind, values in found.items():
@@ -139,6 +117,5 @@ def _grown(agreed: dict[str, dict[str, int]], found: dict[str, dict[str, int]]) 
 
 RATCHETS: Mapping[str, Ratchet] = {
     "config_keys": Ratchet(FOLDER / "config_keys.json", config_keys, _different_names),
-    "public_symbols": Ratchet(FOLDER / "public_symbols.json", public_symbols, _different_symbols),
     "sizes": Ratchet(FOLDER / "sizes.json", sizes, _grown),
 }

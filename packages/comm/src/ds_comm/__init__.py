@@ -26,6 +26,7 @@ from ds_comm.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
+from ds_comm.family import Assignment, Family, assign, assignment_of
 from ds_comm.grid import Grid
 from ds_comm.groups import (
     Group,
@@ -53,7 +54,9 @@ from ds_comm.recorder import patience
 from ds_comm.work import Work
 
 __all__ = [
+    "Assignment",
     "Box",
+    "Family",
     "Grid",
     "Group",
     "GroupLike",
@@ -79,6 +82,8 @@ __all__ = [
     "all_to_all_pieces",
     "all_to_all_single",
     "as_group",
+    "assign",
+    "assignment_of",
     "barrier",
     "batch_isend_irecv",
     "broadcast",

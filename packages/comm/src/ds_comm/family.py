@@ -1,0 +1,90 @@
+"""Families of parameters: what a package that cuts a model tells the one that shards and averages it.
+
+Words: a *family* is a set of parameters that live on the same ranks and are averaged alike: dense ones, experts, parts of
+tensor-parallel layers, weights tied over pipeline stages. A package that cuts a model (experts, tensor parallelism, stages)
+*assigns* its parameters; ds-zero, clipping and checkpoints read the assignment and ask nobody which package made it. A
+parameter without one is dense: the same on all ranks that the model was given to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_comm.groups import Group
+from ds_comm.placement import Box
+from ds_config.errors import PlanError
+
+__all__ = ["Assignment", "Family", "assign", "assignment_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """Ranks of a set of parameters, and how their gradients become one.
+
+    Attributes:
+        name: Short, the same on every rank: `"expert"`, `"tensor"`, `"tied"`.
+        group: The ranks that hold these parameters with equal values. A gradient is summed over all of them.
+        divisor: What that sum is divided by: the ranks that the batch is split over, whatever the size of `group`.
+        shards: The ranks of `group` over which state is cut; None: all of `group`.
+        copies: How many ranks outside `group` hold equal values and equal gradients of the same parameter, this one included: a
+            norm over all ranks counts each square once by dividing by it.
+    """
+
+    name: str
+    group: Group
+    divisor: int
+    shards: Group | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        inside = self.shards is None or set(self.shards.ranks) <= set(self.group.ranks)
+        if self.divisor < 1 or self.copies < 1 or not inside:
+            raise PlanError(
+                f"family {self.name!r}: divisor {self.divisor}, copies {self.copies}, sums over {self.group}, "
+                f"cut over {self.shards}",
+                code="comm-family",
+                fix="Give a divisor and copies of at least 1, and cut over ranks that sums go over.",
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """A parameter's family, and which part of which logical tensor it is.
+
+    Attributes:
+        family: None: dense, that is the ranks that the model was given to.
+        name: Of the logical tensor in checkpoints, the same whatever the degrees; None: the parameter's own qualified name.
+        shape: Of the logical tensor; None: the parameter's own.
+        box: The part of it that the parameter is, in the logical tensor's dims; None: all of it. The parameter has the box's
+            shape, row-major.
+    """
+
+    family: Family | None = None
+    name: str | None = None
+    shape: tuple[int, ...] | None = None
+    box: Box | None = None
+
+    def __post_init__(self) -> None:
+        if (self.shape is None) != (self.box is None):
+            raise PlanError(
+                f"a parameter is box {self.box} of shape {self.shape}: one says nothing without the other",
+                code="comm-family",
+                fix="Give both, or neither for a parameter that is all of its logical tensor.",
+            )
+
+
+_MARK = "_ds_assignment"
+_DENSE = Assignment()
+
+
+def assign(param: Tensor, assignment: Assignment) -> None:
+    """Say what `param` is. Before the model is sharded; the last word counts."""
+    setattr(param, _MARK, assignment)
+
+
+def assignment_of(param: Tensor) -> Assignment:
+    """What was said of `param`; dense and whole if nothing was."""
+    found: Assignment = getattr(param, _MARK, _DENSE)
+    return found

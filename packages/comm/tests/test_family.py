@@ -1,0 +1,40 @@
+"""What a package says of its parameters is what ds-zero reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parameter import Parameter
+
+from ds_comm import Assignment, Box, Family, assign, assignment_of, single_group
+from ds_config.errors import PlanError
+
+
+def test_without_a_word_a_parameter_is_dense_and_whole() -> None:
+    found = assignment_of(Parameter(torch.zeros(2)))
+    assert (found.family, found.name, found.shape, found.box) == (None, None, None, None)
+
+
+def test_the_last_word_counts() -> None:
+    param = Parameter(torch.zeros(2, 4))
+    family = Family("tensor", single_group(), divisor=4)
+    assign(param, Assignment(name="old"))
+    assign(param, Assignment(family, shape=(8, 4), box=Box((2, 0), (2, 4))))
+    assert assignment_of(param).family is family
+    assert assignment_of(param).box == Box((2, 0), (2, 4))
+
+
+@pytest.mark.parametrize("bad", [{"divisor": 0}, {"divisor": 1, "copies": 0}])
+def test_a_family_that_cannot_be_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="divisor"):
+        Family("expert", single_group(), **bad)
+
+
+def test_shards_are_among_the_ranks_of_the_group() -> None:
+    with pytest.raises(PlanError, match="cut over"):
+        Family("expert", single_group(rank=0), divisor=1, shards=single_group(rank=1))
+
+
+def test_a_box_needs_a_shape() -> None:
+    with pytest.raises(PlanError, match="neither"):
+        Assignment(box=Box((0,), (1,)))
