@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ds_engine.config import Config, explain_config, load_config
     from ds_engine.engine import Engine
     from ds_engine.losses import SumLoss
-    from ds_engine.plan import Plan, Shapes, make_plan
+    from ds_engine.plan import Plan, Shapes
+    from ds_engine.planning import make_plan
     from ds_engine.result import StepResult
     from ds_engine.schedules import Scheduler
     from ds_engine.uneven import Share, even
@@ -56,7 +57,8 @@ _HOMES = {
     "engine": ("Engine",),
     "uneven": ("Share", "even"),
     "losses": ("SumLoss",),
-    "plan": ("Plan", "Shapes", "make_plan"),
+    "plan": ("Plan", "Shapes"),
+    "planning": ("make_plan",),
     "result": ("StepResult",),
     "schedules": ("Scheduler",),
 }

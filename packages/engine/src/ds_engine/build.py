@@ -28,7 +28,8 @@ from ds_engine.config import load_config, source_of
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
-from ds_engine.plan import Plan, Shapes, ShardPlan, make_plan
+from ds_engine.plan import Plan, Shapes, ShardPlan
+from ds_engine.planning import make_plan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.telemetry import Telemetry

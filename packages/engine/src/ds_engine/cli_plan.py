@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> int:
     from ds_config.errors import DsError
     from ds_engine.config import load_config
     from ds_engine.models import shapes_from
-    from ds_engine.plan import Shapes, make_plan
+    from ds_engine.plan import Shapes
+    from ds_engine.planning import make_plan
 
     try:
         shapes = shapes_from(args.model) if args.model else Shapes((), ())

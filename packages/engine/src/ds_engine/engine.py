@@ -33,7 +33,8 @@ from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.placing import to_device
-from ds_engine.plan import Plan, rebatched
+from ds_engine.plan import Plan
+from ds_engine.planning import rebatched
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Telemetry

@@ -1,0 +1,169 @@
+"""What will be done, decided: configuration, shapes and world size in, a `Plan` out. No tensor, no group.
+
+The same function runs on a laptop for a thousand ranks (`ds plan`) and on every rank before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ds_comm import MeshSpec
+from ds_engine.batch import Batch, BatchRequest, resolve_batch
+from ds_engine.config import Config
+from ds_engine.optimizers import state_tensors
+from ds_engine.plan import Memory, Plan, Shapes, ShardPlan, Telling
+from ds_engine.precision import casting_of, precision_of
+from ds_engine.rules import asked_batch, check_rules
+from ds_parallel import matching
+from ds_pipe import Program, accumulation, mark_reduce, verify
+from ds_zero import (
+    STAGES,
+    Nodes,
+    Precision,
+    Residency,
+    UnitPolicy,
+    UnitSpec,
+    in_nodes,
+    passing_bytes,
+    plan_bytes,
+    plan_units,
+)
+from ds_zero.units import ModuleInfo
+
+__all__ = ["make_plan", "rebatched"]
+
+
+def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
+    """Decide everything about a run of a model of `shapes` on `world` ranks. Pure.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: see `check_rules`; all problems at once.
+    Cost: linear in the number of parameters and modules; about 1 s for 100,000.
+    """
+    check_rules(config, world)
+    mesh = MeshSpec.fit(world)
+    batch = resolve_batch(asked_batch(config, mesh.data), mesh.data)
+    residency = STAGES[config.zero_optimization.stage]
+    sharding = ShardPlan(
+        _policy(config, shapes.modules),
+        config.zero_optimization.overlap_comm is not False,
+        config.zero_optimization.enable_sanity_checks,
+        config.zero_optimization.mics_shard_size if config.zero_optimization.mics_shard_size > 0 else None,
+        config.sparse_gradients,
+        max(1, config.zero_optimization.zero_hpz_partition_size),
+        config.zero_optimization.mics_hierarchical_params_gather,
+    )
+    units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
+    precision = precision_of(config)
+    states = _states(config, shapes, precision)
+    kept = (state_tensors(config.optimizer), None if states is None else states.itemsize)
+    callables = [m.name for m in shapes.modules if m.callable and m.name]
+    checkpointed = matching(callables, config.activation_checkpointing.modules)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        program=_program(batch, residency),
+        residency=residency,
+        precision=precision,
+        units=units,
+        states=states,
+        casting=casting_of(config),
+        sharding=sharding,
+        memory=_memory(units, precision, (sharding.shard_size or mesh.data, sharding.near), kept),
+        clip=config.gradient_clipping or None,
+        sums=config.gradient_allreduce_op == "sum",
+        data_multiple=batch.train if config.dataloader_drop_last else 1,
+        telling=_telling(config),
+        predivide=float(mesh.data) if config.prescale_gradients else config.gradient_predivide_factor,
+        managed=config.managed_gradient_accumulation,
+        layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
+        keeping=config.activation_checkpointing.keeping,
+        checkpointed=checkpointed,
+        transforms=(*(["activation checkpointing"] if checkpointed else []), "ZeRO"),
+    )
+
+
+def _program(batch: Batch, residency: Residency) -> Program:
+    program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
+    verify(program)
+    return program
+
+
+def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
+    """The same plan with another batch.
+
+    Raises:
+        PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
+    """
+    batch = resolve_batch(asked, plan.batch.ranks)
+    multiple = batch.train if plan.config.dataloader_drop_last else 1
+    return replace(plan, batch=batch, program=_program(batch, plan.residency), data_multiple=multiple)
+
+
+def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:
+    params = None if config.optimizer is None else config.optimizer.params
+    wide = getattr(params, "fp32_optimizer_states", True) and not config.bf16.bf16_optimizer_states
+    of_model = next((getattr(torch, p.dtype) for p in shapes.params), None)
+    return None if wide else precision.param or of_model
+
+
+def _telling(config: Config) -> Telling:
+    throughput = config.timers.throughput
+    return Telling(
+        every=config.steps_per_print,
+        phases=config.wall_clock_breakdown or config.flops_profiler.enabled,
+        speed=throughput.enabled,
+        synchronize=throughput.enabled and throughput.synchronized,
+        state=config.dump_state,
+        level=config.log_level,
+        memory=config.memory_breakdown,
+        flops=config.flops_profiler if config.flops_profiler.enabled else None,
+        comms=config.comms_logger if config.comms_logger.enabled else None,
+    )
+
+
+def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
+    zero = config.zero_optimization
+    leaf = zero.leaf_module
+    leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
+    # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap. Stage 0 is plain
+    # data parallelism, whose reductions no key of this section cuts; clients fill in tiny sizes for small models at any stage.
+    asked = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
+    return UnitPolicy(
+        max_numel=zero.reduce_bucket_size if asked else None,
+        persist_numel=zero.param_persistence_threshold,
+        persist_total=zero.model_persistence_threshold,
+        leaves=frozenset(leaves),
+    )
+
+
+def _memory(
+    units: Sequence[UnitSpec], precision: Precision, ranks: tuple[int, int], states: tuple[int, int | None]
+) -> Memory:
+    """What ds-zero's own arithmetic says of every unit.
+
+    Args:
+        ranks: That share one copy, and of these the ones that keep what was gathered.
+        states: Tensors per element, and their bytes if not as masters.
+    """
+    tensors, width = states
+    world, near = ranks
+    parts = []
+    for unit in units:
+        dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
+        found = plan_bytes(unit, dtypes, world, tensors)
+        if 1 < near < world:
+            found = in_nodes(found, Nodes(near, secondary=True))
+        optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width
+        parts.append((found, optim))
+    return Memory(
+        params_bytes=sum(found.full for found, _ in parts),
+        grads_bytes=sum(found.grads for found, _ in parts),
+        master_bytes=sum(found.shard for found, _ in parts),
+        optimizer_bytes=sum(optim for _, optim in parts),
+        passing_bytes=passing_bytes((found for found, _ in parts), units[0].residency) if units else 0,
+    )
