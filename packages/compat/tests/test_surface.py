@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
-import pkgutil
+import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +17,8 @@ from pathlib import Path
 
 import deepspeed
 import pytest
-from deepspeed._lazy import UnsupportedImportError, UnsupportedNameError
+from deepspeed._errors import UnsupportedImportError, UnsupportedNameError
+from deepspeed._stubs import stub, write
 from deepspeed._surface import MISSING_ATTRIBUTES, SURFACE, Missing
 
 from ds_config.errors import UnsupportedError
@@ -42,19 +46,44 @@ def test_what_the_table_says_is_there(module):
     assert set(public) <= set(dir(found))
 
 
-def test_the_files_are_the_table():
-    names = {"deepspeed"} | {
-        info.name
-        for info in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.", onerror=lambda name: None)
-        if "._" not in info.name
-    }
+def test_the_modules_are_no_files_and_their_stubs_are_the_table(tmp_path):
     root = Path(deepspeed.__path__[0])
-    on_disk = {
-        ".".join(("deepspeed", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
-        for path in root.rglob("*.py")
-    }
-    assert {name for name in on_disk if "._" not in name} == set(SURFACE)
-    assert names <= set(SURFACE)
+    assert {path.name for path in root.glob("*.py")} == {
+        "__init__.py", "_errors.py", "_finder.py", "_stubs.py", "_surface.py",
+    }  # fmt: skip
+    paths = write(tmp_path)
+    assert len(paths) == len(set(paths)) == len(SURFACE)
+    for home, name in HERE:
+        assert re.search(rf"^from [\w.]+ import \w+ as {name}$", stub(home), re.MULTILINE)
+    for home, name in GONE:
+        assert not re.search(rf" as {name}$", stub(home), re.MULTILINE)
+    for path in paths:
+        ast.parse((tmp_path / path).read_text())
+    assert Path("runtime/zero/__init__.pyi") in paths
+    assert Path("ops/aio.pyi") in paths
+
+
+def test_modules_are_found_as_modules_of_files_are():
+    import deepspeed.runtime.zero.partition_parameters as found
+
+    spec = importlib.util.find_spec("deepspeed.runtime.lr_schedules")
+    assert spec.loader is not None
+    assert sys.modules["deepspeed.runtime.zero"].partition_parameters is found
+    assert pickle.loads(pickle.dumps(found.ZeroParamStatus.AVAILABLE)) is found.ZeroParamStatus.AVAILABLE
+    assert importlib.reload(found).Init is deepspeed.zero.Init
+    assert importlib.util.find_spec("deepspeed.flux") is None
+    finders = list(sys.meta_path)
+    importlib.reload(deepspeed)
+    assert sys.meta_path == finders
+
+
+def test_a_module_with_main_is_a_program():
+    source = str(Path(deepspeed.__path__[0]).parent)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--help"]
+    found = subprocess.run(command, env=environ, text=True, capture_output=True)
+    assert found.returncode == 0
+    assert found.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("module", ALL_MISSING)
@@ -136,7 +165,7 @@ def test_importing_it_does_nothing_else(monkeypatch):
     assert "torch" not in found.modules
     ours = {name for name in found.modules if name.startswith(("deepspeed", "ds_")) and "ds_testing" not in name}
     assert ours <= {
-        "deepspeed", "deepspeed._lazy", "deepspeed._surface", "ds_config", "ds_config.errors",
+        "deepspeed", "deepspeed._errors", "deepspeed._finder", "deepspeed._surface", "ds_config", "ds_config.errors",
     }  # fmt: skip
 
 

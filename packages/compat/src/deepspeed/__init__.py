@@ -1,5 +1,6 @@
 """Scripts written for DeepSpeed run on the ds packages. What each name is here: `deepspeed._surface`."""
 
-from deepspeed._lazy import names
+from deepspeed._finder import fill, install
 
-__all__, __getattr__, __dir__ = names(__name__)
+install()
+fill(__name__, globals())

@@ -1,7 +1,7 @@
 """The surface: every public name of DeepSpeed 0.19.8 that clients use or its documentation names, and what it is here.
 
 A row is `"module:attribute"` (`"module:"` for the module itself), or `Missing` with the reason and what to use instead.
-The modules of this package get their names from this table (`deepspeed._lazy`); docs/reference/deepspeed-surface.md is made
+The modules of this package are made from this table (`deepspeed._finder`); docs/reference/deepspeed-surface.md is made
 from it; a name that is in neither place does not exist. Constants that only name configuration keys are left out: the keys
 are in docs/reference/configuration.md.
 """

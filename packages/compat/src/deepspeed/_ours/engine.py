@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed._lazy import UnsupportedNameError
+from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated

@@ -1,5 +1,0 @@
-"""Names of `deepspeed.git_version_info`; what each is here: `deepspeed._surface`."""
-
-from deepspeed._lazy import names
-
-__all__, __getattr__, __dir__ = names(__name__)

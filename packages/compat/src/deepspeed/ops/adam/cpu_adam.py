@@ -1,5 +1,0 @@
-"""Names of `deepspeed.ops.adam.cpu_adam`; what each is here: `deepspeed._surface`."""
-
-from deepspeed._lazy import names
-
-__all__, __getattr__, __dir__ = names(__name__)
