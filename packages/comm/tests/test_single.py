@@ -90,7 +90,10 @@ def test_a_part_may_be_the_whole() -> None:
         (lambda: ds_comm.all_gather_single(torch.zeros(3), torch.zeros(2)), "output_tensor has 3 elements"),
         (lambda: ds_comm.reduce_scatter_single(torch.zeros(2), torch.zeros(3)), "input has 3 elements, output 2"),
         (lambda: ds_comm.all_gather([torch.zeros(1)] * 2, torch.zeros(1)), "tensor_list has 2 places, 1 are needed"),
-        (lambda: ds_comm.all_to_all_single(torch.zeros(2), torch.zeros(2), [1], [2]), "output_split_sizes"),
+        (
+            lambda: ds_comm.all_to_all_single(torch.zeros(2), torch.zeros(2), [1], [2]),
+            "output has 2 places, its sizes are",
+        ),
         (lambda: ds_comm.all_to_all_single(torch.zeros(2), torch.zeros(3)), "input part for itself 3"),
         (lambda: ds_comm.reduce_scatter(torch.zeros(2), [torch.zeros(1)]), "1 elements, 2 are needed"),
         (lambda: ds_comm.gather(torch.zeros(2)), "gather_list is given on rank 0"),

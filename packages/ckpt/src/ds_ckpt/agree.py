@@ -7,16 +7,12 @@ says so, not seven ranks in a collective that rank 3 never reaches.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
 
-import torch
-
 from ds_ckpt.jsontext import Json
-from ds_comm import Group, GroupLike, all_gather_single, as_group, drop_group, patience, single_group, twin_group
+from ds_comm import Group, GroupLike, all_gather_json, as_group, drop_group, patience, single_group, twin_group
 from ds_config.errors import CheckpointError, DsError
 
 __all__ = ["TRANSFER_S", "Ranks", "as_checkpoint_error"]
@@ -84,18 +80,7 @@ class Ranks:
 
     def exchange(self, value: Json) -> list[Any]:
         """Everyone's `value`, by rank. Cost: two all-gathers; the second pads to the longest value."""
-        data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-        device = _device(self._group)
-        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        sizes = mine.new_empty(self.size)
-        all_gather_single(sizes, mine, self._group, unit="ckpt")
-        lengths = sizes.tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = torch.empty((self.size, max(lengths)), dtype=torch.uint8, device=device)
-        all_gather_single(rows, padded.to(device), self._group, unit="ckpt")
-        texts = [zlib.decompress(row[:n].numpy().tobytes()) for row, n in zip(rows.cpu(), lengths, strict=True)]
-        return [json.loads(text) for text in texts]
+        return all_gather_json(value, self._group, unit="ckpt")
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
@@ -111,11 +96,3 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     out = CheckpointError(f"{type(error).__name__}: {getattr(error, 'message', error)}", code=code, fix=fix)
     out.__cause__ = error
     return out
-
-
-def _device(group: Group) -> torch.device:
-    # Backends of devices move device tensors only; a group with a CPU backend is served from there.
-    kinds = {} if group.channel is None else group.channel.transports
-    if not kinds or "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())

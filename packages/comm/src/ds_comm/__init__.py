@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ds_comm import differentiable
 from ds_comm.collectives import (
     ReduceOp,
     all_gather,
@@ -40,6 +41,7 @@ from ds_comm.groups import (
 )
 from ds_comm.init import destroy_process_group, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
+from ds_comm.metadata import all_gather_json, broadcast_json, exchange_counts
 from ds_comm.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -74,6 +76,7 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_json",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
@@ -87,9 +90,12 @@ __all__ = [
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_json",
     "broadcast_object_list",
     "destroy_process_group",
+    "differentiable",
     "drop_group",
+    "exchange_counts",
     "gather",
     "gather_object",
     "init_distributed",

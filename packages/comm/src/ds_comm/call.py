@@ -54,7 +54,7 @@ class Call:
         """The whole has `count` (by default as many as ranks) parts."""
         count = self.group.size if count is None else count
         if count * part_numel != whole_numel:
-            raise self._size_error(
+            raise self.size_error(
                 f"{whole} has {whole_numel} elements, {part} {part_numel}; {count} x {part_numel} = {count * part_numel}"
             )
 
@@ -62,32 +62,32 @@ class Call:
         """`count` (by default as many as ranks) items in a list."""
         count = self.group.size if count is None else count
         if len(items) != count:
-            raise self._size_error(f"{name} has {len(items)} places, {count} are needed")
+            raise self.size_error(f"{name} has {len(items)} places, {count} are needed")
 
     def check_list(self, name: str, tensors: Sequence[Tensor], numel: int | None = None) -> None:
         """One tensor per rank, of `numel` elements each if given."""
         self.check_count(name, tensors)
         for index, tensor in enumerate(tensors):
             if numel is not None and tensor.numel() != numel:
-                raise self._size_error(f"{name}[{index}] has {tensor.numel()} elements, {numel} are needed")
+                raise self.size_error(f"{name}[{index}] has {tensor.numel()} elements, {numel} are needed")
 
     def check_pairs(self, parts: str, part: Sequence[Tensor], wholes: str, whole: Sequence[Tensor]) -> None:
         """As many parts as wholes, and every whole has a part per rank."""
         if len(part) != len(whole):
-            raise self._size_error(f"{len(part)} {parts} for {len(whole)} {wholes}")
+            raise self.size_error(f"{len(part)} {parts} for {len(whole)} {wholes}")
         for index, (p, w) in enumerate(zip(part, whole, strict=True)):
             self.check_parts(f"{parts}[{index}]", p.numel(), f"{wholes}[{index}]", w.numel())
 
-    def split(self, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
-        """The rows of `tensor` for each rank."""
-        rows, ranks = tensor.shape[0] if tensor.dim() else 1, self.group.size
+    def cut(self, name: str, extent: int, sizes: Sequence[int] | None) -> list[int]:
+        """How many of `extent` places are each rank's: as `sizes` says, which sums to it, or equally many."""
+        ranks = self.group.size
         if not sizes:
-            if rows % ranks:
-                raise self._size_error(f"{name} has {rows} rows, which {ranks} ranks do not divide")
-            sizes = [rows // ranks] * ranks
-        if len(sizes) != ranks or sum(sizes) != rows:
-            raise self._size_error(f"{name}_split_sizes {list(sizes)} for {rows} rows and {ranks} ranks")
-        return tensor.split(list(sizes))
+            if extent % ranks:
+                raise self.size_error(f"{name} has {extent} places, which {ranks} ranks do not divide")
+            return [extent // ranks] * ranks
+        if len(sizes) != ranks or sum(sizes) != extent or min(sizes) < 0:
+            raise self.size_error(f"{name} has {extent} places, its sizes are {list(sizes)}")
+        return list(sizes)
 
     def root(self, world_rank: int | None, group_rank: int | None, default: int | None = None) -> int:
         """The rank within the group that either argument names."""
@@ -122,7 +122,7 @@ class Call:
     def at_root(self, name: str, tensors: Sequence[Tensor] | None, root: int, numel: int) -> Sequence[Tensor] | None:
         """The list that only the root passes; None elsewhere."""
         if (tensors is not None and len(tensors) > 0) != (self.group.rank == root):
-            raise self._size_error(
+            raise self.size_error(
                 f"{name} is given on rank {root} of the group and nowhere else; this is rank {self.group.rank} and it has "
                 f"{'none' if tensors is None else len(tensors)}"
             )
@@ -186,6 +186,14 @@ class Call:
         work.wait()
         return DONE
 
+    def size_error(self, found: str) -> CommError:
+        """The error of buffers that do not fit together on this rank."""
+        return CommError(
+            f"{self} ({self.group.size} ranks): {found}.",
+            code="comm-size",
+            fix="Pass buffers of matching sizes; pad the last part where the ranks do not divide a tensor.",
+        )
+
     def _transport(self, by_device: dict[str, type[Transport]], tensor: Tensor | None) -> type[Transport]:
         if tensor is None:
             return next(iter(by_device.values()))
@@ -208,13 +216,6 @@ class Call:
             ranks=self.group.size,
             nbytes=nbytes if nbytes is not None else 0 if tensor is None else tensor.nbytes,
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-        )
-
-    def _size_error(self, found: str) -> CommError:
-        return CommError(
-            f"{self} ({self.group.size} ranks): {found}.",
-            code="comm-size",
-            fix="Pass buffers of matching sizes; pad the last part where the ranks do not divide a tensor.",
         )
 
 

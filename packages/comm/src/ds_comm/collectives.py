@@ -228,13 +228,12 @@ def all_to_all_single(
     """
     call = Call("all_to_all_single", as_group(group), unit)
     call.check(output, input)
-    outs = call.split("output", output, output_split_sizes)
-    inps = call.split("input", input, input_split_sizes)
-    call.check_parts(
-        "input part for itself", inps[call.group.rank].numel(), "output part", outs[call.group.rank].numel(), 1
-    )
+    receive = call.cut("output", _rows(output), output_split_sizes)
+    send = call.cut("input", _rows(input), input_split_sizes)
+    mine, own = input[: send[call.group.rank]].numel(), output[: receive[call.group.rank]].numel()
+    call.check_parts("input part for itself", mine, "output part", own, 1)
     call.copy_alone(output, input)
-    return call.start(input, async_op, lambda to: to.all_to_all(outs, inps))
+    return call.start(input, async_op, lambda to: to.all_to_all_rows(output, input, receive, send))
 
 
 def all_to_all(
@@ -379,6 +378,14 @@ def monitored_barrier(
 # The names of torch up to 2.12.
 reduce_scatter_tensor = reduce_scatter_single
 all_gather_into_tensor = all_gather_single
+
+
+def _rows(tensor: Tensor) -> int:
+    if tensor.dim() == 0:
+        raise CommError(
+            "all_to_all_single of a tensor without dims", code="comm-size", fix="Pass tensors with rows: [n, ...]."
+        )
+    return tensor.shape[0]
 
 
 def _fused(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:

@@ -87,6 +87,11 @@ class Transport:
     def all_to_all(self, outs: Sequence[Tensor], inps: Sequence[Tensor]) -> Started:
         return _started(dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=self.asynchronous))
 
+    def all_to_all_rows(self, out: Tensor, inp: Tensor, receive: Sequence[int], send: Sequence[int]) -> Started:
+        """One tensor each way; `receive[r]` rows come from rank r and `send[r]` go to it."""
+        sizes = list(receive), list(send)
+        return _started(dist.all_to_all_single(out, inp, *sizes, group=self.pg, async_op=self.asynchronous))
+
     def all_to_all_pieces(self, outs: Sequence[Sequence[Tensor]], inps: Sequence[Sequence[Tensor]]) -> Started:
         others = [r for r in range(self.size) if r != self.rank]
         ops = [dist.P2POp(dist.irecv, t, group=self.pg, group_peer=r) for r in others for t in outs[r]]
@@ -171,6 +176,9 @@ class GlooTransport(Transport):
         works = self._exchange(self._tag(6), outs, inps)
         outs[self.rank].copy_(inps[self.rank])
         return Started(works)
+
+    def all_to_all_rows(self, out: Tensor, inp: Tensor, receive: Sequence[int], send: Sequence[int]) -> Started:
+        return self.all_to_all(out.split(list(receive)), inp.split(list(send)))
 
     def all_to_all_pieces(self, outs: Sequence[Sequence[Tensor]], inps: Sequence[Sequence[Tensor]]) -> Started:
         # Tensors of one size to one rank are told apart by their number.

@@ -1,0 +1,511 @@
+"""Collectives that autograd knows: each with its gradient, which is a collective again.
+
+    y = differentiable.all_to_all_rows(x, group, send, receive)
+    coming = differentiable.exchange(q, group, scatter_dim=2, gather_dim=1, async_op=True)
+    ...                                                # computes meanwhile
+    q = coming.wait()                                  # in the graph
+
+Words: a tensor is *one's own* where each rank has another, and *common* where all ranks have the same. What a function's
+gradient is follows from which of the two it makes of which:
+
+    all_to_all_rows, exchange   own -> own         the reverse exchange
+    all_gather                  own -> own use     reduce_scatter: each rank used all of it in its own way
+    reduce_scatter              own -> own         all_gather
+    copy                        common -> own use  all-reduce of the gradients (Megatron's f: Shoeybi et al. 2019, section 3)
+    reduce                      own -> common      the gradient as it is (Megatron's g)
+    gather                      own -> common      own part of the gradient
+    split                       common -> own      the gradients, gathered
+
+Gradients can be differentiated again. The ranks of a group make the same calls in the same order, and use every result or
+none: autograd calls the gradients in the reverse order of the calls, on each rank whose loss depends on them.
+
+A group of one returns what it was given. Tensors are of any layout and device that the group communicates; results are
+contiguous. With `async_op` a function returns an `InFlight`; its gradient overlaps as well, with what the backward does
+between `wait` and the call. Costs are bytes sent per rank for N ranks, a result of S bytes, and the same for the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ds_comm import collectives
+from ds_comm.call import Call
+from ds_comm.groups import GroupLike, as_group
+from ds_comm.work import DONE, Work
+
+__all__ = [
+    "InFlight",
+    "all_gather",
+    "all_to_all_rows",
+    "copy",
+    "exchange",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "split",
+]
+
+
+def all_to_all_rows(
+    x: Tensor,
+    group: GroupLike,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *,
+    async_op: bool = False,
+    unit: str = "",
+) -> Any:
+    """Send rows of `x` to the ranks and return theirs, both in rank order.
+
+    Args:
+        x: [sum of send, ...].
+        send: Rows that go to each rank; may be 0.
+        receive: Rows that come from each rank: that rank's `send` for this one (`exchange_counts` tells them).
+    Returns:
+        [sum of receive, ...].
+    Raises:
+        CommError: the sizes are not one per rank or do not sum to the rows ("comm-size").
+    Cost: the rows for other ranks, from where they lie.
+    """
+    call = Call("all_to_all_single", as_group(group), unit)
+    send, receive = tuple(call.cut("x dim 0", x.shape[0], send)), tuple(receive)
+    call.cut("the result", sum(receive), receive)
+    return _run(_Rows(call, send, receive), x, async_op)
+
+
+def exchange(
+    x: Tensor,
+    group: GroupLike,
+    *,
+    scatter_dim: int,
+    gather_dim: int,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+    unit: str = "",
+) -> Any:
+    """Cut one dim over the ranks and put another together: Ulysses' change from [s/N, heads] to [s, heads/N] and back.
+
+    Args:
+        x: Cut along `scatter_dim`, part r goes to rank r.
+        scatter_sizes: Places of `scatter_dim` for each rank; equal parts when None.
+        gather_sizes: Places of `gather_dim` that each rank has; as many as here when None.
+    Returns:
+        `x`'s shape with scatter_sizes[rank] places in `scatter_dim` and the sum of gather_sizes in `gather_dim`.
+    Raises:
+        CommError: the sizes do not fit, or both dims are one ("comm-size").
+    Cost: (N-1)/N S. One copy before, none where `scatter_dim` is the outermost; as much after for `gather_dim`.
+    """
+    call = Call("all_to_all_single", as_group(group), unit)
+    cut, put = _dim(call, x, scatter_dim), _dim(call, x, gather_dim)
+    if cut == put:
+        raise call.size_error(f"dim {cut} is to be scattered and gathered")
+    scattered = call.cut(f"dim {cut}", x.shape[cut], scatter_sizes)
+    gathered = _everyones(call, f"dim {put}", x.shape[put], gather_sizes)
+    return _run(_Exchange(call, (cut, tuple(scattered)), (put, tuple(gathered))), x, async_op)
+
+
+def all_gather(
+    x: Tensor,
+    group: GroupLike,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    unit: str = "",
+) -> Any:
+    """Every rank's `x`, put together along `dim`; each rank uses the result in its own way.
+
+    Args:
+        sizes: Places of `dim` that each rank has; as many as here when None. Uneven ones are padded on the way.
+    Returns:
+        `x`'s shape with the sum of sizes in `dim`. Its gradients are summed over the ranks.
+    Cost: (N-1)/N S, and a copy where `dim` is not the outermost.
+    """
+    call = Call("all_gather_single", as_group(group), unit)
+    dim = _dim(call, x, dim)
+    cut = _Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    return _run(_AllGather(call, cut, common=False), x, async_op)
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: GroupLike,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    unit: str = "",
+) -> Any:
+    """This rank's part along `dim` of the sum of every rank's `x`.
+
+    Args:
+        sizes: Places of `dim` for each rank; equal parts when None. Uneven ones are padded on the way.
+    Returns:
+        `x`'s shape with sizes[rank] in `dim`.
+    Cost: (N-1)/N of x's bytes, and a copy where `dim` is not the outermost.
+    """
+    call = Call("reduce_scatter_single", as_group(group), unit)
+    dim = _dim(call, x, dim)
+    return _run(_ReduceScatter(call, _Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))), x, async_op)
+
+
+def copy(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
+    """`x`, which all ranks have; its gradients are summed over the group. What a part of a cut layer reads."""
+    return cast(Tensor, _run(_Copy(Call("all_reduce", as_group(group), unit)), x, False))
+
+
+def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "") -> Any:
+    """The sum of every rank's `x`, common to all. What the parts of a cut layer make together. `x` stays as it is.
+
+    Cost: 2 (N-1)/N S; its gradient costs nothing.
+    """
+    return _run(_Reduce(Call("all_reduce", as_group(group), unit)), x, async_op)
+
+
+def gather(
+    x: Tensor,
+    group: GroupLike,
+    dim: int,
+    sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    unit: str = "",
+) -> Any:
+    """Every rank's `x`, put together along `dim`, which all ranks go on to use in the same way; else `all_gather`.
+
+    Args, returns and cost: as `all_gather`; its gradient costs nothing.
+    """
+    call = Call("all_gather_single", as_group(group), unit)
+    dim = _dim(call, x, dim)
+    cut = _Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    return _run(_AllGather(call, cut, common=True), x, async_op)
+
+
+def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None, *, unit: str = "") -> Tensor:
+    """This rank's part along `dim` of an `x` that all ranks have; its gradients are gathered.
+
+    Args:
+        sizes: Places of `dim` for each rank; equal parts when None.
+    Cost: a copy of the part. Its gradient is a `gather`.
+    """
+    call = Call("all_gather_single", as_group(group), unit)
+    dim = _dim(call, x, dim)
+    cut = _Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
+    return cast(Tensor, _run(_Split(call, cut), x, False))
+
+
+class InFlight:
+    """A result on its way."""
+
+    __slots__ = ("_journey", "_result")
+
+    def __init__(self, result: Tensor, journey: _Journey | None) -> None:
+        """`journey`: what to wait for; None where the result is there."""
+        self._result, self._journey = result, journey
+
+    def wait(self) -> Tensor:
+        """The result, when it is there; in the graph. Every call returns the same tensor."""
+        journey, self._journey = self._journey, None
+        if journey is not None:
+            self._result = _Arrive.apply(self._result, journey)
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return without waiting for another rank."""
+        return self._journey is None or self._journey.work.is_completed()
+
+
+# ---- what moves: pure descriptions, each of which knows its reverse
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A move on its way: where its result will be, what to wait for, and what remains to do then."""
+
+    out: Tensor
+    work: Work = DONE
+    finish: Callable[[], object] | None = None
+
+
+class _Move(Protocol):
+    @property
+    def call(self) -> Call: ...
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched: ...
+
+    def reverse(self) -> _Move: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    call: Call
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        out = x.new_empty((sum(self.receive), *x.shape[1:]))
+        work = collectives.all_to_all_single(
+            out, x.contiguous(), self.receive, self.send, self.call.group, async_op, unit=self.call.unit
+        )
+        return _Launched(out, work)
+
+    def reverse(self) -> _Move:
+        return _Rows(_back(self.call), self.receive, self.send)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """`scatter` and `gather`: a dim and its sizes by rank."""
+
+    call: Call
+    scatter: tuple[int, tuple[int, ...]]
+    gather: tuple[int, tuple[int, ...]]
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        (cut, scattered), (put, gathered) = self.scatter, self.gather
+        shape = _shape(x, cut, scattered[self.call.group.rank])
+        shapes = [(*shape[:put], n, *shape[put + 1 :]) for n in gathered]
+        send, receive = [part.numel() for part in x.split(scattered, cut)], [math.prod(s) for s in shapes]
+        out = x.new_empty((*shape[:put], sum(gathered), *shape[put + 1 :]))
+        outermost = math.prod(shape[:put]) == 1
+        flat = out.view(-1) if outermost else x.new_empty(out.numel())
+        work = collectives.all_to_all_single(
+            flat, _packed(x, cut, scattered), receive, send, self.call.group, async_op, unit=self.call.unit
+        )
+        if outermost:
+            return _Launched(out, work)
+        parts = [part.view(s) for part, s in zip(flat.split(receive), shapes, strict=True)]
+        return _Launched(out, work, lambda: torch.cat(parts, put, out=out))
+
+    def reverse(self) -> _Move:
+        return _Exchange(_back(self.call), self.gather, self.scatter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A dim that the ranks share: `sizes[r]` places of it are rank r's."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    def plain(self, shape: Sequence[int]) -> bool:
+        """Whether the whole, of `shape`, is its parts in a row, all of one size: nothing need be copied."""
+        return self.even and math.prod(shape[: self.dim]) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class _AllGather:
+    call: Call
+    cut: _Cut
+    common: bool
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        dim, sizes, ranks = self.cut.dim, self.cut.sizes, self.call.group.size
+        out = x.new_empty(_shape(x, dim, sum(sizes)))
+        plain = self.cut.plain(out.shape)
+        row = max(sizes) * (out.numel() // sum(sizes) if sum(sizes) else 0)
+        rows = out.view(ranks, -1) if plain and row else x.new_empty((ranks, row))
+        work = collectives.all_gather_single(rows, _padded(x, row), self.call.group, async_op, unit=self.call.unit)
+        if plain:
+            return _Launched(out, work)
+        shapes = [_shape(x, dim, n) for n in sizes]
+        parts = [of[: math.prod(s)].view(s) for of, s in zip(rows, shapes, strict=True)]
+        return _Launched(out, work, lambda: torch.cat(parts, dim, out=out))
+
+    def reverse(self) -> _Move:
+        return (_Split if self.common else _ReduceScatter)(_back(self.call), self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReduceScatter:
+    call: Call
+    cut: _Cut
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        dim, sizes, group = self.cut.dim, self.cut.sizes, self.call.group
+        out = x.new_empty(_shape(x, dim, sizes[group.rank]))
+        if self.cut.even:
+            part, whole = out.view(-1), _packed(x, dim, sizes)
+        else:
+            row = max(sizes) * (x.numel() // sum(sizes))
+            part = x.new_empty(row)
+            whole = torch.cat([_padded(one, row) for one in x.split(sizes, dim)])
+        work = collectives.reduce_scatter_single(part, whole, group=group, async_op=async_op, unit=self.call.unit)
+        if self.cut.even:
+            return _Launched(out, work)
+        return _Launched(out, work, lambda: out.view(-1).copy_(part[: out.numel()]))
+
+    def reverse(self) -> _Move:
+        return _AllGather(_back(self.call), self.cut, common=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    call: Call
+    cut: _Cut
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        mine = x.split(self.cut.sizes, self.cut.dim)[self.call.group.rank]
+        return _Launched(mine.clone(memory_format=torch.contiguous_format))
+
+    def reverse(self) -> _Move:
+        return _AllGather(_back(self.call), self.cut, common=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    call: Call
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        return _Launched(x)
+
+    def reverse(self) -> _Move:
+        return _Reduce(_back(self.call))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduce:
+    call: Call
+
+    def launch(self, x: Tensor, async_op: bool) -> _Launched:
+        out = x.clone(memory_format=torch.contiguous_format)
+        return _Launched(
+            out, collectives.all_reduce(out, group=self.call.group, async_op=async_op, unit=self.call.unit)
+        )
+
+    def reverse(self) -> _Move:
+        return _Copy(_back(self.call))
+
+
+# ---- how a move enters the graph
+#
+# A move that is waited for at once is one node. One that is not is two: Depart starts it, Arrive waits. Backward runs them in
+# reverse: the gradient of Arrive starts the reverse move and that of Depart waits for it, so what the graph has between
+# the two overlaps. What has started cannot travel from one to the other as a gradient, whose shape autograd checks: it
+# goes through the journey. As those gradients are made of the same two functions, they have gradients, too.
+
+
+class _Journey:
+    """One execution of a move. `back`: its gradient on the way, between the gradients of Arrive and Depart."""
+
+    __slots__ = ("async_op", "back", "finish", "keep", "move", "work")
+
+    def __init__(self, move: _Move, async_op: bool) -> None:
+        self.move = move
+        self.async_op = async_op and not isinstance(move, _Copy | _Split)
+        self.work, self.finish = DONE, cast(Callable[[], object] | None, None)
+        self.keep: Tensor | None = None
+        self.back: InFlight | None = None
+
+    def depart(self, x: Tensor) -> Tensor:
+        launched = self.move.launch(x, self.async_op)
+        self.work, self.finish = launched.work, launched.finish
+        if self.async_op:
+            self.keep = x  # what is on its way must not be freed, nor its memory used again
+        else:
+            self.arrive()
+        return launched.out
+
+    def arrive(self) -> None:
+        self.work.wait()
+        if self.finish is not None:
+            self.finish()
+        self.work, self.finish, self.keep = DONE, None, None
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.depart(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), journey = grads, ctx.journey
+        if not journey.async_op:
+            return _run(journey.move.reverse(), grad, False), None
+        back, journey.back = journey.back, None
+        return back.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.arrive()
+        ctx.mark_dirty(started)
+        return started
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.journey.back = _run(ctx.journey.move.reverse(), grads[0], True)
+        return grads[0], None
+
+
+def _run(move: _Move, x: Tensor, async_op: bool) -> Any:
+    if move.call.group.size == 1:
+        return InFlight(x, None) if async_op else x
+    journey = _Journey(move, async_op)
+    result = _Depart.apply(x, journey)
+    if not async_op:
+        return result
+    return InFlight(result, journey if journey.async_op else None)
+
+
+# ---- sizes and layouts
+
+
+def _dim(call: Call, x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise call.size_error(f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _everyones(call: Call, name: str, mine: int, sizes: Sequence[int] | None) -> list[int]:
+    if sizes is None:
+        return [mine] * call.group.size
+    if len(sizes) != call.group.size or sizes[call.group.rank] != mine or min(sizes) < 0:
+        raise call.size_error(
+            f"{name} has {mine} places on rank {call.group.rank} of the group, the sizes are {list(sizes)}"
+        )
+    return list(sizes)
+
+
+def _shape(x: Tensor, dim: int, places: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], places, *x.shape[dim + 1 :])
+
+
+def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim`, one after the other, flat; `x` itself where they lie so."""
+    if math.prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1)
+    flat = x.new_empty(x.numel())
+    parts = x.split(list(sizes), dim)
+    for part, into in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        into.view(part.shape).copy_(part)
+    return flat
+
+
+def _padded(x: Tensor, numel: int) -> Tensor:
+    """The elements of `x`, flat, and zeros up to `numel`."""
+    if x.numel() == numel:
+        return x.contiguous().view(-1)
+    flat = x.new_zeros(numel)
+    flat[: x.numel()].view(x.shape).copy_(x)
+    return flat
+
+
+def _back(call: Call) -> Call:
+    """The call of a gradient: `layers.0` becomes `layers.0.grad`, and that of its gradient `layers.0` again."""
+    return replace(call, unit=call.unit.removesuffix(".grad") if call.unit.endswith(".grad") else f"{call.unit}.grad")

@@ -1,0 +1,107 @@
+"""What ranks tell each other beside tensors: counts as int64, everything else as JSON. No pickles: what comes from another rank
+is data and never code.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_comm.collectives import all_gather_single, all_to_all_single, broadcast
+from ds_comm.groups import Group, GroupLike, as_group
+from ds_config.errors import CommError
+
+__all__ = ["all_gather_json", "broadcast_json", "exchange_counts", "metadata_device"]
+
+_LIMIT_BYTES = 1 << 30  # of one rank's text, unpacked: more is a mistake or an attack
+
+
+def exchange_counts(counts: Tensor, group: GroupLike = None, *, unit: str = "") -> Tensor:
+    """Row r goes to rank r, and row r of the result came from it: how many rows the ranks will send each other.
+
+    Args:
+        counts: [N] or [N, k], int64, on any device that the group communicates.
+    Returns:
+        Of the same shape and device, new.
+    Raises:
+        CommError: not int64 or not a row per rank ("comm-size").
+    Cost: 8 (N-1) k bytes; about 5 us on shm where all ranks are ready.
+    """
+    group = as_group(group)
+    if counts.dtype != torch.int64 or counts.dim() == 0 or counts.shape[0] != group.size:
+        raise CommError(
+            f"exchange_counts[{unit}] of group {group.name!r}: {counts.dtype} of shape {tuple(counts.shape)}",
+            code="comm-size",
+            fix=f"Pass int64 of shape [{group.size}] or [{group.size}, k].",
+        )
+    out = torch.empty_like(counts, memory_format=torch.contiguous_format)
+    all_to_all_single(out, counts.contiguous(), group=group, unit=unit)
+    return out
+
+
+def all_gather_json(value: Any, group: GroupLike = None, *, unit: str = "") -> list[Any]:
+    """Everyone's `value`, by rank, as JSON keeps it (tuples become lists, keys of mappings texts).
+
+    Raises:
+        TypeError: JSON has no such value.
+    Cost: two all-gathers; the second pads to the longest text, compressed.
+    """
+    group = as_group(group)
+    data = _pack(value)
+    if group.size == 1:
+        return [_unpack(data)]
+    device = metadata_device(group)
+    mine = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    sizes = mine.new_empty(group.size)
+    all_gather_single(sizes, mine, group, unit=unit)
+    lengths = sizes.tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = torch.empty((group.size, max(lengths)), dtype=torch.uint8, device=device)
+    all_gather_single(rows, padded.to(device), group, unit=unit)
+    return [_unpack(row[:n]) for row, n in zip(rows.cpu(), lengths, strict=True)]
+
+
+def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, unit: str = "") -> Any:
+    """Rank `group_src`'s `value`, on every rank, as JSON keeps it. What the others pass is not looked at.
+
+    Cost: two broadcasts.
+    """
+    group = as_group(group)
+    data = _pack(value) if group.rank == group_src else torch.empty(0, dtype=torch.uint8)
+    if group.size > 1:
+        device = metadata_device(group)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+        broadcast(size, group_src=group_src, group=group, unit=unit)
+        data = data.to(device) if group.rank == group_src else size.new_empty(int(size), dtype=torch.uint8)
+        broadcast(data, group_src=group_src, group=group, unit=unit)
+    return _unpack(data)
+
+
+def metadata_device(group: Group) -> torch.device:
+    """Where small tensors of a group live: backends of devices move device tensors only, the others serve from the CPU."""
+    kinds = {} if group.channel is None else group.channel.transports
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
+
+
+def _pack(value: Any) -> Tensor:
+    text = json.dumps(value, separators=(",", ":"))
+    return torch.frombuffer(bytearray(zlib.compress(text.encode(), 1)), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(data.cpu().numpy().tobytes(), _LIMIT_BYTES)
+    if not unpacker.eof:
+        raise CommError(
+            f"another rank sent metadata that is cut short or above {_LIMIT_BYTES >> 20} MiB",
+            code="comm-metadata",
+            fix="Send tensors for what is large; see whether all ranks run one version.",
+        )
+    return json.loads(text)
