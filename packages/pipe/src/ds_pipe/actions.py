@@ -2,16 +2,22 @@
 
 Words: a *stage* is a consecutive part of the model (a model that is not cut is one stage, number 0); a *microbatch* is
 one forward and one backward's worth of samples; an *action* is one of the two, or a transfer between two stages; a
-*program* is the list of actions of every rank, in the order each rank runs them.
+*program* is the list of actions of every rank, in the order each rank runs them. A backward may be *split*: its input
+gradient is what the stage before waits for, its weight gradient is needed only by the update and can fill a wait.
 
 Text form of an action: stage, operation, microbatch, then `*` when the stage's gradients are reduced as it ends.
 
     0F3         stage 0 runs the forward of microbatch 3
-    0B3*        stage 0 runs the backward of microbatch 3, and gradients are reduced when it ends
+    0B3*        stage 0 runs the whole backward of microbatch 3, and gradients are reduced when it ends
+    0I3         stage 0 computes the gradient of its input of microbatch 3
+    0W3*        stage 0 computes the gradients of its weights from microbatch 3, and reduces when it ends
     1SEND_F3    stage 1 sends the output of its forward of microbatch 3 to stage 2
     2RECV_F3    stage 2 receives it
     2SEND_B3    stage 2 sends the gradient of that input back to stage 1
     1RECV_B3    stage 1 receives it
+    0GATHER3    the parameters of stage 0 are brought together, before microbatch 3 needs them
+    0RELEASE3   they are given back after microbatch 3
+    0REDUCE3    the gradients of stage 0 are reduced, after microbatch 3
 """
 
 from __future__ import annotations
@@ -30,18 +36,30 @@ class Op(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    GATHER = "GATHER"
+    RELEASE = "RELEASE"
+    REDUCE = "REDUCE"
 
     @property
     def computes(self) -> bool:
         """Whether the action runs the model (the others move tensors between ranks)."""
-        return self in (Op.FORWARD, Op.BACKWARD)
+        return self in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the action adds to the gradients of weights, so that they can be reduced when it ends."""
+        return self in (Op.BACKWARD, Op.WEIGHT_GRAD)
 
 
-_ACTION = re.compile(r"(?P<stage>\d+)(?P<op>F|B|SEND_F|RECV_F|SEND_B|RECV_B)(?P<microbatch>\d+)(?P<reduce>\*?)")
+_ACTION = re.compile(
+    r"(?P<stage>\d+)(?P<op>F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|RELEASE|REDUCE)(?P<microbatch>\d+)(?P<reduce>\*?)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +70,7 @@ class Action:
         op: What is done.
         stage: The stage it is done by (for a transfer: the stage that sends, or the stage that receives).
         microbatch: Which microbatch, counted from 0 within the step.
-        reduce: Only on a backward: the stage's gradients are reduced over the data-parallel ranks when it ends.
+        reduce: Only on a backward or weight gradient: the stage's gradients are reduced over the data-parallel ranks when it ends.
     """
 
     op: Op
@@ -61,7 +79,7 @@ class Action:
     reduce: bool = False
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or self.microbatch < 0 or (self.reduce and self.op is not Op.BACKWARD):
+        if self.stage < 0 or self.microbatch < 0 or (self.reduce and not self.op.differentiates):
             raise PlanError(
                 f"an action needs stage >= 0, microbatch >= 0, and reduces only on a backward: "
                 f"got {self.op.name}, stage {self.stage}, microbatch {self.microbatch}, reduce {self.reduce}",
@@ -84,7 +102,7 @@ class Action:
             raise PlanError(
                 f"{text!r} is not an action",
                 code="program-text",
-                fix="Write stage, operation (F, B, SEND_F, RECV_F, SEND_B, RECV_B), microbatch, and * to reduce: 0B3*.",
+                fix=f"Write stage, operation ({', '.join(op.value for op in Op)}), microbatch, and * to reduce: 0B3*.",
             )
         return cls(Op(found["op"]), int(found["stage"]), int(found["microbatch"]), bool(found["reduce"]))
 
@@ -126,8 +144,8 @@ class Program:
         return owner
 
     def backwards(self, rank: int) -> tuple[Action, ...]:
-        """The backward actions of a rank, in order: what decides when its gradients are reduced."""
-        return tuple(action for action in self.ranks[rank] if action.op is Op.BACKWARD)
+        """The backwards of a rank that give gradients of weights, in order: what decides when they are reduced."""
+        return tuple(action for action in self.ranks[rank] if action.op.differentiates)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)

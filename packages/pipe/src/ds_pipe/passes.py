@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ds_pipe.actions import Action, Op, Program
 
-__all__ = ["add_comms", "mark_reduce"]
+__all__ = ["add_comms", "add_gathers", "add_reduces", "mark_reduce"]
 
 
 def mark_reduce(program: Program, every_backward: bool) -> Program:
@@ -21,17 +21,53 @@ def mark_reduce(program: Program, every_backward: bool) -> Program:
 
 
 def _mark_row(actions: tuple[Action, ...], every_backward: bool) -> tuple[Action, ...]:
-    last = {action.stage: i for i, action in enumerate(actions) if action.op is Op.BACKWARD}
+    last = {action.stage: i for i, action in enumerate(actions) if action.op.differentiates}
     return tuple(
-        replace(action, reduce=every_backward or last[action.stage] == i) if action.op is Op.BACKWARD else action
+        replace(action, reduce=every_backward or last[action.stage] == i) if action.op.differentiates else action
         for i, action in enumerate(actions)
     )
+
+
+def add_reduces(program: Program) -> Program:
+    """Turn every mark `*` into an action of its own after the backward, for runners that reduce apart from autograd."""
+
+    def after(action: Action) -> tuple[Action, ...]:
+        if not action.reduce:
+            return (action,)
+        return (replace(action, reduce=False), Action(Op.REDUCE, action.stage, action.microbatch))
+
+    return Program(tuple(tuple(cell for action in actions for cell in after(action)) for actions in program.ranks))
+
+
+def add_gathers(program: Program, ahead: int = 1) -> Program:
+    """Say when the parameters of each stage are brought together and given back: ZeRO stage 3 by the program.
+
+    A stage is gathered `ahead` actions of the rank before its first use after a time without, and given back after the last use
+    before one. A rank with one stage gathers once and gives back once; with several, one stage at a time (and the next).
+    """
+    return Program(tuple(_gather_row(actions, ahead) for actions in program.ranks))
+
+
+def _gather_row(actions: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
+    uses = [i for i, action in enumerate(actions) if action.op.computes]
+    before: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
+    for n, i in enumerate(uses):
+        stage, microbatch = actions[i].stage, actions[i].microbatch
+        if n == 0 or actions[uses[n - 1]].stage != stage:
+            # Not before the action that gives the stage back: with short runs that one may be among the last `ahead`.
+            held = next((k for k in range(n - 1, -1, -1) if actions[uses[k]].stage == stage), -1)
+            before.setdefault(uses[max(n - ahead, held + 1, 0)], []).append(Action(Op.GATHER, stage, microbatch))
+        if n + 1 == len(uses) or actions[uses[n + 1]].stage != stage:
+            after.setdefault(i, []).append(Action(Op.RELEASE, stage, microbatch))
+    return tuple(c for i, action in enumerate(actions) for c in (*before.get(i, ()), action, *after.get(i, ())))
 
 
 def add_comms(program: Program) -> Program:
     """Put a receive before each forward and backward, and a send after it, where the neighbour stage is on another rank.
 
-    Neighbour stages on the same rank hand tensors over without an action. A one-stage program is unchanged.
+    Neighbour stages on the same rank hand tensors over without an action. A weight gradient has nothing to send. A one-stage
+    program is unchanged.
     """
     owner = program.owners()
     last = program.stages - 1
@@ -41,7 +77,7 @@ def add_comms(program: Program) -> Program:
 
     def around(action: Action) -> tuple[Action, ...]:
         s, m = action.stage, action.microbatch
-        if not action.op.computes:
+        if not action.op.computes or action.op is Op.WEIGHT_GRAD:
             return (action,)
         forward = action.op is Op.FORWARD
         source, target = (s - 1, s + 1) if forward else (s + 1, s - 1)

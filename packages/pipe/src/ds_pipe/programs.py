@@ -1,14 +1,48 @@
-"""Generators of programs: pure functions of the number of stages and microbatches.
+"""The schedules by name: each is a placement, a memory cap and a rule for the one generator in `listing.py`.
 
-They give only forwards and backwards. Transfers and reductions are added by `ds_pipe.passes`.
+They give only what computes. Transfers, reductions and gathers are added by `ds_pipe.passes`. Memory is counted in microbatches
+that a stage holds; `p` ranks, `m` microbatches, forward F, input gradient I, weight gradient W.
+
+| name | stages | bubble of a step when F = I = W | rank r holds at most | |
+|---|---|---|---|---|
+| `gpipe` | p | 3(p-1) | m | Huang et al., arXiv:1811.06965 |
+| `1f1b` | p | 3(p-1) | p - r | Narayanan et al., arXiv:2104.04473, 2.2 |
+| `interleaved` | vp | 3(p-1)/v | p + (p-2r-1)/v | the same, 2.2 |
+| `zb-h1` | p | about p-1 | p | Qi et al., arXiv:2401.10241, 2.2 |
+| `zb-h2` | p | none between steps | 2p-1 | the same |
+| `zbv` | 2p | none between steps if m >= 2p | 3p/2 by default, p at least | Qi et al., arXiv:2405.15362 |
+| `dualpipe-v` | 2p | | p + 1 | DeepSeek-AI, DualPipe, cut in half: forwards and backwards in pairs |
+| `listed` | any | the least found for measured costs | the cap given | |
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
+from ds_pipe.costs import Costs
+from ds_pipe.listing import Problem, Rule, generate
+from ds_pipe.placement import check_size, looped, vee
+from ds_pipe.timing import simulate
 
-__all__ = ["accumulation", "gpipe", "one_f_one_b"]
+__all__ = [
+    "SCHEDULES",
+    "accumulation",
+    "dualpipe_v",
+    "gpipe",
+    "inference",
+    "interleaved",
+    "listed",
+    "make_program",
+    "one_f_one_b",
+    "placement_of",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]
 
 
 def accumulation(microbatches: int) -> Program:
@@ -17,43 +51,156 @@ def accumulation(microbatches: int) -> Program:
 
 
 def gpipe(stages: int, microbatches: int) -> Program:
-    """All forwards, then all backwards: Huang et al., GPipe, arXiv:1811.06965 section 2.3.
-
-    Keeps the activations of every microbatch alive. Bubble (stages - 1) / (microbatches + stages - 1).
-    """
-    _check(stages, microbatches)
-    return Program(
-        tuple(
-            _row(Op.FORWARD, s, range(microbatches)) + _row(Op.BACKWARD, s, range(microbatches)) for s in range(stages)
-        )
-    )
+    """All forwards, then all backwards. Keeps the activations of every microbatch alive."""
+    check_size(stages, microbatches)
+    return generate(_even(looped(stages, stages), microbatches, [math.inf] * stages), Rule(flush=True))
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
-    """One forward, one backward: Narayanan et al., PipeDream-Flush, arXiv:2104.04473 section 2.2.
+    """One forward, one backward: the bubble of GPipe; stage s holds at most `stages - s` microbatches."""
+    check_size(stages, microbatches)
+    return generate(_even(looped(stages, stages), microbatches, range(stages, 0, -1)), Rule())
 
-    The same bubble as GPipe; stage s keeps the activations of at most `stages - s` microbatches.
+
+def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
+    """1F1B with `virtual` stages on every rank: the bubble is divided by it. Best when `ranks` divides `microbatches`."""
+    check_size(ranks, microbatches)
+    problem = _even(looped(ranks, ranks * virtual), microbatches, [math.inf] * ranks)
+    ahead = tuple(2 * (ranks - r - 1) + (virtual - 1) * ranks + 1 for r in range(ranks))
+    return _best(replace(problem, ahead=ahead), [Rule(grouped=ranks, pair=True), Rule(grouped=ranks)])
+
+
+def zb_h1(stages: int, microbatches: int) -> Program:
+    """Weight gradients fill the waits of 1F1B; no rank holds more than 1F1B's first."""
+    check_size(stages, microbatches)
+    problem = _even(looped(stages, stages), microbatches, [stages] * stages)
+    bounded = replace(problem, ahead=tuple(range(stages, 0, -1)))
+    return _best_of([(problem, _SPLIT), (bounded, _SPLIT)])
+
+
+def zb_h2(stages: int, microbatches: int) -> Program:
+    """No waits but the first of the run, for up to `2 stages - 1` microbatches held."""
+    check_size(stages, microbatches)
+    problem = _even(looped(stages, stages), microbatches, [2 * stages - 1] * stages)
+    return _best(problem, _SPLIT)
+
+
+def zbv(ranks: int, microbatches: int, cap: float | None = None) -> Program:
+    """Two stages a rank, down and back up, with split backwards.
+
+    Args:
+        cap: Stage activations a rank may hold; by default 3 x `ranks`, that is 1.5 times what 1F1B's first rank holds.
     """
-    _check(stages, microbatches)
-    rows = []
-    for s in range(stages):
-        warm = min(stages - 1 - s, microbatches)
-        steady = microbatches - warm
-        row = _row(Op.FORWARD, s, range(warm))
-        for m in range(steady):
-            row += (Action(Op.FORWARD, s, m + warm), Action(Op.BACKWARD, s, m))
-        rows.append(row + _row(Op.BACKWARD, s, range(steady, microbatches)))
-    return Program(tuple(rows))
+    check_size(ranks, microbatches)
+    return _best(_even(vee(ranks), microbatches, [3 * ranks if cap is None else cap] * ranks), _SPLIT)
 
 
-def _row(op: Op, stage: int, microbatches: range) -> tuple[Action, ...]:
-    return tuple(Action(op, stage, m) for m in microbatches)
+def dualpipe_v(ranks: int, microbatches: int) -> Program:
+    """ZBV's placement; forwards and whole backwards in pairs, so that one's transfers run under the other; the end is split."""
+    check_size(ranks, microbatches)
+    problem = _even(vee(ranks), microbatches, [2 * ranks + 2] * ranks)
+    return generate(problem, Rule("end", pair=True))
 
 
-def _check(stages: int, microbatches: int) -> None:
-    if stages < 1 or microbatches < 1:
+def inference(stages: int, microbatches: int, rank_of: Sequence[int] | None = None) -> Program:
+    """Forwards only, in order. `rank_of` places more stages than ranks."""
+    check_size(stages, microbatches)
+    ranks = tuple(range(stages)) if rank_of is None else tuple(rank_of)
+    order = sorted((m + s, s, m) for m in range(microbatches) for s in range(stages))
+    return Program(
+        tuple(tuple(Action(Op.FORWARD, s, m) for _, s, m in order if ranks[s] == r) for r in range(max(ranks) + 1))
+    )
+
+
+def listed(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf) -> Program:
+    """The best program found for measured costs under a memory cap: shortest period, then span, then least memory.
+
+    Args:
+        costs: Times and activation of every stage.
+        rank_of: The rank of every stage.
+        cap: Activation memory of every rank, or one for all, in the unit of `costs.activation`.
+    Raises:
+        PlanError: one microbatch does not fit under the cap ("program-cap"), or numbers do not fit ("program-costs").
+    Cost: about 30 programs are generated and timed: 1 s for 1,000 actions.
+    """
+    check_size(len(rank_of), microbatches)
+    if costs.stages != len(rank_of) or set(rank_of) != set(range(max(rank_of) + 1)):
         raise PlanError(
-            f"a program needs at least one stage and one microbatch, got {stages} stages and {microbatches} microbatches",
-            code="program-size",
-            fix="Set gradient_accumulation_steps and the number of stages to 1 or more.",
+            f"{costs.stages} stages have costs, {len(rank_of)} have ranks {tuple(rank_of)}",
+            code="program-costs",
+            fix="Give every stage its costs and a rank; number ranks from 0 without gaps.",
         )
+    ranks = max(rank_of) + 1
+    caps = (float(cap),) * ranks if isinstance(cap, (int, float)) else tuple(map(float, cap))
+    problem = Problem(tuple(rank_of), microbatches, costs, caps)
+    depth = len(rank_of)
+    bounds: list[tuple[int, ...]] = [(), (depth,) * ranks, (2 * depth - 1,) * ranks]
+    first = [min(s for s, r in enumerate(rank_of) if r == rank) for rank in range(ranks)]
+    bounds += [tuple(depth - s for s in first), tuple(2 * (depth - s) - 1 for s in first)]
+    rules = [replace(rule, grouped=g, patience=w) for rule in _SPLIT for g in (0, ranks) for w in (0.0, 0.5)]
+    rules += [Rule(), Rule(pair=True), Rule("end", pair=True)]
+    return _best_of((replace(problem, ahead=ahead), rules) for ahead in bounds)
+
+
+_SPLIT = (Rule("always"), Rule("always", pair=True))
+
+SCHEDULES: dict[str, Callable[[int, int], Program]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zbv": zbv,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def placement_of(name: str, ranks: int, virtual: int = 2) -> tuple[int, ...]:
+    """The rank of every stage under a schedule of this name, `listed` and `inference` as 1F1B."""
+    if name in ("zbv", "dualpipe-v"):
+        return vee(ranks)
+    return looped(ranks, ranks * (virtual if name == "interleaved" else 1))
+
+
+def make_program(name: str, ranks: int, microbatches: int, virtual: int = 2) -> Program:
+    """A schedule by its name.
+
+    Args:
+        name: A key of `SCHEDULES`, or `inference`.
+        virtual: Stages a rank, for `interleaved`.
+    Raises:
+        PlanError: there is no such schedule ("program-name").
+    """
+    if name == "interleaved":
+        return interleaved(ranks, microbatches, virtual)
+    if name == "inference":
+        return inference(ranks, microbatches)
+    if name not in SCHEDULES:
+        raise PlanError(
+            f"there is no schedule {name!r}",
+            code="program-name",
+            fix=f"Use one of {', '.join([*SCHEDULES, 'inference'])}; `ds_pipe.listed` makes one from measured costs.",
+        )
+    return SCHEDULES[name](ranks, microbatches)
+
+
+def _even(rank_of: tuple[int, ...], microbatches: int, caps: Iterable[float]) -> Problem:
+    return Problem(rank_of, microbatches, Costs.even(len(rank_of)), tuple(map(float, caps)))
+
+
+def _best(problem: Problem, rules: Iterable[Rule]) -> Program:
+    return _best_of([(problem, rules)])
+
+
+def _best_of(asked: Iterable[tuple[Problem, Iterable[Rule]]]) -> Program:
+    """Of the programs of all problems and rules the one with the shortest period, then span; the first of equals."""
+    found: tuple[float, float] | None = None
+    best = Program(())
+    for problem, rules in asked:
+        for rule in rules:
+            program = generate(problem, rule)
+            timing = simulate(program, problem.costs)
+            key = (round(timing.period, 9), round(timing.span, 9))
+            if found is None or key < found:
+                found, best = key, program
+    return best

@@ -2,22 +2,23 @@
 
 Words: an action is *ready* when what it needs exists; a program *deadlocks* when no rank's next action is ready; the
 *span* is the time of the slowest rank; the *bubble* is the share of the ranks' time in which they wait; *live
-activations* are forwards whose backward has not run yet.
+activations* are forwards whose backward has not ended yet, weight gradients included.
 
 Sends never wait (they are buffered); a receive waits for its send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
+from ds_pipe.costs import Costs
+from ds_pipe.timing import simulate
 
 __all__ = ["Report", "ScheduleError", "verify"]
 
-_COST: Mapping[Op, float] = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
 _GRID_BEFORE, _GRID_AFTER = 6, 2  # cells shown around the failing one: enough to see what led to it
 
 
@@ -27,7 +28,7 @@ class ScheduleError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a program costs, in units where a forward of one stage takes `cost[FORWARD]`.
+    """What a program costs, in the units of its `Costs`.
 
     Attributes:
         span: Time until the last rank is done.
@@ -35,6 +36,8 @@ class Report:
         peak_activations: Per rank, the largest number of microbatch activations alive at once.
         sends: Number of messages between ranks.
         reductions: Per stage, how many times its gradients are reduced.
+        period: Time from one step to the next when no rank waits for all others between steps.
+        peak_memory: Per rank, the most activation memory held at once, by `Costs.activation`.
     """
 
     span: float
@@ -42,6 +45,8 @@ class Report:
     peak_activations: tuple[int, ...]
     sends: int
     reductions: tuple[int, ...]
+    period: float
+    peak_memory: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -49,10 +54,11 @@ class _Rank:
     """Where one rank stands."""
 
     at: int = 0
-    clock: float = 0.0
-    busy: float = 0.0
     live: int = 0
     peak: int = 0
+    held: float = 0.0
+    peak_held: float = 0.0
+    gathered: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -60,42 +66,64 @@ class _Paper:
     """The state of the simulation."""
 
     program: Program
-    cost: Mapping[Op, float]
-    owner: Mapping[int, int]
+    costs: Costs
+    caps: tuple[float, ...] | None
+    owner: dict[int, int]
     ranks: list[_Rank]
-    done: dict[Action, float] = field(default_factory=dict)  # every finished action, without its mark, and when
+    done: set[Action] = field(default_factory=set)  # every finished action, without its mark
+    splits: set[Action] = field(default_factory=set)  # input gradients of the program
     sends: int = 0
-
-    @property
-    def trains(self) -> bool:
-        return any(action.op is Op.BACKWARD for actions in self.program.ranks for action in actions)
+    trains: bool = False
+    gathers: bool = False
 
 
-def verify(program: Program, cost: Mapping[Op, float] = _COST) -> Report:
+def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] | None = None) -> Report:
     """Simulate `program` and report its cost.
 
-    Every forward must have exactly one backward (or none in the whole program: evaluation); inputs must arrive before
-    they are used, by a transfer or on the same rank; every send must be received; when any backward reduces, the last
-    backward of every stage must, or gradients would be lost.
+    Every forward must have exactly one backward, whole or split (or none in the whole program: evaluation); inputs must
+    arrive before they are used, by a transfer or on the same rank; every send must be received; when any backward reduces,
+    the last weight gradient of every stage must, or gradients would be lost; a program with gathers uses no stage that is
+    not gathered.
 
     Args:
-        cost: Time of a forward and of a backward of one stage. Transfers are free.
+        costs: Times and memory of every stage; all alike when left out.
+        caps: Activation memory that each rank may hold.
     Raises:
         ScheduleError: "program-order" (an action before its input, twice, or never), "program-deadlock" (no rank can
-            go on), "program-reduce" (gradients of a stage would not be reduced). All show the program around the cell.
-    Cost: one dictionary lookup or two per action; 512 actions in well under 10 ms.
+            go on), "program-reduce" (gradients of a stage would not be reduced), "program-cap" (a rank holds too much).
+            All show the program around the cell.
+    Cost: one set entry or two per action; 512 actions in about 10 ms.
     """
-    paper = _Paper(program, cost, program.owners(), [_Rank() for _ in program.ranks])
+    ops = {action.op for actions in program.ranks for action in actions}
+    costs = costs or Costs.even(program.stages)
+    if costs.stages < program.stages:
+        raise PlanError(
+            f"the program has {program.stages} stages, costs were given for {costs.stages}",
+            code="program-costs",
+            fix="Give one number a stage.",
+        )
+    paper = _Paper(
+        program, costs, None if caps is None else tuple(caps), program.owners(), [_Rank() for _ in program.ranks]
+    )
+    paper.splits = {a for actions in program.ranks for a in actions if a.op is Op.INPUT_GRAD}
+    paper.trains, paper.gathers = bool(ops & {Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD}), Op.GATHER in ops
     while any(rank.at < len(actions) for rank, actions in zip(paper.ranks, program.ranks, strict=True)):
         moved = [_advance(paper, r) for r in range(len(program.ranks))]
         if not any(moved):
             raise _deadlock(paper)
     _check_complete(paper)
     reductions = _check_reductions(paper)
-    span = max((rank.clock for rank in paper.ranks), default=0.0)
-    busy = sum(rank.busy for rank in paper.ranks)
-    bubble = 1 - busy / (len(paper.ranks) * span) if span else 0.0
-    return Report(span, bubble, tuple(rank.peak for rank in paper.ranks), paper.sends, reductions)
+    timing = simulate(program, costs)
+    ranks = paper.ranks
+    return Report(
+        span=timing.span,
+        bubble=timing.bubble,
+        peak_activations=tuple(rank.peak for rank in ranks),
+        sends=paper.sends,
+        reductions=reductions,
+        period=timing.period,
+        peak_memory=tuple(rank.peak_held for rank in ranks),
+    )
 
 
 def _advance(paper: _Paper, r: int) -> bool:
@@ -104,42 +132,72 @@ def _advance(paper: _Paper, r: int) -> bool:
     while rank.at < len(actions):
         action = actions[rank.at]
         bare = Action(action.op, action.stage, action.microbatch)
-        if bare in paper.done:
+        if bare in paper.done and action.op not in (Op.GATHER, Op.RELEASE, Op.REDUCE):
             raise _order(paper, r, f"{action} comes twice")
         if action.op in (Op.RECV_F, Op.RECV_B):
-            sender = _sender(action)
-            if sender not in paper.done:
+            if _sender(action) not in paper.done:
                 break
-            rank.clock = max(rank.clock, paper.done[sender])
         elif action.op in (Op.SEND_F, Op.SEND_B):
-            _need(
-                paper,
-                r,
-                action,
-                Action(Op.FORWARD if action.op is Op.SEND_F else Op.BACKWARD, action.stage, action.microbatch),
-            )
+            _need(paper, r, action, _result(paper, action.op is Op.SEND_F, action.stage, action.microbatch))
             paper.sends += 1
-        else:
+        elif action.op is Op.GATHER:
+            if action.stage in rank.gathered:
+                raise _order(paper, r, f"{action} gathers what is gathered")
+            rank.gathered.add(action.stage)
+        elif action.op is Op.RELEASE:
+            if action.stage not in rank.gathered:
+                raise _order(paper, r, f"{action} gives back what is not gathered")
+            rank.gathered.discard(action.stage)
+        elif action.op.computes:
             _compute(paper, r, action)
-        paper.done[bare] = rank.clock
+        paper.done.add(bare)
         rank.at += 1
     return rank.at > start
 
 
 def _compute(paper: _Paper, r: int, action: Action) -> None:
     rank, s, m = paper.ranks[r], action.stage, action.microbatch
+    if paper.gathers and s not in rank.gathered:
+        raise _order(paper, r, f"{action} uses stage {s}, which is not gathered")
     forward = action.op is Op.FORWARD
     if not forward:
         _need(paper, r, action, Action(Op.FORWARD, s, m))
-    source = s - 1 if forward else s + 1
-    if 0 <= source < paper.program.stages:
-        here = paper.owner.get(source) == r
-        receive = Op.RECV_F if forward else Op.RECV_B
-        _need(paper, r, action, Action(action.op, source, m) if here else Action(receive, s, m))
-    rank.clock += paper.cost[action.op]
-    rank.busy += paper.cost[action.op]
-    rank.live += 1 if forward else -1
-    rank.peak = max(rank.peak, rank.live)
+    if action.op is Op.WEIGHT_GRAD:
+        _need(paper, r, action, Action(Op.INPUT_GRAD, s, m))
+    else:
+        if not forward and _other_backward(action) in paper.done:
+            raise _order(paper, r, f"{action} and {_other_backward(action)} are the same backward")
+        source = s - 1 if forward else s + 1
+        if 0 <= source < paper.program.stages:
+            here = paper.owner.get(source) == r
+            receive = Op.RECV_F if forward else Op.RECV_B
+            _need(paper, r, action, _result(paper, forward, source, m) if here else Action(receive, s, m))
+    if forward:
+        rank.live += 1
+        rank.held += paper.costs.activation[s]
+    elif action.op.differentiates:
+        rank.live -= 1
+        rank.held -= paper.costs.activation[s]
+    rank.peak, rank.peak_held = max(rank.peak, rank.live), max(rank.peak_held, rank.held)
+    if paper.caps is not None and rank.held > paper.caps[r] * (1 + 1e-9):
+        raise ScheduleError(
+            f"rank {r} may hold {paper.caps[r]:g} of activations and holds {rank.held:g} after {action}:\n"
+            f"{_grid(paper.program, r, rank.at)}",
+            code="program-cap",
+            fix="Raise the cap, or make the program with it (ds_pipe.listed).",
+        )
+
+
+def _result(paper: _Paper, forward: bool, stage: int, microbatch: int) -> Action:
+    """The action whose result a neighbour stage waits for."""
+    if forward:
+        return Action(Op.FORWARD, stage, microbatch)
+    split = Action(Op.INPUT_GRAD, stage, microbatch)
+    return split if split in paper.splits else Action(Op.BACKWARD, stage, microbatch)
+
+
+def _other_backward(action: Action) -> Action:
+    return Action(Op.INPUT_GRAD if action.op is Op.BACKWARD else Op.BACKWARD, action.stage, action.microbatch)
 
 
 def _sender(receive: Action) -> Action:
@@ -159,8 +217,14 @@ def _check_complete(paper: _Paper) -> None:
     for r, actions in enumerate(paper.program.ranks):
         for i, action in enumerate(actions):
             s, m = action.stage, action.microbatch
-            if action.op is Op.FORWARD and paper.trains and Action(Op.BACKWARD, s, m) not in paper.done:
+            if (
+                action.op is Op.FORWARD
+                and paper.trains
+                and not paper.done & {Action(Op.BACKWARD, s, m), Action(Op.INPUT_GRAD, s, m)}
+            ):
                 raise _order(paper, r, f"{action} has no backward", i)
+            if action.op is Op.INPUT_GRAD and Action(Op.WEIGHT_GRAD, s, m) not in paper.done:
+                raise _order(paper, r, f"{action} has no weight gradient", i)
             if action.op is Op.SEND_F and Action(Op.RECV_F, s + 1, m) not in paper.done:
                 raise _order(paper, r, f"{action} is received by no one", i)
             if action.op is Op.SEND_B and (s == 0 or Action(Op.RECV_B, s - 1, m) not in paper.done):
@@ -178,14 +242,19 @@ def _check_complete(paper: _Paper) -> None:
 def _check_reductions(paper: _Paper) -> tuple[int, ...]:
     count = [0] * paper.program.stages
     last: dict[int, tuple[int, int]] = {}
+    closed: set[int] = set()
     for r, actions in enumerate(paper.program.ranks):
         for i, action in enumerate(actions):
-            if action.op is Op.BACKWARD:
+            if action.op.differentiates:
                 count[action.stage] += action.reduce
                 last[action.stage] = (r, i)
+                closed.discard(action.stage)
+            elif action.op is Op.REDUCE:
+                count[action.stage] += 1
+                closed.add(action.stage)
     if any(count):
         for stage, (r, i) in last.items():
-            if not paper.program.ranks[r][i].reduce:
+            if stage not in closed and not paper.program.ranks[r][i].reduce:
                 raise ScheduleError(
                     f"stage {stage} ends with gradients that are not reduced:\n{_grid(paper.program, r, i)}",
                     code="program-reduce",

@@ -1,0 +1,90 @@
+"""`ds pipe show schedule`: what a schedule does, what it costs, as text and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ds_config.errors import DsError
+from ds_pipe.actions import Program
+from ds_pipe.costs import Costs
+from ds_pipe.passes import add_comms, mark_reduce
+from ds_pipe.programs import SCHEDULES, listed, make_program, placement_of
+from ds_pipe.show import as_gantt, as_table
+from ds_pipe.timing import simulate
+from ds_pipe.verify import verify
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "show pipeline schedules and what they cost"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    commands = parser.add_subparsers(dest="what", required=True)
+    show = commands.add_parser("show", help="print a schedule").add_subparsers(dest="subject", required=True)
+    schedule = show.add_parser("schedule", help="its actions over time, bubble and activations")
+    schedule.add_argument("--stages", type=int, required=True, help="ranks of the pipeline")
+    schedule.add_argument("--microbatches", type=int, required=True)
+    schedule.add_argument("--name", default="1f1b", choices=[*SCHEDULES, "listed", "inference"])
+    schedule.add_argument("--virtual", type=int, default=2, help="stages a rank, for interleaved")
+    schedule.add_argument(
+        "--costs",
+        nargs="+",
+        metavar="F,I,W",
+        type=_three,
+        help="forward, input gradient and weight gradient of every stage, or one for all; default 1,1,1",
+    )
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message between ranks")
+    schedule.add_argument("--cap", type=float, help="for listed: microbatches whose activations a rank may hold")
+    schedule.add_argument("--actions", action="store_true", help="also print the program as text, with its transfers")
+    schedule.add_argument("--png", type=Path, help="draw it into this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        _show(args)
+    except DsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(args: argparse.Namespace) -> None:
+    rank_of = placement_of(args.name, args.stages, args.virtual)
+    rows = args.costs or [(1.0, 1.0, 1.0)]
+    costs = Costs.measured(rows * len(rank_of) if len(rows) == 1 else rows, args.transfer)
+    program = _program(args, costs, rank_of)
+    full = add_comms(mark_reduce(program, every_backward=False)) if args.name != "inference" else add_comms(program)
+    report, timing = verify(full, costs), simulate(program, costs)
+    print(as_table(timing.ranks))
+    held = ", ".join(str(n) for n in report.peak_activations)
+    print(
+        f"{args.name}: {args.stages} ranks, {len(rank_of)} stages, {args.microbatches} microbatches, verified\n"
+        f"one step {report.span:g}, bubble {report.bubble:.1%}; steps in a row {report.period:g} each\n"
+        f"activations held at most, by rank (of one stage and microbatch each): {held}; messages {report.sends}"
+    )
+    if args.actions:
+        print(full)
+    if args.png:
+        title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
+        as_gantt([(title, timing.ranks)], args.png)
+        print(f"drawn: {args.png}")
+
+
+def _program(args: argparse.Namespace, costs: Costs, rank_of: tuple[int, ...]) -> Program:
+    if args.name == "listed":
+        return listed(args.microbatches, costs, rank_of, float("inf") if args.cap is None else args.cap)
+    return make_program(args.name, args.stages, args.microbatches, args.virtual)
+
+
+def _three(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers F,I,W")
+    return values
