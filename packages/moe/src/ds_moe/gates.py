@@ -1,0 +1,207 @@
+"""The gates of DeepSpeed's MoE layer: top-1 (Switch), top-2 (GShard) and top-k, with capacity or without.
+
+`gate` gives what the layer needs; `top1gating`, `top2gating` and `topkgating` give the dense form [T, E, capacity] that GShard
+writes down, for programs that use them directly. Formulas: Lepikhin et al. 2020, algorithm 1; Fedus et al. 2021; random token
+selection: Kim et al. 2021, section 3. Unlike the original, no gate changes the logits it was given, a batch may be smaller
+than the minimal capacity, and where choices tie for the last place of an expert the first token gets it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
+from ds_moe.losses import balance_loss
+from ds_moe.noise import Stream, gumbel
+from ds_moe.routed import Routed, bad_routing, capacity_of, positions
+
+__all__ = ["GateRule", "Noise", "gate", "top1gating", "top2gating", "topkgating"]
+
+Noise = Literal["Jitter", "RSample"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GateRule:
+    """What a gate does.
+
+    Attributes:
+        k: Choices a token.
+        capacity_factor: Of the even share of tokens times k, what an expert takes at most.
+        min_capacity: An expert takes at least so many.
+        drop_tokens: Whether there is a capacity at all.
+        use_rts: Random token selection (k = 1): a full expert keeps tokens by lot, not the first ones.
+        noise: "RSample" (k = 1): Gumbel noise on the logits when the expert is chosen. "Jitter" is the layer's, on its input.
+        second_sampling: k = 2: the second expert is drawn by its probability, not the second best.
+        drop_policy: k > 2: a full expert keeps the choices of highest probability, or the first ones.
+    """
+
+    k: int = 1
+    capacity_factor: float = 1.0
+    min_capacity: int = 4
+    drop_tokens: bool = True
+    use_rts: bool = True
+    noise: Noise = None
+    second_sampling: bool = True
+    drop_policy: Literal["probs", "position"] = "probs"
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.capacity_factor <= 0 or self.min_capacity < 0:
+            raise bad_routing(
+                f"k {self.k}, capacity factor {self.capacity_factor}, minimal capacity {self.min_capacity}",
+                "Use k >= 1, a factor above 0 and a minimum of at least 0.",
+            )
+
+
+def gate(
+    logits: Tensor, rule: GateRule, stream: Stream, used_token: Tensor | None = None, *, experts: Tensor | None = None
+) -> Routed:
+    """Route tokens by the rule.
+
+    Args:
+        logits: fp32 [T, E]; unchanged.
+        used_token: [T], not 0 where a token counts; k = 1 only, as in the original. Others are dropped and not counted.
+        experts: int64 [T, k]: chosen before (`ds_moe.replay`); capacity and weights are computed anew.
+
+    Raises:
+        PlanError: k is not in 1..E, or used_token does not fit ("moe-routing").
+    """
+    if logits.dim() != 2 or not 1 <= rule.k <= logits.shape[1]:
+        raise bad_routing(
+            f"{rule.k} choices from logits of shape {tuple(logits.shape)}",
+            "Give logits [tokens, experts], k <= experts.",
+        )
+    if used_token is not None and (rule.k != 1 or used_token.shape != logits.shape[:1]):
+        raise bad_routing(
+            f"used_token of shape {tuple(used_token.shape)} with k = {rule.k} and {logits.shape[0]} tokens",
+            "used_token is for k = 1 and has one entry a token.",
+        )
+    tokens, count = logits.shape
+    scores = logits.softmax(-1)
+    if experts is None:
+        experts = _choose(logits, scores, rule, stream)
+    chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
+    if used_token is not None:
+        experts = experts.masked_fill(used_token[:, None] == 0, count)
+        chosen = chosen * (used_token != 0)[:, None]
+    first_only = rule.k <= 2  # GShard's loss looks at first choices
+    counted = torch.zeros_like(chosen).scatter_(1, experts[:, :1], 1.0) if rule.k == 2 else chosen
+    loss = balance_loss(scores, counted, 1 if first_only else rule.k)
+    counts = _counts(experts, count)
+    capacity = None
+    if rule.drop_tokens:
+        capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
+        full = positions(experts, count, _order(experts, scores.detach(), rule, stream)) >= capacity
+        experts = experts.masked_fill(full, count)
+    weights = torch.nn.functional.pad(scores, (0, 1)).gather(1, experts)  # a dropped choice reads the column of zeros
+    if rule.k > 1:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+    return Routed(experts, weights, counts, loss, scores.detach(), capacity)
+
+
+def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> Tensor:
+    """int64 [T, k]. Of equal ones the lowest expert."""
+    if rule.k == 1:
+        noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
+        return noisy.detach().argmax(-1, keepdim=True)
+    if rule.k == 2:
+        first = scores.detach().argmax(-1, keepdim=True)
+        rest = logits.detach()
+        if rule.second_sampling:
+            rest = rest + gumbel(logits.shape, stream, logits.device)
+        return torch.cat((first, rest.scatter(1, first, float("-inf")).argmax(-1, keepdim=True)), 1)
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
+
+
+def _order(experts: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> Tensor | None:
+    """Who comes first at an expert: choices from first to last, None as they are numbered."""
+    if rule.k == 1:
+        if not rule.use_rts:
+            return None
+        lots = stream.uniform(scores.shape, scores.device)
+        lots = torch.nn.functional.pad(lots, (0, 1)).gather(1, experts)
+        return lots.reshape(-1).sort(descending=True, stable=True).indices
+    if rule.k == 2:  # all first choices before all second ones
+        return torch.arange(experts.numel(), device=experts.device).view(experts.shape).t().reshape(-1)
+    if rule.drop_policy == "position":
+        return None
+    return scores.gather(1, experts).reshape(-1).sort(descending=True, stable=True).indices
+
+
+def _counts(experts: Tensor, count: int) -> Tensor:
+    flat = experts.reshape(-1)
+    out = torch.zeros(count + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return out[:count]
+
+
+# ---- the dense form --------------------------------------------------------------------------------------------------
+
+Dense = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def top1gating(
+    logits: Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    ep_group: GroupLike = None,
+) -> Dense:
+    """(loss, weights [T, E, C], mask [T, E, C], counts [E]) of the top-1 gate; C is the capacity.
+
+    Cost: T * E * C elements, which no layer here needs; without capacity a MAX over `ep_group`, if one is given.
+    """
+    noise: Noise = "RSample" if noisy_gate_policy == "RSample" else None
+    rule = GateRule(1, capacity_factor, min_capacity, drop_tokens, use_rts, noise)
+    return _dense(gate(logits, rule, Stream("top1gating"), used_token), rule, ep_group)
+
+
+def top2gating(
+    logits: Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: GroupLike = None,
+    top2_2nd_expert_sampling: bool = True,
+) -> Dense:
+    """As `top1gating`, with two choices."""
+    rule = GateRule(2, capacity_factor, min_capacity, drop_tokens, second_sampling=top2_2nd_expert_sampling)
+    return _dense(gate(logits, rule, Stream("top2gating")), rule, ep_group)
+
+
+def topkgating(
+    logits: Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: GroupLike = None,
+    drop_policy: Literal["probs", "position"] = "probs",
+) -> Dense:
+    """As `top1gating`, with k choices of the highest probability; meant for k > 2."""
+    if k < 3:
+        raise bad_routing(f"topkgating with k = {k}", "Use top1gating or top2gating, whose losses differ.")
+    rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, drop_policy=drop_policy)
+    return _dense(gate(logits, rule, Stream("topkgating")), rule, ep_group)
+
+
+def _dense(routed: Routed, rule: GateRule, group: GroupLike) -> Dense:
+    tokens, count = routed.scores.shape
+    capacity = routed.capacity
+    if capacity is None:
+        most = routed.counts.max() if tokens else routed.counts.new_zeros(())
+        if group is not None and as_group(group).size > 1:
+            all_reduce(most, ReduceOp.MAX, as_group(group), unit="moe capacity")
+        capacity = min(int(most), tokens) if rule.k == 1 else int(most)
+    order = _order(routed.experts, routed.scores, rule, Stream("unused")) if rule.k == 2 else None
+    place = positions(routed.experts, count, order)
+    width = max(capacity, 1)
+    flat = torch.zeros(tokens, (count + 1) * width, dtype=routed.weights.dtype, device=routed.weights.device)
+    at = (routed.experts * width + place.clamp(max=width - 1)).masked_fill(routed.experts == count, count * width)
+    weights = flat.scatter_add(1, at, routed.weights)[:, : count * width].view(tokens, count, width)
+    return routed.loss, weights, weights.bool(), routed.counts

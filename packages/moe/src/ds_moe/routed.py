@@ -1,0 +1,87 @@
+"""What a router says: which experts each token goes to, with which weights. And what follows from capacity: who is dropped.
+
+Words: T tokens, E experts, k *choices* a token. A choice is *dropped* when its expert is full or its token not used: its
+expert is then E, one past the last, and its weight 0. An expert's *capacity* is how many choices it takes at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import PlanError
+
+__all__ = ["Routed", "bad_routing", "capacity_of", "positions", "wide"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """The decision of a router about T tokens.
+
+    Attributes:
+        experts: int64 [T, k], best choice first; E where dropped.
+        weights: [T, k] fp32 with gradient; 0 where dropped.
+        counts: int64 [E]: choices of each expert before any was dropped. No gradient, not read by the host.
+        loss: Scalar with gradient: what keeps experts evenly loaded; 0 if the router has no such term.
+        scores: [T, E] fp32: the probabilities that the weights were taken from, for metrics. Detached.
+        capacity: Choices that an expert took at most; None without a limit.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    counts: Tensor
+    loss: Tensor
+    scores: Tensor
+    capacity: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts.numel()
+
+    @property
+    def dropped(self) -> Tensor:
+        """Scalar int64: choices that were dropped. Not read by the host."""
+        return (self.experts == self.num_experts).sum()
+
+
+def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
+    """ceil(tokens / experts * factor), at least `minimum`; the product is rounded to fp32 before it is rounded up."""
+    share = torch.tensor(factor, dtype=torch.float32) * (tokens / experts)
+    return max(int(torch.ceil(share)), minimum)
+
+
+def positions(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Tensor:
+    """Of each choice, how many choices of the same expert come before it.
+
+    Args:
+        experts: int64 [T, k], each in 0..num_experts.
+        order: int64 [T * k]: choices (token * k + choice) from first to last; None: as they are numbered.
+    Returns: int64 [T, k].
+    Cost: two sorts of T * k integers at most.
+    """
+    flat = experts.reshape(-1)
+    ranked = flat if order is None else flat[order]
+    by_expert = torch.sort(ranked, stable=True).indices
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    starts = counts.cumsum(0) - counts
+    place = torch.empty_like(flat)
+    place[by_expert] = torch.arange(flat.numel(), device=flat.device)
+    place = place - starts[ranked]
+    if order is None:
+        return place.view(experts.shape)
+    out = torch.empty_like(place)
+    out[order] = place
+    return out.view(experts.shape)
+
+
+def bad_routing(message: str, fix: str) -> PlanError:
+    """A router was asked for something that cannot be."""
+    return PlanError(message, code="moe-routing", fix=fix)
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32: routers decide in no less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
