@@ -31,7 +31,6 @@ from ds_engine.unbuilt import (
     CompressionConfig,
     CurriculumConfig,
     DataEfficiencyConfig,
-    ExpertParallelConfig,
     HybridEngineConfig,
     NebulaConfig,
     PipelineConfig,
@@ -39,6 +38,7 @@ from ds_engine.unbuilt import (
     TensorParallelConfig,
     WeightQuantizationConfig,
 )
+from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig
 from ds_parallel.config import ActivationCheckpointingConfig

@@ -19,7 +19,6 @@ __all__ = [
     "CompressionConfig",
     "CurriculumConfig",
     "DataEfficiencyConfig",
-    "ExpertParallelConfig",
     "HybridEngineConfig",
     "NebulaConfig",
     "PipelineConfig",
@@ -81,42 +80,6 @@ class TensorParallelConfig(StrictModel):
     partition_config: PartitionConfig | None = None
     keep_module_on_host: bool = False
     replace_with_kernel_inject: Annotated[bool, Alias("kernel_inject")] = False
-
-
-# ---- ds-moe
-
-
-class ExpertParallelConfig(StrictModel):
-    """`expert_parallel`."""
-
-    enabled: bool = False
-    autoep_size: Positive = 1
-    expert_tensor_parallel_size: Positive = 1
-    validate_folding_routing: bool = False
-    preset_model: str | None = None
-    moe_layer_pattern: str | None = None
-    expert_pattern: str | None = None
-    router_pattern: str | None = None
-    use_grouped_mm: bool = True
-    disable_triton_grouped_mm: bool = False
-    route_norm: bool | None = None
-    route_scale: float = 1.0
-    score_apply: Literal["auto", "pre", "post"] = "auto"
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = "auto"
-    num_expert_groups: int | None = None
-    num_limited_groups: int | None = None
-    score_func: Literal["auto", "softmax", "sigmoid"] = "auto"
-    top_k: int | Literal["auto"] = "auto"
-    load_balance_coeff: float | None = None
-    routed_scaling_factor: float | Literal["auto"] = "auto"
-    expert_w1: str | None = None
-    expert_w2: str | None = None
-    expert_w3: str | None = None
-    num_experts_attr: str | None = None
-    top_k_attr: str | None = None
-    has_shared_experts: bool | None = None
-    shared_experts_pattern: str | None = None
-    shared_experts_gate_pattern: str | None = None
 
 
 # ---- ds-pipe, stages

@@ -1,0 +1,78 @@
+"""The section `expert_parallel`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ds_config import Dead, StrictModel
+
+__all__ = ["ExpertParallelConfig"]
+
+Positive = Annotated[int, Field(gt=0)]
+Attribute = Annotated[str, Field(min_length=1, pattern=r"^[^.]+$")]
+_CHECKED = "It is checked against a family's own router, and says what the router of a user's pattern does."
+
+
+class ExpertParallelConfig(StrictModel):
+    """`expert_parallel`: experts of a model that was written for one rank, cut over ranks."""
+
+    enabled: bool = Field(default=False, description="Whether to cut experts over ranks.")
+    autoep_size: Positive = Field(default=1, description="Ranks that share one copy of all experts.")
+    expert_tensor_parallel_size: Positive = Field(default=1, description="Parts of each expert.")
+    validate_folding_routing: bool = Field(
+        default=False, description="Compare the routing of the ranks of a tensor-parallel group in every forward."
+    )
+    preset_model: str | None = Field(default=None, description="The family by name; otherwise it is recognised.")
+    moe_layer_pattern: str | None = Field(default=None, description="Regular expression: names of the MoE blocks.")
+    expert_pattern: Attribute | None = Field(default=None, description="The experts' name in a block.")
+    router_pattern: Attribute | None = Field(default=None, description="The router's name in a block.")
+    use_grouped_mm: Annotated[bool, Dead("ds_ops.grouped_matmul chooses by device and dtype")] = True
+    disable_triton_grouped_mm: Annotated[bool, Dead("there are no Triton kernels")] = False
+    route_norm: bool | None = Field(default=None, description=f"Divide weights by their sum. {_CHECKED}")
+    route_scale: float = Field(default=1.0, description=f"Weights times this. {_CHECKED}")
+    score_apply: Literal["auto", "pre", "post"] = Field(
+        default="auto", description='Weigh what goes into experts ("pre") or what comes out of them.'
+    )
+    combine_impl: Annotated[
+        Literal["auto", "weighted_sum", "legacy_bmm"], Dead("there is one combine: a weighted sum in fp32")
+    ] = "auto"
+    num_expert_groups: Positive | None = Field(default=None, description=f"Groups of experts. {_CHECKED}")
+    num_limited_groups: Positive | None = Field(
+        default=None, description=f"How many of those a token may go to. {_CHECKED}"
+    )
+    score_func: Literal["auto", "softmax", "sigmoid"] = Field(
+        default="auto", description=f"What logits become. {_CHECKED}"
+    )
+    top_k: Positive | Literal["auto"] = Field(default="auto", description=f"Experts a token. {_CHECKED}")
+    load_balance_coeff: None = Field(
+        default=None,
+        description="Only null: a model's own auxiliary loss stays as it is; ds_moe.Balancer balances by a bias.",
+    )
+    routed_scaling_factor: float | Literal["auto"] = Field(
+        default="auto", description=f"Another name of route_scale. {_CHECKED}"
+    )
+    expert_w1: Attribute | None = Field(
+        default=None, description="An expert's weight or linear: gate (or gate and up)."
+    )
+    expert_w2: Attribute | None = Field(default=None, description="An expert's weight or linear: down.")
+    expert_w3: Attribute | None = Field(
+        default=None, description="An expert's weight or linear: up; null if w1 has it."
+    )
+    num_experts_attr: Attribute | None = Field(default=None, description="In the model's config: number of experts.")
+    top_k_attr: Attribute | None = Field(default=None, description="In the model's config: experts a token.")
+    has_shared_experts: bool | None = Field(default=None, description="Whether a block has experts for all tokens.")
+    shared_experts_pattern: Attribute | None = Field(default=None, description="Their name in a block.")
+    shared_experts_gate_pattern: Attribute | None = Field(
+        default=None, description="The name of their gate in a block."
+    )
+
+    @model_validator(mode="after")
+    def _grouped(self) -> Self:
+        groups, limited = self.num_expert_groups, self.num_limited_groups
+        if (groups is None) != (limited is None):
+            raise ValueError("num_expert_groups and num_limited_groups say something only together")
+        if groups is not None and limited is not None and limited > groups:
+            raise ValueError(f"num_limited_groups = {limited} is more than num_expert_groups = {groups}")
+        return self
