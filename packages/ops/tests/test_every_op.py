@@ -29,11 +29,12 @@ from ds_ops.activations import bias_gelu, geglu, swiglu
 from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.catalog import every_op
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
+from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
 from ds_ops.places import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.rotary import rotary_tables, rotate
-from ds_ops.routing import Permutation, grouped_matmul, permute, sort_slots, top_k_gating, unpermute
+from ds_ops.routing import Permutation, permute, sort_slots, top_k_gating, unpermute
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
 from ds_ops.stream import copy_ranges
 from ds_ops.summing import sum_sources
@@ -216,6 +217,13 @@ CASES: dict[str, list[Case]] = {
         Case(lambda d: dropped(d)[::2], lambda x, i: (gather_tokens(x, i),), fine=frozenset({(0, "dtype")}))
     ],
     "grouped_matmul": [Case(grouped, lambda x, w, ends: (grouped_matmul(x, w, ends),))],
+    "grouped_outer": [
+        Case(
+            lambda d: (d.tensor(d.rows, d.n), d.tensor(d.rows, 2, seed=1), grouped(d)[2]),
+            lambda x, y, ends: (grouped_outer(x, y, ends),),
+            fine=frozenset({(2, "shape")}),  # only `ends` says how many groups there are
+        )
+    ],
     "lamb_apply": [lamb(apply=True), lamb(apply=True, inside=True)],
     "lamb_moments": [lamb(apply=False), lamb(apply=False, inside=True)],
     "layer_norm": [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_ops import optim, reference, registry
+    from ds_ops.grouped import grouped_matmul, grouped_outer
     from ds_ops.rules import Rule, UpdateSpec, UpdateTensors
     from ds_ops.stream import convert, fill, grad_norm, sum_squares
     from ds_ops.updating import lamb_apply, lamb_moments, update
@@ -22,6 +23,8 @@ __all__ = [
     "convert",
     "fill",
     "grad_norm",
+    "grouped_matmul",
+    "grouped_outer",
     "lamb_apply",
     "lamb_moments",
     "optim",
@@ -33,6 +36,7 @@ __all__ = [
 
 _MODULES = ("optim", "reference", "registry")
 _HOMES = {
+    "grouped": ("grouped_matmul", "grouped_outer"),
     "rules": ("Rule", "UpdateSpec", "UpdateTensors"),
     "stream": ("convert", "fill", "grad_norm", "sum_squares"),
     "updating": ("lamb_apply", "lamb_moments", "update"),

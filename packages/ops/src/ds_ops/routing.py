@@ -1,7 +1,8 @@
-"""Mixture of experts on one rank: which experts a token goes to, rows sorted by expert, a product per expert, and back.
+"""Mixture of experts on one rank: which experts a token goes to, rows sorted by expert, and back. `grouped` has the products.
 
 Words: T tokens, E experts, k experts a token. A *slot* is one (token, choice) pair, numbered token * k + choice. *Rows*
-are slots sorted by expert; within an expert they keep the order of tokens. Nothing is padded and nothing dropped.
+are slots sorted by expert; within an expert they keep the order of tokens. Nothing is padded, and nothing is dropped but
+what a mask of `capacity` says: those slots come last, after the last end. Nothing is read from a device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ds_config.errors import KernelError
 from ds_ops import _call
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
-__all__ = ["Gating", "Permutation", "grouped_matmul", "permute", "sort_slots", "top_k_gating", "unpermute"]
+__all__ = ["Gating", "Permutation", "permute", "regroup", "sort_slots", "top_k_gating", "unpermute"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +31,19 @@ class Gating:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Permutation:
-    """slots [T * k]: the slot of each row; rows [T, k]: the row of each slot; ends [E]: where each expert's rows end."""
+    """slots [T * k]: the slot of each row; rows [T, k]: the row of each slot; ends [E]: where each expert's rows end.
+
+    All int64. Rows at ends[-1] and later are slots that were dropped.
+    """
 
     slots: Tensor
     rows: Tensor
     ends: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[E]: how many rows each expert has."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
 
 
 def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating:
@@ -53,33 +62,70 @@ def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating
     return out
 
 
-def sort_slots(experts: Tensor, num_experts: int) -> Permutation:
+def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None) -> Permutation:
     """Sort slots by expert, keeping the order of tokens (a stable sort: slots of row r ascend within an expert).
 
     Args:
         experts: int64 [T, k], each in 0..num_experts - 1.
+        keep: bool [T, k]: slots that are not kept come last, in their order, past the last end. None: all are kept.
 
     Raises:
-        KernelError: "kernel-argument" for other shapes and dtypes.
-    Cost: a sort of T * k integers of 8 bytes, and three passes over them. Source: as torch.sort defines stable.
+        KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for an expert that is not there.
+    Cost: two passes over T * k integers (counting sort); in plain torch a sort of them. Source: as torch.sort defines stable.
     """
     if experts.dim() != 2 or experts.dtype is not torch.int64:
         raise _bad(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
+    if keep is not None and (keep.shape != experts.shape or keep.dtype is not torch.bool):
+        raise _bad(f"keep: expected bool {list(experts.shape)}; found {_call.describe(keep)}.")
+    if keep is not None and keep.device != experts.device:
+        raise _bad(f"keep: expected it on {experts.device}; found {_call.describe(keep)}.")
     # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
-    here = experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling()
-    if here and not 0 <= int(experts.min()) <= int(experts.max()) < num_experts:
-        raise _bad(f"experts: {int(experts.min())}..{int(experts.max())} is outside 0..{num_experts - 1}.")
-    out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts)
+    if experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling():
+        least, most = int(experts.numpy().min()), int(experts.numpy().max())
+        if not 0 <= least <= most < num_experts:
+            raise _bad(f"experts: {least}..{most} is outside 0..{num_experts - 1}.")
+    out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts, keep)
     return out
 
 
-def _reference_sort(experts: Tensor, num_experts: int) -> Permutation:
-    flat = experts.reshape(-1)
-    slots = torch.sort(flat, stable=True).indices
+def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Permutation:
+    keys = (experts if keep is None else experts.masked_fill(~keep, num_experts)).reshape(-1)
+    # A GPU sorts by digits: keys of two bytes take a quarter of the passes.
+    ordered = torch.sort(keys.to(torch.int16 if num_experts < 1 << 15 else torch.int32), stable=True)
+    slots = ordered.indices
     rows = torch.empty_like(slots)
     rows[slots] = torch.arange(slots.numel(), device=slots.device)
-    ends = _count(flat, num_experts).cumsum(0)
-    return Permutation(slots, rows.view(experts.shape), ends)
+    numbers = torch.arange(num_experts, device=slots.device, dtype=ordered.values.dtype)
+    return Permutation(slots, rows.view(experts.shape), torch.searchsorted(ordered.values, numbers, right=True))
+
+
+def regroup(counts: Tensor, rows: int) -> Permutation:
+    """How rows that came as chunks [source, expert] become chunks [expert, source]: what follows an all-to-all of rows.
+
+    Args:
+        counts: int64 [S, E]: rows of each chunk, in the order of arrival. rows: their sum, known from the sizes received.
+    Returns: a permutation of "tokens" with one choice: `permute(x, p)` moves rows to their experts, `p.ends` are theirs,
+        and `unpermute(y, p)` moves results back.
+
+    Raises:
+        KernelError: "kernel-argument" for other shapes and dtypes.
+    Cost: sums of S * E integers and two searches among them for each row, on the device.
+    """
+    if counts.dim() != 2 or counts.dtype is not torch.int64 or rows < 0:
+        raise _bad(f"counts: expected int64 [sources, experts]; found {_call.describe(counts)}; rows {rows}.")
+    sources, experts = counts.shape
+    arrived = counts.flatten().cumsum(0) - counts.flatten()  # first row of each chunk, as it came
+    sizes = counts.t().flatten()
+    ends = sizes.cumsum(0)
+    # The number of each chunk in the order of arrival, listed by [expert, source].
+    number = torch.arange(sources * experts, device=counts.device).view(sources, experts).t().flatten()
+    place = torch.arange(rows, device=counts.device)
+    chunk = torch.searchsorted(ends, place, right=True).clamp_(max=max(sources * experts - 1, 0))
+    slots = place + (arrived[number] - ends + sizes)[chunk] if sources * experts else place
+    back = torch.empty_like(slots)
+    back[slots] = place
+    own = ends.view(experts, sources)[:, -1] if sources else ends.new_zeros(experts)
+    return Permutation(slots, back.view(rows, 1), own.contiguous())
 
 
 def permute(x: Tensor, p: Permutation) -> Tensor:
@@ -98,44 +144,23 @@ def permute(x: Tensor, p: Permutation) -> Tensor:
     return out
 
 
-def unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
+def unpermute(y: Tensor, p: Permutation, weights: Tensor | None = None) -> Tensor:
     """Tokens of rows: out[t] = the sum over choices c of weights[t, c] * y[row of (t, c)], in fp32, rounded to y's dtype.
 
     Args:
-        y: floats [T * k, n]. weights: floats [T, k]. p: of `sort_slots`. All on one device.
-    Returns: [T, n].
+        y: floats [T * k, n]. p: of `sort_slots` or `regroup`. weights: floats [T, k]; None: ones. All on one device.
+    Returns: [T, n]. Gradients reach y and weights, without atomic additions.
 
     Raises:
         KernelError: "kernel-argument" if they do not fit.
     Cost: y is read, gathered and written, multiplied and summed: four passes. Source: Gale et al. 2022.
     """
     _require_permutation(y, p, tokens=False)
+    if weights is None:
+        weights = torch.ones(p.rows.shape, device=y.device)
     if weights.shape != p.rows.shape or weights.device != y.device or not weights.is_floating_point():
         raise _bad(f"weights: expected floats {list(p.rows.shape)}; found {_call.describe(weights)}.")
     out: Tensor = choose(_UNPERMUTE, y.device.type, y.dtype).backend.run(y, p, weights)
-    return out
-
-
-def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """y[rows of e] = x[rows of e] @ weights[e] for every expert e (Gale et al. 2022).
-
-    Args:
-        x: [N, a]; weights: [E, a, b], same dtype; ends: [E] int64, ascending, the last one N.
-    Returns: [N, b].
-
-    Raises:
-        KernelError: "kernel-argument" if shapes do not fit.
-    Cost: one product per expert that has rows, each written into its part of one result. Reads `ends` on the host.
-    """
-    fits = x.dim() == 2 and weights.dim() == 3 and weights.shape[1] == x.shape[1] and ends.shape == weights.shape[:1]
-    alike = weights.dtype == x.dtype and weights.device == x.device and ends.dtype is torch.int64 and not ends.is_meta
-    if not fits or not alike:
-        shown = ", ".join(f"{n} {_call.describe(t)}" for n, t in (("x", x), ("weights", weights), ("ends", ends)))
-        raise _bad(f"{shown} do not fit.")
-    bounds = ends.tolist()
-    if bounds and (bounds[-1] != x.shape[0] or any(b < a for a, b in zip([0, *bounds], bounds, strict=False))):
-        raise _bad(f"ends {bounds} do not cut {x.shape[0]} rows.")
-    out: Tensor = choose(_GROUPED, x.device.type, x.dtype).backend.run(x, weights, bounds)
     return out
 
 
@@ -184,11 +209,6 @@ def _reference_unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
     return (picked * weights.to(wide)[..., None]).sum(1).to(y.dtype)
 
 
-def _reference_grouped(x: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
-    out: Tensor = _GroupedMatmul.apply(x, weights, bounds)
-    return out
-
-
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -217,36 +237,6 @@ class _Unsort(torch.autograd.Function):
         return grads[0].flatten(0, 1)[ctx.saved_tensors[0]], None, None
 
 
-def _parts(bounds: list[int]) -> list[tuple[int, slice]]:
-    starts = [0, *bounds[:-1]]
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, bounds, strict=True)) if a < b]
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weights)
-        ctx.bounds = bounds
-        out = x.new_empty(x.shape[0], weights.shape[2])
-        for e, rows in _parts(bounds):
-            torch.mm(x[rows], weights[e], out=out[rows])
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weights = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
-        for e, rows in _parts(ctx.bounds):
-            if dx is not None:
-                torch.mm(dy[rows], weights[e].t(), out=dx[rows])
-            if dw is not None:
-                torch.mm(x[rows].t(), dy[rows], out=dw[e])
-        return dx, dw, None
-
-
 def _composed(name: str, summary: str, why: str, run: Any, *, moves: bool = False) -> Op:
     backends = (absent_backend("cpu", f"not written: {why}"), reference_backend(run, moves=moves))
     return register(Op(name, summary, backends))
@@ -265,4 +255,3 @@ _UNPERMUTE = _composed(
     "gather, product and sum take two passes more",
     _reference_unpermute,
 )
-_GROUPED = _composed("grouped_matmul", "one product per expert", "BLAS does each product", _reference_grouped)

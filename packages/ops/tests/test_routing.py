@@ -1,0 +1,112 @@
+"""Sorting with drops, capacity, chunks re-ordered: against lists in Python; and nothing is read from a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_config.errors import KernelError
+from ds_ops.capacity import padded_rows, within_capacity
+from ds_ops.routing import permute, regroup, sort_slots, unpermute
+
+few = settings(max_examples=40, deadline=None)
+
+
+def choices(tokens: int, experts: int, k: int) -> Tensor:
+    g = torch.Generator().manual_seed(tokens * 7 + experts)
+    return torch.rand(tokens, experts, generator=g).argsort(-1)[:, :k]
+
+
+@pytest.mark.parametrize("forced", ["", "reference"])
+@few
+@given(st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_sorting_with_drops(forced: str, tokens: int, experts: int, k: int, dropping: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_OPS", forced)
+        chosen = choices(tokens, experts, min(k, experts))
+        keep = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(1)) > 0.4 if dropping else None
+        p = sort_slots(chosen, experts, keep=keep)
+    flat = chosen.flatten().tolist()
+    alive = [True] * len(flat) if keep is None else keep.flatten().tolist()
+    wanted = sorted(range(len(flat)), key=lambda s: (flat[s] if alive[s] else experts, s))
+    assert p.slots.tolist() == wanted
+    assert p.rows.flatten().tolist() == [wanted.index(s) for s in range(len(flat))]
+    counts = [sum(a and e == x for e, a in zip(flat, alive, strict=True)) for x in range(experts)]
+    assert p.counts.tolist() == counts
+    assert p.ends.tolist() == [sum(counts[: e + 1]) for e in range(experts)]
+
+
+@few
+@given(st.integers(0, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans(), st.booleans())
+def test_capacity(tokens: int, experts: int, k: int, capacity: int, scored: bool, first: bool) -> None:
+    chosen = choices(tokens, experts, min(k, experts))
+    g = torch.Generator().manual_seed(2)
+    scores = torch.randint(0, 4, chosen.shape, generator=g).float() if scored else None  # with ties
+    kept = within_capacity(chosen, experts, capacity, scores=scores, first_choices=first)
+    slots = [(t, c) for t in range(tokens) for c in range(chosen.shape[1])]
+    slots = sorted(slots, key=lambda s: (s[1], s[0]) if first else s)
+    slots = sorted(slots, key=lambda s: -float(scores[s]) if scores is not None else 0.0)
+    taken, wanted = [0] * experts, torch.zeros(chosen.shape, dtype=torch.bool)
+    for t, c in slots:
+        e = int(chosen[t, c])
+        wanted[t, c] = taken[e] < capacity
+        taken[e] += 1
+    assert torch.equal(kept, wanted)
+    p = sort_slots(chosen, experts, keep=kept)
+    index, valid = padded_rows(p.ends, capacity)
+    assert valid.sum(-1).tolist() == p.counts.tolist()
+    assert index[valid].tolist() == list(range(int(kept.sum())))
+
+
+@few
+@given(st.integers(0, 4), st.integers(0, 4), st.data())
+def test_chunks_by_source_become_chunks_by_expert(sources: int, experts: int, data: st.DataObject) -> None:
+    sizes = [[data.draw(st.integers(0, 3)) for _ in range(experts)] for _ in range(sources)]
+    counts = torch.tensor(sizes, dtype=torch.int64).view(sources, experts)
+    x = torch.arange(int(counts.sum()), dtype=torch.float32)[:, None]
+    p = regroup(counts, len(x))
+    chunks = x.split([n for row in sizes for n in row])
+    wanted = [chunks[s * experts + e] for e in range(experts) for s in range(sources)]
+    moved = permute(x, p)
+    torch.testing.assert_close(moved, torch.cat(wanted) if wanted else x)
+    assert p.counts.tolist() == counts.sum(0).tolist()
+    torch.testing.assert_close(unpermute(moved, p), x)
+
+
+def test_dropped_slots_add_nothing() -> None:
+    from ds_ops.grouped import grouped_matmul
+
+    chosen, x = choices(6, 3, 2), torch.randn(6, 4, requires_grad=True)
+    keep = within_capacity(chosen, 3, 2)
+    p = sort_slots(chosen, 3, keep=keep)
+    w, gates = torch.randn(3, 4, 4, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    y = unpermute(grouped_matmul(permute(x, p), w, p.ends), p, gates)
+    exact = torch.einsum("tk,tn,tknm->tm", gates * keep, x, w[chosen])
+    torch.testing.assert_close(y, exact)
+    for a, b in zip(
+        torch.autograd.grad(y.square().sum(), [x, w, gates]),
+        torch.autograd.grad(exact.square().sum(), [x, w, gates]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals() -> None:
+    chosen = choices(4, 3, 2)
+    for call in (
+        lambda: sort_slots(chosen, 3, keep=torch.ones(4, 2)),
+        lambda: sort_slots(chosen, 3, keep=torch.ones(4, 1, dtype=torch.bool)),
+        lambda: sort_slots(chosen, 3, keep=torch.ones(4, 2, dtype=torch.bool, device="meta")),
+        lambda: within_capacity(chosen, 3, -1),
+        lambda: within_capacity(chosen[0], 3, 1),
+        lambda: within_capacity(chosen, 3, 1, scores=torch.ones(4)),
+        lambda: padded_rows(torch.ones(3), 1),
+        lambda: regroup(torch.ones(3, 2), 3),
+        lambda: regroup(torch.ones(3, dtype=torch.int64), 3),
+    ):
+        with pytest.raises(KernelError) as caught:
+            call()
+        assert caught.value.code == "kernel-argument"
