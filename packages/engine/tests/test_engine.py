@@ -331,8 +331,8 @@ def test_mistakes_are_errors(make_model: Make, config: Settings, rows: Any) -> N
     [
         ({"model": None}, PlanError, "engine-no-model"),
         ({"model": "gpt"}, PlanError, "engine-no-model"),
-        ({"mpu": object()}, UnsupportedError, "engine-mpu"),
-        ({"mesh_param": (1, 2)}, UnsupportedError, "engine-mesh-param"),
+        ({"mpu": object()}, PlanError, "mesh-mpu"),
+        ({"mesh_param": (1, 2)}, PlanError, "plan-rules"),
         ({"config": None}, ConfigError, "config-source"),
         ({"optimizer": "adam"}, PlanError, "engine-optimizer"),
         ({"training_data": iter([1])}, UnsupportedError, "data-iterable"),

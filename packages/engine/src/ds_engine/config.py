@@ -106,7 +106,7 @@ class Config(MonitorConfig):
 
     # Parallelism
     data_parallel_size: int | None = Field(default=None, ge=1, description="Data-parallel ranks; inferred if null.")
-    sequence_parallel_size: Annotated[int, Unbuilt("1; sequence parallelism comes with ds-parallel")] = 1
+    sequence_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one sequence.")
     tensor_parallel: Annotated[
         TensorParallelConfig | None, Unbuilt("leave it out; tensor parallelism comes with ds-parallel")
     ] = None

@@ -13,7 +13,7 @@ Both give the same parameters. Calls that are collective say so; every rank make
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike, fspath
@@ -29,6 +29,7 @@ from ds_comm import Mesh
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
+from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
@@ -38,9 +39,10 @@ from ds_engine.planning import rebatched
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Telemetry
+from ds_engine.transforms import Applied
 from ds_engine.uneven import Share
-from ds_parallel import ActivationCheckpointing, Checkpointed
-from ds_pipe import Action, Op, run
+from ds_parallel import ActivationCheckpointing
+from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
 from ds_zero.moving import KINDS
 
@@ -61,7 +63,9 @@ class Components:
         device: Where the model is.
         telemetry: Tells of steps.
         checkpointer: Saves at once, or behind the next steps.
-        activations, checkpointed: How calls are checkpointed, and the modules whose forward is such a call.
+        activations: How calls are checkpointed.
+        executor: Runs the program of this rank.
+        applied: The transforms that the model went through.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 
@@ -75,7 +79,8 @@ class Components:
     telemetry: Telemetry
     checkpointer: Checkpointer
     activations: ActivationCheckpointing
-    checkpointed: Checkpointed
+    executor: Executor
+    applied: Applied
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
@@ -125,10 +130,11 @@ class Engine(nn.Module):
         self.counters = Counters()
         self.last: StepResult | None = None
         self.checkpointer = components.checkpointer
-        self.activations, self._checkpointed = components.activations, components.checkpointed
+        self.activations, self._applied = components.activations, components.applied
+        self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._autocast = _autocast(plan.casting.autocast, self.device)
-        self._backwards = plan.program.backwards(0)
+        self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
         self._taken = 0  # samples taken from the loader by the steps that are complete
         self._ledger = Ledger()
@@ -165,7 +171,11 @@ class Engine(nn.Module):
             The loss as it was differentiated, without the loss scale; detached.
         Collective when the program reduces here.
         """
-        return self._backward(self.next_backward(), loss, retain_graph, scale_wrt_gas)
+        with self._reducing(self.next_backward()):
+            part, start = self._start(loss, scale_wrt_gas)
+            start.backward(retain_graph=retain_graph)
+        self._note(loss, scale_wrt_gas)
+        return part.detach()
 
     def next_backward(self) -> Action:
         """What the program says of the backward that comes next. For subclasses whose caller decides where a step ends."""
@@ -205,19 +215,16 @@ class Engine(nn.Module):
                 model as keywords, a tuple or list as positional arguments.
         Raises:
             PlanError: called between the microbatches of a step ("engine-order"); no data ("data-missing").
+            StopIteration: `data_iter` ended within the step, whose gradients are dropped.
         """
         self._trains("train_batch")
         self._between_steps("train_batch() was called")
         data = self._data(data_iter)
-        losses: dict[int, Tensor | SumLoss] = {}
-
-        def forward(action: Action) -> None:
-            losses[action.microbatch] = loss_of(self._call(next(data)))
-
-        def backward(action: Action) -> None:
-            self._backward(action, losses.pop(action.microbatch), False, True)
-
-        run(self.plan.program.ranks[0], {Op.FORWARD: forward, Op.BACKWARD: backward})
+        try:
+            self._executor.train(self.plan.program.ranks[self.mesh["pipe"].rank], data, _Passes(self))
+        except BaseException:
+            self._drop_step()
+            raise
         self.counters.micro_steps += len(self._backwards)
         result = self._update({})
         self.last = result
@@ -235,11 +242,11 @@ class Engine(nn.Module):
         ledger, training = Ledger(), self.module.training
         self.module.eval()
         try:
-            for _ in range(count):
-                ledger.add(loss_of(self._call(next(data_iter))))
+            for loss in self._executor.evaluate(count, data_iter, _Passes(self)):
+                ledger.add(loss)
         finally:
             self.module.train(training)
-        totals = ledger.close(self.mesh["data"])
+        totals = ledger.close(self._averaging)
         self._telemetry.pause()
         return float("nan") if totals is None else float(totals.loss)
 
@@ -474,11 +481,7 @@ class Engine(nn.Module):
         self.resume()
         self.checkpointer.close()
         self._telemetry.close()
-        if self.optimizer is not None:
-            self.optimizer.close()
-        else:
-            self.sharding.close()
-        self._checkpointed.remove()
+        self._applied.undo()
         ds_monitor.detach(self._sinks)
         self._sinks, self._stream = (), None
 
@@ -510,7 +513,7 @@ class Engine(nn.Module):
     def _rebatch(self, asked: BatchRequest) -> None:
         self._between_steps("changing the batch size")
         self.plan = rebatched(self.plan, asked)
-        self._backwards = self.plan.program.backwards(0)
+        self._backwards = self._own_backwards()
         if self.training_dataloader is not None:
             lane = self.training_dataloader.lane
             self.training_dataloader.lane, self._stream = replace(lane, micro=self.plan.batch.micro), None
@@ -543,28 +546,40 @@ class Engine(nn.Module):
             self._stream = self.training_dataloader.forever()
         return self._stream
 
-    def _backward(self, action: Action, loss: Tensor | SumLoss, retain_graph: bool, divide: bool) -> Tensor:
-        optimizer = self._trains("backward")
+    def _own_backwards(self) -> tuple[Action, ...]:
+        return self.plan.program.backwards(self.mesh["pipe"].rank)
+
+    def _reducing(self, action: Action) -> AbstractContextManager[None]:
+        """Backwards inside are timed, and reduce their gradients if the action says so."""
+        return _both(self._telemetry.phase("backward"), self._trains("backward").reduction(action.reduce))
+
+    def _start(self, loss: Tensor | SumLoss, divide: bool = True) -> tuple[Tensor, Tensor]:
+        """A loss as a part of the step's, and the scalar that backward starts from."""
         value = loss.total if isinstance(loss, SumLoss) else loss
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
-        with self._telemetry.phase("backward"), optimizer.reduction(action.reduce):
-            optimizer.scale(before).backward(retain_graph=retain_graph)
+        return part, self._trains("backward").scale(before)
+
+    def _note(self, loss: Tensor | SumLoss, divide: bool = True) -> None:
         self._ledger.add(loss if divide or isinstance(loss, SumLoss) else loss * len(self._backwards))
-        return part.detach()
+
+    def _drop_step(self) -> None:
+        """Forget the microbatches of a step that will not be complete."""
+        self._trains("zero_grad").zero_grad()
+        self._ledger, self._position = Ledger(), 0
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
-        optimizer, counters, data = self._trains("step"), self.counters, self.mesh["data"]
+        optimizer, counters, ranks = self._trains("step"), self.counters, self._averaging
         losses, steps = self._ledger.losses, len(self._backwards)
         # Only the count of sum losses is needed before the update; else the losses go with what ranks agree on in it.
-        rides = self.device.type == "cpu" and self._ledger.waits and optimizer.sharding.group.ranks == data.ranks
-        totals, optimizer.riders = (None, self._ledger.leave()) if rides else (self._ledger.close(data), ())
+        rides = self.device.type == "cpu" and self._ledger.waits and optimizer.sharding.group.ranks == ranks.ranks
+        totals, optimizer.riders = (None, self._ledger.leave()) if rides else (self._ledger.close(ranks), ())
         samples = self.plan.batch.train if self.plan.managed else self.plan.batch.train // steps * losses
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
-            optimizer.divisor = (totals.count or 1.0) / (steps * data.size)
+            optimizer.divisor = (totals.count or 1.0) / (steps * ranks.size)
         elif self.plan.sums:
-            optimizer.divisor = 1.0 / data.size
+            optimizer.divisor = 1.0 / ranks.size
         if losses:
             optimizer.divisor /= self.plan.predivide
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
@@ -595,6 +610,29 @@ class Engine(nn.Module):
         )
         self._telemetry.step(result, counters.samples, counters.skipped)
         return result
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What an engine lends its executor; see `executing.Passes`."""
+
+    engine: Engine
+
+    def call(self, batch: Any) -> Any:
+        return self.engine._call(batch)
+
+    def start(self, loss: Tensor | SumLoss) -> Tensor:
+        self.engine._note(loss)
+        return self.engine._start(loss)[1]
+
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        return self.engine._reducing(action)
 
 
 def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -1,14 +1,41 @@
-"""Moving batches to where the model is."""
+"""Moving the model to its device, and batches to where the model is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["to_device"]
+from ds_zero.scattered import is_scattered, place
+
+__all__ = ["placed", "to_device"]
+
+
+@contextmanager
+def placed(model: nn.Module, device: torch.device, buffers: torch.dtype | None) -> Iterator[None]:
+    """Move `model` to `device`, and back if the body raises.
+
+    Args:
+        buffers: Format of its floating-point buffers; None leaves them as they are.
+    """
+    params = [(p, p.device) for p in model.parameters()]
+    before = [(m, name, buffer) for m in model.modules() for name, buffer in m.named_buffers(recurse=False)]
+    try:
+        place(model, device)
+        for module, name, buffer in before if buffers is not None else ():
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(device, buffers)
+        yield
+    except BaseException:
+        for param, old in params:
+            if param.device != old and not is_scattered(param):
+                param.data = param.data.to(old)
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
+        raise
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

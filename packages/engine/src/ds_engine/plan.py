@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
-from ds_parallel import Keeping
 from ds_pipe import Program
 from ds_zero import Precision, Residency, UnitPolicy, UnitSpec
 from ds_zero.units import ModuleInfo, ParamInfo
@@ -24,10 +24,15 @@ __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What planning knows of a model: its parameters and modules, from a model on any device (also meta)."""
+    """What planning knows of a model: its parameters and modules, from a model on any device (also meta).
+
+    Attributes:
+        stages: Pipeline stages that the model is to be cut into.
+    """
 
     params: tuple[ParamInfo, ...]
     modules: tuple[ModuleInfo, ...]
+    stages: int = 1
 
     @property
     def numel(self) -> int:
@@ -107,6 +112,21 @@ class Telling:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that will be done to the model.
+
+    Attributes:
+        name: Of the transform that does it.
+        what: What it decided; only that transform reads it.
+        rows: The decision in words, by topic.
+    """
+
+    name: str
+    what: Any
+    rows: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done. `print(plan)` is the first debugging tool.
 
@@ -114,7 +134,7 @@ class Plan:
         config: What was asked.
         mesh: Degrees of the axes.
         batch: The resolved batch arithmetic.
-        program: The actions of one step on one rank, with the reductions marked.
+        program: The actions of one step on every rank of a pipeline, with the reductions marked.
         residency: What is sharded (the ZeRO stage as a value).
         precision: Formats and loss scale.
         units: Parameters that travel together.
@@ -127,8 +147,6 @@ class Plan:
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
         layer_drop: What the forward is told about layers to drop; None tells nothing.
-        keeping: What checkpointed calls keep of their inputs, and where.
-        checkpointed: Names of the modules whose forward is a checkpointed call.
         data_multiple: What the loader cuts an epoch to a multiple of.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
@@ -152,9 +170,7 @@ class Plan:
     predivide: float = 1.0
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
-    keeping: Keeping = field(default_factory=Keeping)
-    checkpointed: tuple[str, ...] = ()
-    transforms: tuple[str, ...] = field(default=("ZeRO",))
+    transforms: tuple[Change, ...] = ()
 
     def arguments(self, step: int) -> Mapping[str, object]:
         """Keywords that the forward gets besides the batch's, in training, after `step` steps."""
@@ -173,18 +189,17 @@ class Plan:
 
 
 def _rows(plan: Plan) -> dict[str, str]:
-    config, stage = plan.config, plan.config.zero_optimization.stage
+    config = plan.config
     numel = sum(unit.numel for unit in plan.units)
     memory = plan.memory
     return {
         "model": f"{numel:,} parameters in {len(plan.units)} units, largest {max((u.numel for u in plan.units), default=0):,}",
         "mesh": _mesh_text(plan.mesh),
         "batch": str(plan.batch),
-        "ZeRO": f"stage {stage}: {_residency_text(plan.residency)}",
+        "transforms": " -> ".join(change.name for change in plan.transforms),
+        **{topic: text for change in plan.transforms for topic, text in change.rows.items()},
         "precision": precision_text(plan.precision, plan.casting),
         "program": _program_text(plan.program),
-        "transforms": " -> ".join(plan.transforms),
-        "activations": _activations_text(plan),
         "optimizer": _optimizer_text(config),
         "schedule": "constant"
         if config.scheduler is None
@@ -197,32 +212,18 @@ def _rows(plan: Plan) -> dict[str, str]:
 
 
 def _mesh_text(mesh: MeshSpec) -> str:
-    degrees = {"data": mesh.data, "pipe": mesh.pipe, "sequence": mesh.sequence, "tensor": mesh.tensor}
-    return f"{mesh.world_size} ranks: " + " x ".join(
-        f"{axis} {n}" for axis, n in degrees.items() if n > 1 or axis == "data"
-    )
-
-
-def _residency_text(residency: Residency) -> str:
-    sharded = {
-        "optimizer state": residency.shard_optim,
-        "gradients": residency.shard_grads,
-        "parameters": residency.shard_params,
-    }
-    named = [name for name, cut in sharded.items() if cut]
-    return f"{', '.join(named)} sharded" if named else "nothing sharded"
+    degrees = {"pipe": mesh.pipe, "data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
+    product = " x ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1 or axis == "data")
+    experts = f"; experts over {mesh.expert}" if mesh.expert > 1 else ""
+    return f"{mesh.world_size} ranks: {product}{experts}"
 
 
 def _program_text(program: Program) -> str:
-    words = str(program).split()
+    return "; ".join(_row_text(list(map(str, actions))) for actions in program.ranks)
+
+
+def _row_text(words: list[str]) -> str:
     return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-4:]])
-
-
-def _activations_text(plan: Plan) -> str:
-    if not plan.checkpointed:
-        return f"as the model says; of checkpointed calls: {plan.keeping}"
-    names = plan.checkpointed if len(plan.checkpointed) <= 4 else (*plan.checkpointed[:2], "...", plan.checkpointed[-1])
-    return f"{len(plan.checkpointed)} modules computed again in backward ({', '.join(names)}); {plan.keeping}"
 
 
 def _gradients_text(plan: Plan) -> str:

@@ -10,15 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from ds_comm import MeshSpec
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.optimizers import state_tensors
 from ds_engine.plan import Memory, Plan, Shapes, ShardPlan, Telling
 from ds_engine.precision import casting_of, precision_of
 from ds_engine.rules import asked_batch, check_rules
-from ds_parallel import matching
-from ds_pipe import Program, accumulation, mark_reduce, verify
+from ds_engine.transforms import TRANSFORMS, Asked, decide_all
+from ds_pipe import Program, add_comms, mark_reduce, one_f_one_b, verify
 from ds_zero import (
     STAGES,
     Nodes,
@@ -33,7 +32,7 @@ from ds_zero import (
 )
 from ds_zero.units import ModuleInfo
 
-__all__ = ["make_plan", "rebatched"]
+__all__ = ["known_axes", "make_plan", "rebatched"]
 
 
 def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
@@ -43,8 +42,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         PlanError, ConfigError, UnsupportedError: see `check_rules`; all problems at once.
     Cost: linear in the number of parameters and modules; about 1 s for 100,000.
     """
-    check_rules(config, world)
-    mesh = MeshSpec.fit(world)
+    mesh = check_rules(config, world, known_axes(), shapes.stages)
+    transforms, shapes = decide_all(TRANSFORMS, Asked(config, shapes, mesh))
     batch = resolve_batch(asked_batch(config, mesh.data), mesh.data)
     residency = STAGES[config.zero_optimization.stage]
     sharding = ShardPlan(
@@ -60,35 +59,38 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     precision = precision_of(config)
     states = _states(config, shapes, precision)
     kept = (state_tensors(config.optimizer), None if states is None else states.itemsize)
-    callables = [m.name for m in shapes.modules if m.callable and m.name]
-    checkpointed = matching(callables, config.activation_checkpointing.modules)
     return Plan(
         config=config,
         mesh=mesh,
         batch=batch,
-        program=_program(batch, residency),
+        program=_program(batch, residency, mesh.pipe),
         residency=residency,
         precision=precision,
         units=units,
         states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(units, precision, (sharding.shard_size or mesh.data, sharding.near), kept),
+        memory=_memory(units, precision, (sharding.shard_size or mesh.data * mesh.sequence, sharding.near), kept),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
         telling=_telling(config),
-        predivide=float(mesh.data) if config.prescale_gradients else config.gradient_predivide_factor,
+        predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
-        keeping=config.activation_checkpointing.keeping,
-        checkpointed=checkpointed,
-        transforms=(*(["activation checkpointing"] if checkpointed else []), "ZeRO"),
+        transforms=transforms,
     )
 
 
-def _program(batch: Batch, residency: Residency) -> Program:
-    program = mark_reduce(accumulation(batch.accumulation), every_backward=residency.shard_grads)
+def known_axes() -> frozenset[str]:
+    """Axes of the mesh that some transform knows how to use."""
+    return frozenset(axis for transform in TRANSFORMS for axis in transform.axes)
+
+
+def _program(batch: Batch, residency: Residency, stages: int) -> Program:
+    """Gradient accumulation is the program of one stage."""
+    program = add_comms(one_f_one_b(stages, batch.accumulation))
+    program = mark_reduce(program, every_backward=residency.shard_grads)
     verify(program)
     return program
 
@@ -101,7 +103,7 @@ def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
     """
     batch = resolve_batch(asked, plan.batch.ranks)
     multiple = batch.train if plan.config.dataloader_drop_last else 1
-    return replace(plan, batch=batch, program=_program(batch, plan.residency), data_multiple=multiple)
+    return replace(plan, batch=batch, program=_program(batch, plan.residency, plan.mesh.pipe), data_multiple=multiple)
 
 
 def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:

@@ -5,12 +5,14 @@ A rule is a row: when it is broken, what to say, what to do. All broken rules of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from ds_comm import MeshSpec
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
+from ds_engine.degrees import degrees_of
 from ds_engine.elastic import elastic_batch
 from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itself
 
@@ -23,92 +25,94 @@ class Rule:
 
     Attributes:
         code: Section of docs/reference/errors.md.
-        broken: Whether a configuration breaks it on a world of so many ranks.
+        broken: Whether a configuration breaks it on a mesh of these degrees.
         message: What was asked and found, with values.
         fix: What to do.
     """
 
     code: str
-    broken: Callable[[Config, int], bool]
-    message: Callable[[Config, int], str]
+    broken: Callable[[Config, MeshSpec], bool]
+    message: Callable[[Config, MeshSpec], str]
     fix: str
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "precision-both",
-        lambda c, world: c.fp16.enabled and c.bf16.enabled,
-        lambda c, world: "fp16.enabled and bf16.enabled are both true",
+        lambda c, mesh: c.fp16.enabled and c.bf16.enabled,
+        lambda c, mesh: "fp16.enabled and bf16.enabled are both true",
         "Keep one; bf16 needs no loss scale.",
     ),
     Rule(
         "precision-autocast",
-        lambda c, world: c.torch_autocast.enabled and (c.fp16.enabled or c.bf16.enabled),
-        lambda c, world: f"torch_autocast and {'fp16' if c.fp16.enabled else 'bf16'} are both enabled",
+        lambda c, mesh: c.torch_autocast.enabled and (c.fp16.enabled or c.bf16.enabled),
+        lambda c, mesh: f"torch_autocast and {'fp16' if c.fp16.enabled else 'bf16'} are both enabled",
         "Keep one: autocast casts operations, fp16 and bf16 cast the parameters.",
     ),
     Rule(
         "precision-param-dtype",
-        lambda c, world: c.data_types.param_dtype not in (None, _mode(c)),
-        lambda c, world: f"data_types.param_dtype = {c.data_types.param_dtype}, the enabled mode is {_mode(c)}",
+        lambda c, mesh: c.data_types.param_dtype not in (None, _mode(c)),
+        lambda c, mesh: f"data_types.param_dtype = {c.data_types.param_dtype}, the enabled mode is {_mode(c)}",
         "Leave param_dtype out, or enable the section of that format.",
     ),
     Rule(
         "mics-shard-size",
-        lambda c, world: _mics(c) != -1 and (_mics(c) == 0 or c.zero_optimization.stage == 0 or world % _mics(c) != 0),
-        lambda c, world: (
-            f"zero_optimization.mics_shard_size = {_mics(c)} with stage {c.zero_optimization.stage} on {world} ranks"
+        lambda c, mesh: (
+            _mics(c) != -1 and (_mics(c) == 0 or c.zero_optimization.stage == 0 or _gradient(mesh) % _mics(c) != 0)
+        ),
+        lambda c, mesh: (
+            f"zero_optimization.mics_shard_size = {_mics(c)} with stage {c.zero_optimization.stage} on {_gradient(mesh)} ranks"
         ),
         "Use stage 1, 2 or 3 and a size that divides the ranks, or leave it out: then all ranks share one copy.",
     ),
     Rule(
         "zero-nodes",
-        lambda c, world: bool(_near(c)) and (c.zero_optimization.stage != 3 or bool(_shards(c, world) % _hpz(c))),
-        lambda c, world: (
-            f"{_near(c)} with stage {c.zero_optimization.stage}, where {_shards(c, world)} ranks share one copy"
+        lambda c, mesh: bool(_near(c)) and (c.zero_optimization.stage != 3 or bool(_shards(c, mesh) % _hpz(c))),
+        lambda c, mesh: (
+            f"{_near(c)} with stage {c.zero_optimization.stage}, where {_shards(c, mesh)} ranks share one copy"
         ),
         "Use stage 3 and a size that divides those ranks, or leave it out: gathers are then flat.",
     ),
     Rule(
         "precision-states",
-        lambda c, world: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
-        lambda c, world: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
+        lambda c, mesh: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
+        lambda c, mesh: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
         "Set both, or neither.",
     ),
     Rule(
         "precision-off",
-        lambda c, world: bool(_needs_mode(c)),
-        lambda c, world: f"{', '.join(_needs_mode(c))} given, but the section is not enabled",
+        lambda c, mesh: bool(_needs_mode(c)),
+        lambda c, mesh: f"{', '.join(_needs_mode(c))} given, but the section is not enabled",
         "Enable the section, or remove the keys.",
     ),
     Rule(
         "gradients-scaling",
-        lambda c, world: len(_scalings(c)) > 1,
-        lambda c, world: f"{' and '.join(_scalings(c))} are different ways to scale gradients",
+        lambda c, mesh: len(_scalings(c)) > 1,
+        lambda c, mesh: f"{' and '.join(_scalings(c))} are different ways to scale gradients",
         "Keep one.",
     ),
     Rule(
         "zero-sparse",
-        lambda c, world: c.sparse_gradients and c.zero_optimization.stage > 0,
-        lambda c, world: f"sparse_gradients = true with zero_optimization.stage = {c.zero_optimization.stage}",
+        lambda c, mesh: c.sparse_gradients and c.zero_optimization.stage > 0,
+        lambda c, mesh: f"sparse_gradients = true with zero_optimization.stage = {c.zero_optimization.stage}",
         "Use stage 0, or remove the key: shards of a gradient are summed, not rows.",
     ),
     Rule(
         "optimizer-owns-reduction",
-        lambda c, world: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
-        lambda c, world: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
+        lambda c, mesh: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
+        lambda c, mesh: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
         "Remove the key, or use AdamW; with a 1-bit optimizer stage 0 is the only one.",
     ),
     Rule(
         "elasticity-batch",
-        lambda c, world: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
-        lambda c, world: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
+        lambda c, mesh: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
+        lambda c, mesh: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
         "Remove the batch keys, or set elasticity.ignore_non_elastic_batch_info = true to override them.",
     ),
     Rule(
         "mesh-size",
-        lambda c, world: c.data_parallel_size not in (None, world),
-        lambda c, world: f"data_parallel_size = {c.data_parallel_size} does not make the world size {world}",
+        lambda c, mesh: c.data_parallel_size not in (None, mesh.data),
+        lambda c, mesh: f"data_parallel_size = {c.data_parallel_size}, where {_degrees_text(mesh)} leave {mesh.data}",
         "Leave data_parallel_size out to infer it.",
     ),
 )
@@ -148,8 +152,13 @@ def _two_steps(config: Config) -> bool:
     return config.zero_optimization.mics_hierarchical_params_gather
 
 
-def _shards(config: Config, world: int) -> int:
-    return world if _mics(config) < 1 else _mics(config)
+def _gradient(mesh: MeshSpec) -> int:
+    """Ranks that gradients are summed over."""
+    return mesh.data * mesh.sequence
+
+
+def _shards(config: Config, mesh: MeshSpec) -> int:
+    return _gradient(mesh) if _mics(config) < 1 else _mics(config)
 
 
 def _scalings(config: Config) -> list[str]:
@@ -185,20 +194,48 @@ def asked_batch(config: Config, world: int) -> BatchRequest:
     return elastic_batch(config.elasticity, world) if config.elasticity.enabled else config.batch
 
 
-def check_rules(config: Config, world: int) -> None:
-    """Raise one error for everything that is illegal about `config` on `world` ranks.
+_WHERE = {
+    "pipe": "a model of {} pipeline stages",
+    "sequence": "sequence_parallel_size = {}",
+    "tensor": "tensor_parallel.autotp_size = {}",
+    "expert": "expert_parallel.autoep_size = {}",
+}
 
+
+def _degrees_text(mesh: MeshSpec) -> str:
+    others = [f"{axis} {n}" for axis in ("pipe", "sequence", "tensor") if (n := getattr(mesh, axis)) > 1]
+    return " / ".join([f"{mesh.world_size} ranks", *others])
+
+
+def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: int = 1) -> MeshSpec:
+    """The mesh of `world` ranks, or one error for everything that is illegal about `config` on it.
+
+    Args:
+        axes: Of the mesh, those that a degree above 1 can be used on.
+        stages: Pipeline stages of the model.
     Raises:
-        PlanError: rules are broken, or the batch does not fit; with the code of the only problem, or "plan-rules".
+        PlanError: rules are broken, or mesh or batch do not fit; with the code of the only problem, or "plan-rules".
         UnsupportedError: all problems are things that are not built here.
         ConfigError: an optimizer or scheduler is unknown.
     """
-    found: list[DsError] = [
-        PlanError(rule.message(config, world), code=rule.code, fix=rule.fix)
+    found: list[DsError] = []
+    degrees = degrees_of(config, stages)
+    for axis, degree in degrees.items():
+        if degree > 1 and axis not in axes:
+            asked = _WHERE[axis].format(degree)
+            error = UnsupportedError(f"{asked}: nothing here uses it yet", code="mesh-unbuilt", fix="Use 1.")
+            found.append(error)
+    try:
+        mesh = MeshSpec.fit(world, **degrees)
+    except DsError as error:
+        found.append(error)
+        mesh = MeshSpec.fit(world)
+    found += [
+        PlanError(rule.message(config, mesh), code=rule.code, fix=rule.fix)
         for rule in RULES
-        if rule.broken(config, world)
+        if rule.broken(config, mesh)
     ]
-    ranks = config.data_parallel_size or world
+    ranks = config.data_parallel_size or mesh.data
     checks: list[Callable[[], object]] = [lambda: resolve_batch(asked_batch(config, ranks), ranks)]
     if config.optimizer is not None:
         checks.append(lambda: check_optimizer(config.optimizer))  # type: ignore[arg-type]
@@ -211,6 +248,7 @@ def check_rules(config: Config, world: int) -> None:
             found.append(error)
     if found:
         raise _together(found)
+    return mesh
 
 
 def _together(found: Sequence[DsError]) -> DsError:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 import ds_comm
 import ds_engine
+import ds_engine.transforms as ds_engine_transforms
 from ds_config.errors import PlanError
 from ds_engine import Engine, SumLoss
 from ds_testing import world
@@ -412,3 +413,81 @@ def test_whole_values_and_state_away_on_two_ranks(stage: int) -> None:
     assert all(not value.any() for value in other.whole_state_dict().values())
     engine.close()
     other.close()
+
+
+class Sequences(ds_engine_transforms.Transform[bool, None]):
+    """A degree of sequence parallelism that changes nothing: each rank brings its own part of a sequence."""
+
+    name, axes = "sequence parallel", ("sequence",)
+
+    def decide(self, asked: ds_engine_transforms.Asked) -> bool:
+        return True
+
+    def apply(self, what: bool, site: ds_engine_transforms.Site) -> None:
+        if os.environ.get("DS_TEST_BREAKS") == str(site.mesh.rank):
+            raise RuntimeError("only here")
+
+    def undo(self, made: None) -> None:
+        return
+
+
+def _with_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("ds_engine.planning.TRANSFORMS", "ds_engine.build.TRANSFORMS"):
+        monkeypatch.setattr(place, (Sequences(), *ds_engine_transforms.TRANSFORMS))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(2)
+def test_losses_and_gradients_are_averaged_over_data_and_sequence(stage: int) -> None:
+    data, rank = Data(), dist.get_rank()
+
+    def trained(sequence: int, summed: bool) -> tuple[list[float], list[Tensor], Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            _with_sequences(patch)
+            settings = configured(stage, sequence_parallel_size=sequence, train_batch_size=4 // sequence * 2)
+            engine, *_ = ds_engine.initialize(model=Model(summed), config=settings)
+        assert engine.mesh["data"].size == 2 // sequence
+        assert engine.plan.batch.accumulation == 2
+        rows = [
+            slice(8 * step + 4 * rank + 2 * m, 8 * step + 4 * rank + 2 * m + 2) for step in range(2) for m in range(2)
+        ]
+        batches = iter([(data.x[r], data.y[r], data.keep[r]) for r in rows])
+        losses = [engine.train_batch(batches).loss for _ in range(2)]
+        samples = engine.global_samples
+        engine.close()
+        return losses, [p.detach().clone() for p in engine.module.parameters()], samples
+
+    for summed in (False, True):
+        one, two = trained(1, summed), trained(2, summed)
+        assert one[0] == two[0]
+        assert all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+        assert (one[2], two[2]) == (16, 8)
+
+
+@world(2)
+def test_a_failure_of_one_rank_leaves_the_model_alone_on_all() -> None:
+    rank, model = dist.get_rank(), Model()
+    before = [(id(p), type(p), p.detach().clone()) for p in model.parameters()]
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        if rank == 1:
+            raise RuntimeError("only here")
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data() -> Any:
+        return Data() if rank == 0 else iter([1])
+
+    settings = configured(3, optimizer=None, scheduler=None)
+    for arguments, broken in (({"optimizer": optimizer}, ""), ({"training_data": data()}, ""), ({}, "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            _with_sequences(patch)
+            patch.setenv("DS_TEST_BREAKS", broken)
+            with pytest.raises(Exception, match=r"only here|no len") as caught:
+                ds_engine.initialize(model=model, config=settings, **arguments)
+        assert isinstance(caught.value, PlanError) == (rank == 0)
+        assert rank == 1 or str(caught.value).count("rank 1 failed") == 1
+    after = [(id(p), type(p), p.detach()) for p in model.parameters()]
+    assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(before, after, strict=True))
+    engine, *_ = ds_engine.initialize(model=model, config=configured(3), training_data=Data())
+    assert engine.train_batch().applied
+    engine.close()

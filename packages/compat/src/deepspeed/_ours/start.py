@@ -23,6 +23,7 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.build import Parts, assemble, shapes_of
+from ds_engine.degrees import with_degrees
 from ds_engine.loader import ResumableLoader
 from ds_zero.sharding import sharding_of
 
@@ -63,9 +64,8 @@ def initialize(
     """
     if model is None:
         raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
-    _check_groups(mpu, mesh_param)
     raw = raw_config(config, config_params, args)
-    resolved = load_config(accepted(raw))
+    resolved = with_degrees(load_config(accepted(raw)), mesh_param, mpu)
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _give_back(model)
@@ -79,16 +79,6 @@ def initialize(
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
-
-
-def _check_groups(mpu: Any, mesh_param: tuple[int, int] | None) -> None:
-    size = getattr(mpu, "get_model_parallel_world_size", getattr(mpu, "get_tensor_model_parallel_world_size", int))()
-    if size > 1 or (mesh_param is not None and mesh_param[1] != 1):
-        raise UnsupportedError(
-            f"initialize() with {size} model-parallel ranks, mesh_param {mesh_param}: other parallelism is not built yet",
-            code="compat-mpu",
-            fix="Use ZeRO stage 3 over all ranks.",
-        )
 
 
 def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:

@@ -1,0 +1,90 @@
+"""Degrees of the mesh's axes, from wherever the user gives them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_config.errors import PlanError
+from ds_engine.config import Config
+
+__all__ = ["degrees_of", "with_degrees"]
+
+
+def degrees_of(config: Config, stages: int = 1) -> dict[str, int]:
+    """Degrees of the axes as the configuration gives them; what is left of the world is for data."""
+    tensor, experts = config.tensor_parallel, config.expert_parallel
+    return {
+        "pipe": stages,
+        "sequence": config.sequence_parallel_size,
+        "tensor": 1 if tensor is None else max(tensor.autotp_size, tensor.tp.tp_size),
+        "expert": experts.autoep_size if experts is not None and experts.enabled else 1,
+    }
+
+
+# What Megatron's `mpu` and its like call the degrees, by axis; the first name that is there counts.
+_OF_MPU: Mapping[str, tuple[str, ...]] = {
+    "tensor": (
+        "get_tensor_model_parallel_world_size",
+        "get_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+    ),
+    "pipe": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+    "sequence": ("get_sequence_parallel_world_size",),
+    "data": ("get_data_parallel_world_size",),
+}
+_KEYS = {"data": "data_parallel_size", "sequence": "sequence_parallel_size"}
+
+
+def with_degrees(config: Config, mesh_param: tuple[int, int] | None = None, mpu: Any = None) -> Config:
+    """`config` with the degrees that `initialize` was given beside it.
+
+    Args:
+        mesh_param: (data, sequence).
+        mpu: An object of another library that says what degrees there are; they must be the configuration's.
+    Raises:
+        PlanError: they are no degrees, or others than the configuration's ("mesh-param", "mesh-mpu").
+    """
+    if mesh_param is not None:
+        config = _with_param(config, mesh_param)
+    if mpu is not None:
+        _check_mpu(config, mpu)
+    return config
+
+
+def _with_param(config: Config, mesh_param: tuple[int, int]) -> Config:
+    given = tuple(mesh_param)
+    if len(given) != 2 or not all(isinstance(n, int) and n >= 1 for n in given):
+        raise PlanError(
+            f"mesh_param = {mesh_param!r}", code="mesh-param", fix="Give (data, sequence): two whole numbers from 1."
+        )
+    asked = dict(zip(_KEYS.values(), given, strict=True))
+    other = {
+        key: value for key in asked if key in config.model_fields_set and (value := getattr(config, key)) != asked[key]
+    }
+    if other:
+        raise PlanError(
+            f"mesh_param = {given}, and the configuration says {', '.join(f'{k} = {v}' for k, v in other.items())}",
+            code="mesh-param",
+            fix="Give the degrees in one place.",
+        )
+    return config.model_copy(update=asked)
+
+
+def _check_mpu(config: Config, mpu: Any) -> None:
+    ours = degrees_of(config) | {"data": config.data_parallel_size}
+    found = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
+    said = {axis: n for axis, n in found.items() if n is not None}
+    if not said:
+        raise PlanError(
+            f"mpu is a {type(mpu).__name__} that says no degree: it has none of {_OF_MPU['tensor']} and their like",
+            code="mesh-mpu",
+            fix="Leave mpu out; degrees are set in the configuration.",
+        )
+    other = {axis: n for axis, n in said.items() if ours[axis] not in (None, n)}
+    if other:
+        raise PlanError(
+            "; ".join(f"mpu says {axis} {n}, the configuration {ours[axis]}" for axis, n in other.items()),
+            code="mesh-mpu",
+            fix="Set the same degrees in the configuration: the engine makes the groups itself.",
+        )

@@ -1,0 +1,37 @@
+"""What the caller brings besides the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_zero import ShardedOptimizer
+
+__all__ = ["OptimizerLike", "Parts", "SchedulerLike"]
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
+SchedulerLike = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the caller brings besides the model; everything else comes from the plan.
+
+    Attributes:
+        optimizer: An optimizer over the model's parameters, a function that makes one from parameters, or None.
+        params: Parameters or groups that an optimizer of the configuration gets; the model's by default.
+        scheduler: A scheduler, a function that makes one from the optimizer, or None.
+        data: A map-style dataset, or None.
+        collate_fn: As in torch's DataLoader.
+        sharded: Class of the sharded optimizer: one that adds names to it.
+    """
+
+    optimizer: OptimizerLike = None
+    params: Iterable[Any] | None = None
+    scheduler: SchedulerLike = None
+    data: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sharded: type[ShardedOptimizer] = ShardedOptimizer

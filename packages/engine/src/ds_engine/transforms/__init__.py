@@ -1,0 +1,23 @@
+"""What is done to a model before it trains, in this order; undone in the other one.
+
+A pipeline's stages and parts of layers come before parts of state: ZeRO shards whatever is left on a rank. `docs/how-to/
+add-a-transform.md` says how to add one.
+"""
+
+from typing import Any
+
+from ds_engine.transforms.activations import Activations
+from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
+from ds_engine.transforms.zero import Zero
+
+__all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
+
+TRANSFORMS: tuple[Transform[Any, Any], ...] = (
+    # pipeline stages
+    # tensor parallel
+    # expert parallel
+    # sequence parallel
+    Activations(),
+    # compile
+    Zero(),
+)
