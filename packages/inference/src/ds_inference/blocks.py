@@ -1,0 +1,128 @@
+"""Who holds which block of the key-value cache: integers only.
+
+Words: a *block* is room for the keys and values of `size` consecutive tokens of one sequence. A block may be held by several
+sequences whose tokens are the same up to its end (a shared prompt); each counts as one *hold*. The *print* of a full block
+says which tokens are in it and before it, so a new sequence finds blocks that hold its beginning. A block that nobody holds keeps its print until
+it is needed for something else, the longest unused first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from ds_config.errors import PlanError
+
+__all__ = ["BlockPool", "prints_of"]
+
+
+def prints_of(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
+    """One print for every full block of `tokens`; equal exactly when all tokens up to the block's end are (128-bit digests).
+
+    Args:
+        salt: What else the values depend on: an adapter, a version of the weights.
+    """
+    found, before = [], salt
+    for start in range(0, len(tokens) - size + 1, size):
+        before = hashlib.blake2b(
+            array("q", tokens[start : start + size]).tobytes(), key=before[:64], digest_size=16
+        ).digest()
+        found.append(before)
+    return found
+
+
+class BlockPool:
+    """`count` blocks of `size` tokens, numbered from 0. Taking and giving back are O(1) a block."""
+
+    def __init__(self, count: int, size: int) -> None:
+        if count < 1 or size < 1:
+            raise PlanError(
+                f"a cache of {count} blocks of {size} tokens",
+                code="inference-cache",
+                fix="Give it at least one block of at least one token.",
+            )
+        self.count, self.size = count, size
+        self._holds = [0] * count
+        self._print: list[bytes | None] = [None] * count
+        self._blank = list(range(count - 1, -1, -1))  # hold nothing; the lowest number is taken first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody holds them, their content may be wanted again
+        self._by_print: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken, those that keep a print included."""
+        return len(self._blank) + len(self._kept)
+
+    def holds(self, block: int) -> int:
+        """How many sequences hold a block."""
+        return self._holds[block]
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.size)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` blocks with undefined content, one hold each; None, and nothing is taken, if there are not so many."""
+        if count > self.free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._kept.popitem(last=False)
+            self._forget(block)
+        self._holds[block] = 1
+        return block
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """End one hold of each block. Those at the end of a sequence first, because its beginning is likelier to be wanted again."""
+        for block in blocks:
+            if self._holds[block] < 1:
+                raise ValueError(f"block {block} is given back and nobody holds it")
+            self._holds[block] -= 1
+            if self._holds[block] == 0:
+                if self._print[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._kept[block] = None
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more hold of each block, which somebody holds already."""
+        for block in blocks:
+            if self._holds[block] < 1:
+                raise ValueError(f"block {block} is shared and nobody holds it")
+            self._holds[block] += 1
+
+    def find(self, prints: Sequence[bytes]) -> list[int]:
+        """The longest run of blocks, from the first print on, whose content is there; one more hold of each."""
+        found = []
+        for mark in prints:
+            block = self._by_print.get(mark)
+            if block is None:
+                break
+            self._holds[block] += 1
+            self._kept.pop(block, None)
+            found.append(block)
+        return found
+
+    def printed(self, block: int, mark: bytes) -> None:
+        """The block's content is computed. The first block of a print is the one that is found by it."""
+        if self._print[block] is None and mark not in self._by_print:
+            self._print[block] = mark
+            self._by_print[mark] = block
+
+    def forget_prints(self) -> None:
+        """No block is found by its content any more: the weights changed."""
+        for block in range(self.count):
+            self._forget(block)
+        self._blank.extend(self._kept)
+        self._kept.clear()
+
+    def _forget(self, block: int) -> None:
+        mark, self._print[block] = self._print[block], None
+        if mark is not None:
+            del self._by_print[mark]

@@ -1,0 +1,452 @@
+"""Which tokens of which requests are computed in the next step: integers in, integers out; no tensor, no model.
+
+There is no phase of prompts and no phase of generation. A request has tokens that are *known* (the prompt, and what was
+sampled) and tokens that are *computed* (their keys and values are in the cache). A step computes a *chunk* of some requests:
+the next of their known tokens. The chunk that reaches the last known token gives a distribution, from which one more token
+becomes known. A running request that generates needs one token a step; a new one needs its prompt, which is cut to what the
+step's budget leaves (Holmes et al. 2024, "DeepSpeed-FastGen", section 3.2; Agrawal et al. 2024, "Sarathi-Serve").
+
+Rules, in the order of `Scheduler.plan`:
+
+    1. requests that generate, the most urgent first: their one token, and drafts that a speculation proposes
+    2. requests whose prompt is under way: as much of it as the budget allows
+    3. waiting requests, the most urgent first, as long as the cache has room for all their known tokens
+
+The order is (priority, arrival). Where blocks run out, the *last* running request in that order gives its blocks back and waits
+again with all its tokens known: what it had computed is computed again. The first is never pushed out for another, and any request
+fits the cache alone (else it is refused at once), so the first always goes on: no deadlock. A request that waits is not overtaken
+by a later one of its priority.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ds_config.errors import PlanError
+from ds_inference.blocks import BlockPool, prints_of
+
+__all__ = ["Budget", "Chunk", "Outcome", "Request", "Scheduler", "State", "StepPlan"]
+
+
+class State(Enum):
+    """Where a request is, by what it holds."""
+
+    WAITING = auto()  # no blocks
+    RUNNING = auto()  # blocks for what is computed
+    FINISHED = auto()  # no blocks, all tokens known
+    CANCELLED = auto()  # no blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may hold at most.
+
+    Attributes:
+        tokens: Computed in one step.
+        requests: Running at a time; at most `tokens`, so that each can generate in every step.
+        chunk: Of one prompt in one step; None: as much as `tokens`.
+        length: Tokens of one request, prompt and answer.
+    """
+
+    tokens: int = 512
+    requests: int = 64
+    chunk: int | None = None
+    length: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.requests, self.length) < 1 or (self.chunk is not None and self.chunk < 1):
+            raise PlanError(
+                f"a step's budget needs positive numbers, got {self}", code="inference-budget", fix="Use 1 or more."
+            )
+        if self.requests > self.tokens:
+            raise PlanError(
+                f"{self.requests} requests may run with {self.tokens} tokens a step: not each could generate",
+                code="inference-budget",
+                fix=f"Allow at most {self.tokens} requests, or more tokens a step.",
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way.
+
+    Attributes:
+        identity: Chosen by the caller; unique among requests that are not over.
+        tokens: Known: the prompt, then what was sampled.
+        prompt: How many of them are the prompt.
+        limit: Most tokens that are sampled.
+        priority: Lower is more urgent.
+        salt: What its keys and values depend on besides tokens (an adapter); blocks are shared only within one salt.
+        arrival: Number in the order of arrival.
+        computed: Tokens in the cache.
+        cached: Of the prompt's tokens, those that were found in the cache when it last began.
+        blocks: For the computed tokens, in order.
+        preempted: How often it lost its blocks.
+        prints: Of its full blocks, as far as they were asked for.
+        printed: Blocks that the pool was told the content of.
+    """
+
+    identity: int
+    tokens: list[int]
+    limit: int
+    priority: int = 0
+    salt: bytes = b""
+    prompt: int = field(init=False)
+    arrival: int = -1
+    state: State = State.WAITING
+    computed: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    preempted: int = 0
+    prints: list[bytes] = field(default_factory=list)
+    printed: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def generates(self) -> bool:
+        """Whether only the newest token is not computed."""
+        return len(self.tokens) - self.computed == 1
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """What was generated."""
+        return self.tokens[self.prompt :]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower goes first."""
+        return self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a step.
+
+    Attributes:
+        request: Its identity.
+        tokens: To compute; drafts are the last of them.
+        start: Position of the first in the sequence; keys and values of all before it are in the cache.
+        blocks: The request's, for all tokens up to the chunk's end.
+        outputs: Of how many of the last tokens the distribution is wanted: 0 within a prompt, else 1 and one for each draft.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        chunks: At most one a request; those that generate first.
+        copies: (from, to): blocks to copy before anything is computed.
+    """
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one chunk that had outputs.
+
+    Attributes:
+        tokens: That are known now: the accepted drafts and one more. Never empty.
+        over: Whether the request ends with them, whatever its limit.
+    """
+
+    tokens: tuple[int, ...]
+    over: bool = False
+
+
+class Scheduler:
+    """Requests, blocks, and the next step. `plan` and `commit` alternate; `add`, `fork` and `cancel` come between them.
+
+    Args:
+        pool: The cache's blocks; nobody else takes any.
+        budget: Of a step.
+        share: Whether blocks with equal content are shared between requests.
+    """
+
+    def __init__(self, pool: BlockPool, budget: Budget, *, share: bool = True) -> None:
+        self.pool, self.budget, self.share = pool, budget, share
+        self.requests: dict[int, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._copies: list[tuple[int, int]] = []
+        self._planned: tuple[Chunk, ...] | None = None
+        self._arrivals = 0
+
+    # ---- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            PlanError: it has no token, its identity is taken, or it can never fit ("inference-request", "inference-too-long").
+        """
+        if not request.tokens or request.limit < 1 or request.identity in self.requests:
+            raise PlanError(
+                f"request {request.identity}: {len(request.tokens)} tokens, limit {request.limit}"
+                + (", and one of that identity is under way" if request.identity in self.requests else ""),
+                code="inference-request",
+                fix="Give it a prompt of at least one token, a limit of at least 1, and an identity of its own.",
+            )
+        most = len(request.tokens) + request.limit
+        if most > self.budget.length or self.pool.needed(most) > self.pool.count:
+            raise PlanError(
+                f"request {request.identity} may grow to {most} tokens ({len(request.tokens)} of prompt and {request.limit} more); "
+                f"a sequence may have {self.budget.length}, the cache holds {self.pool.count * self.pool.size}",
+                code="inference-too-long",
+                fix="Shorten the prompt, lower the limit, or make the cache larger.",
+            )
+        request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        request.state = State.WAITING
+        self.requests[request.identity] = request
+        bisect.insort(self._waiting, request, key=lambda r: r.rank)
+
+    def fork(self, parent: Request, identity: int) -> Request:
+        """Another request with the parent's tokens, which goes on by itself. It shares what the parent has computed.
+
+        Call between steps. Costs one copy of a block in the next step, if the parent's last one is not full.
+        """
+        child = Request(identity, list(parent.tokens), parent.limit, parent.priority, parent.salt)
+        self.add(child)
+        child.prompt = parent.prompt
+        full, rest = divmod(parent.computed, self.pool.size)
+        if parent.state is not State.RUNNING or len(self._running) >= self.budget.requests:
+            return child
+        own = self.pool.take(1 if rest else 0)
+        if own is None:
+            return child
+        self.pool.share(parent.blocks[:full])
+        if rest:
+            self._copies.append((parent.blocks[full], own[0]))
+        child.blocks = [*parent.blocks[:full], *own]
+        child.computed, child.prints, child.printed = parent.computed, list(parent.prints), parent.printed
+        self._waiting.remove(child)
+        self._start(child)
+        return child
+
+    def cancel(self, identity: int) -> bool:
+        """End a request at once; False if there is none of that identity. Also while a step that computes it is under way."""
+        request = self.requests.get(identity)
+        if request is None:
+            return False
+        self._end(request, State.CANCELLED)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self.requests
+
+    # ---- a step
+
+    def plan(self, drafts: Mapping[int, Sequence[int]] | None = None) -> StepPlan:
+        """The next step. Not empty unless `idle`.
+
+        Args:
+            drafts: Guesses of what requests that generate will say next, by identity. They are computed together with the newest
+                token as far as budget and blocks allow.
+        """
+        if self._planned is not None:
+            raise PlanError(
+                "a step was planned and its outcome is not known yet",
+                code="inference-order",
+                fix="Call commit() with what the step gave.",
+            )
+        left, chunks = self.budget.tokens, list[Chunk]()
+        settled: set[int] = set()  # have their chunk, so they keep their blocks in this step
+        generating = [r for r in self._running if r.generates]
+        waiting_turns = len(generating)
+        for request in generating:
+            waiting_turns -= 1
+            if request.state is not State.RUNNING:  # was pushed out meanwhile
+                continue
+            wanted = (drafts or {}).get(request.identity, ())
+            room = min(left - 1 - waiting_turns, request.limit - len(request.sampled) - 1)
+            guess = tuple(wanted[: max(0, min(room, self._draft_room(request)))])
+            if self._make_room(request, 1 + len(guess), settled):
+                settled.add(request.identity)
+                chunks.append(self._chunk(request, 1, guess))
+                left -= 1 + len(guess)
+        blocked = False
+        for request in [r for r in self._running if not r.generates]:
+            if left < 1:
+                break
+            if request.state is not State.RUNNING or request.identity in settled:
+                continue
+            while self._reach(request) < 1 and (later := self._later(request, settled)) is not None:
+                self._push_out(later)
+            count = min(self._portion(request, left), self._reach(request))
+            if count < 1:  # those that generate hold what it needs; a new request does not overtake it
+                blocked = True
+                continue
+            self._make_room(request, count, settled)
+            settled.add(request.identity)
+            chunks.append(self._chunk(request, count))
+            left -= count
+        while self._waiting and left > 0 and not blocked and len(self._running) < self.budget.requests:
+            request = self._waiting[0]
+            if not self._admit(request):
+                break
+            count = self._portion(request, left)
+            self._make_room(request, count, settled)
+            settled.add(request.identity)
+            chunks.append(self._chunk(request, count))
+            left -= count
+        copies, self._copies = tuple(self._copies), []
+        self._planned = tuple(chunks)
+        return StepPlan(self._planned, copies)
+
+    def commit(self, outcomes: Mapping[int, Outcome]) -> list[Request]:
+        """The step was computed: what its outputs became, by request. Returns the requests that ended.
+
+        Raises:
+            PlanError: no step is under way, or an outcome is missing ("inference-order").
+        """
+        planned = self._planned
+        missing = [
+            c.request for c in planned or () if c.outputs and c.request in self.requests and c.request not in outcomes
+        ]
+        if planned is None or missing:
+            raise PlanError(
+                f"commit without {'a step' if planned is None else f'outcomes of requests {missing}'}",
+                code="inference-order",
+                fix="Call plan(), compute the step, then commit() with an Outcome for every chunk that has outputs.",
+            )
+        self._planned = None
+        over = []
+        for chunk in planned:
+            request = self.requests.get(chunk.request)
+            if request is None or request.state is not State.RUNNING:  # was cancelled during the step
+                continue
+            given = outcomes[chunk.request].tokens if chunk.outputs else ()
+            request.computed += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(given) - 1)
+            request.tokens += given[: request.limit - len(request.sampled)]
+            self._print(request)
+            if chunk.outputs and (outcomes[chunk.request].over or len(request.sampled) >= request.limit):
+                self._end(request, State.FINISHED)
+                over.append(request)
+        return over
+
+    def forget(self) -> None:
+        """The weights changed: nothing that is in the cache is used any more. Running requests compute their tokens again."""
+        for request in list(self._running):
+            self._push_out(request)
+            request.preempted -= 1
+        self.pool.forget_prints()
+        for request in self._waiting:
+            request.prints = []
+
+    # ---- how
+
+    def _chunk(self, request: Request, count: int, guess: tuple[int, ...] = ()) -> Chunk:
+        start = request.computed
+        tokens = (*request.tokens[start : start + count], *guess)
+        last = start + count == len(request.tokens)
+        used = self.pool.needed(start + len(tokens))
+        return Chunk(request.identity, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
+
+    def _portion(self, request: Request, left: int) -> int:
+        return min(len(request.tokens) - request.computed, left, self.budget.chunk or left)
+
+    def _reach(self, request: Request) -> int:
+        """Tokens that the request can compute without blocks of others."""
+        return (len(request.blocks) + self.pool.free) * self.pool.size - request.computed
+
+    def _later(self, request: Request, settled: set[int]) -> Request | None:
+        """The last running request in order that may lose its blocks to this one."""
+        others = (r for r in reversed(self._running) if r.identity not in settled and r.rank > request.rank)
+        return next(others, None)
+
+    def _draft_room(self, request: Request) -> int:
+        """Drafts never push anybody out."""
+        return self._reach(request) - 1
+
+    def _make_room(self, request: Request, count: int, settled: set[int]) -> bool:
+        """Blocks for `count` more tokens; the last requests in order give theirs. False if it was the last itself."""
+        missing = self.pool.needed(request.computed + count) - len(request.blocks)
+        while missing > self.pool.free:
+            victim = next(r for r in reversed(self._running) if r.identity not in settled)
+            self._push_out(victim)
+            if victim is request:
+                return False
+        request.blocks += self.pool.take(max(0, missing)) or []
+        return True
+
+    def _admit(self, request: Request) -> bool:
+        """Start a waiting request if its known tokens have room beside what runs."""
+        prints = self._prints_of(request) if self.share else []
+        # The newest token is always computed: its distribution is wanted.
+        request.blocks = self.pool.find(prints[: (len(request.tokens) - 1) // self.pool.size])
+        promised = sum(max(0, self.pool.needed(len(r.tokens)) - len(r.blocks)) for r in self._running)
+        if (
+            self._running
+            and self.pool.needed(len(request.tokens) + 1) - len(request.blocks) > self.pool.free - promised
+        ):
+            self.pool.give_back(reversed(request.blocks))
+            request.blocks = []
+            return False
+        request.computed = request.cached = len(request.blocks) * self.pool.size
+        request.printed = len(request.blocks)
+        self._waiting.pop(0)
+        self._start(request)
+        return True
+
+    def _start(self, request: Request) -> None:
+        request.state = State.RUNNING
+        bisect.insort(self._running, request, key=lambda r: r.rank)
+
+    def _push_out(self, request: Request) -> None:
+        self._release(request)
+        request.preempted += 1
+        request.state, request.computed, request.printed = State.WAITING, 0, 0
+        bisect.insort(self._waiting, request, key=lambda r: r.rank)
+
+    def _release(self, request: Request) -> None:
+        if request.state is State.RUNNING:
+            self._running.remove(request)
+            self._copies = [(a, b) for a, b in self._copies if b not in request.blocks]
+            self.pool.give_back(reversed(request.blocks))
+            request.blocks = []
+
+    def _end(self, request: Request, state: State) -> None:
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        self._release(request)
+        request.state = state
+        del self.requests[request.identity]
+
+    def _prints_of(self, request: Request) -> list[bytes]:
+        size = self.pool.size
+        full = len(request.tokens) // size
+        if len(request.prints) < full:
+            done = len(request.prints)
+            before = request.prints[-1] if done else request.salt
+            request.prints += prints_of(request.tokens[done * size : full * size], size, before)
+        return request.prints
+
+    def _print(self, request: Request) -> None:
+        if not self.share:
+            return
+        full = request.computed // self.pool.size
+        if full > request.printed:
+            prints = self._prints_of(request)
+            for i in range(request.printed, full):
+                self.pool.printed(request.blocks[i], prints[i])
+            request.printed = full

@@ -1,0 +1,203 @@
+"""The scheduler on drawn work: never stuck, never over budget, no block lost, nobody overtaken, the same tokens as alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_config.errors import PlanError
+from ds_inference.blocks import BlockPool, prints_of
+from ds_inference.scheduler import Budget, Outcome, Request, Scheduler, State, StepPlan
+
+
+class Model:
+    """Says what comes next from all tokens before it, and has a cache that knows only what was put into it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool, self.cache = pool, {}
+
+    @staticmethod
+    def next(tokens: list[int]) -> int:
+        return (sum(tokens) * 31 + len(tokens)) % 50
+
+    def run(self, plan: StepPlan, over: frozenset[int] = frozenset()) -> dict[int, Outcome]:
+        size, found = self.pool.size, {}
+        before = {(b, i): self.cache.get((a, i)) for a, b in plan.copies for i in range(size)}
+        self.cache.update(before)
+        for chunk in plan.chunks:
+            for i, token in enumerate(chunk.tokens):
+                at = chunk.start + i
+                self.cache[chunk.blocks[at // size], at % size] = token
+        for chunk in plan.chunks:  # attention reads the whole sequence from the cache
+            seen = [self.cache[chunk.blocks[at // size], at % size] for at in range(chunk.start + len(chunk.tokens))]
+            if chunk.outputs:
+                accepted = []
+                for i in range(chunk.outputs):
+                    upto = len(seen) - chunk.outputs + 1 + i
+                    accepted.append(self.next(seen[:upto]))
+                    if upto < len(seen) and seen[upto] != accepted[-1]:
+                        break
+                found[chunk.request] = Outcome(tuple(accepted), chunk.request in over)
+        return found
+
+
+def alone(prompt: list[int], limit: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(limit):
+        tokens.append(Model.next(tokens))
+    return tokens
+
+
+@st.composite
+def work(draw: st.DrawFn) -> tuple[BlockPool, Budget, list[tuple[list[int], int, int]], random.Random]:
+    size = draw(st.integers(1, 5))
+    pool = BlockPool(draw(st.integers(4, 16)), size)
+    tokens = draw(st.integers(1, 24))
+    budget = Budget(tokens, draw(st.integers(1, tokens)), draw(st.none() | st.integers(1, 8)))
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    most = pool.count * size
+    base = [rng.randrange(4) for _ in range(most)]
+    jobs = []
+    for _ in range(draw(st.integers(1, 12))):
+        length = rng.randint(1, most - 1)
+        shared = rng.randint(0, length)
+        prompt = base[:shared] + [rng.randrange(4) for _ in range(length - shared)]
+        jobs.append((prompt, rng.randint(1, min(12, most - length)), rng.choice([0, 0, 0, 1])))
+    return pool, budget, jobs, rng
+
+
+@settings(max_examples=150, deadline=None)
+@given(work(), st.booleans(), st.booleans())
+def test_drawn_work_ends_as_each_request_alone(drawn, share, speculate) -> None:
+    run(drawn, share=share, speculate=speculate)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(work(), st.booleans(), st.booleans())
+def test_ten_thousand(drawn, share, speculate) -> None:
+    run(drawn, share=share, speculate=speculate)
+
+
+def run(drawn, *, share: bool, speculate: bool) -> None:
+    pool, budget, jobs, rng = drawn
+    scheduler, model = Scheduler(pool, budget, share=share), Model(pool)
+    pending = list(enumerate(jobs))
+    requests: dict[int, Request] = {}
+    cancelled: set[int] = set()
+    first_started: list[tuple[int, int]] = []
+    steps = 0
+    while pending or not scheduler.idle:
+        steps += 1
+        assert steps < 5000, "it goes on for ever"
+        while pending and (scheduler.idle or rng.random() < 0.4):
+            identity, (prompt, limit, priority) = pending.pop(0)
+            requests[identity] = Request(identity, list(prompt), limit, priority)
+            scheduler.add(requests[identity])
+        drafts = {
+            i: tuple(rng.choice([Model.next(r.tokens), 7]) for _ in range(rng.randint(0, 3)))
+            for i, r in requests.items()
+            if speculate
+        }
+        plan = scheduler.plan(drafts)
+        assert plan.chunks, "nothing is done though there is something to do"
+        assert plan.num_tokens <= budget.tokens
+        assert len(plan.chunks) <= budget.requests
+        held = [b for c in plan.chunks for b in c.blocks[c.start // pool.size :]]
+        assert len(held) == len(set(held)), "two requests write one block"
+        for chunk in plan.chunks:
+            if chunk.request not in {i for _, i in first_started}:
+                first_started.append((requests[chunk.request].priority, chunk.request))
+        if rng.random() < 0.05:
+            victim = rng.choice(plan.chunks).request
+            scheduler.cancel(victim)
+            cancelled.add(victim)
+        if rng.random() < 0.03:
+            scheduler.forget()
+        scheduler.commit(model.run(plan))
+    assert pool.free == pool.count, "blocks were lost"
+    assert not any(map(pool.holds, range(pool.count)))
+    for identity, request in requests.items():
+        if identity in cancelled:
+            assert request.state in (State.CANCELLED, State.FINISHED)
+        else:
+            assert request.state is State.FINISHED
+            assert request.tokens == alone(jobs[identity][0], jobs[identity][1]), identity
+    # Of one priority, nobody starts before an earlier one.
+    for priority in (0, 1):
+        order = [i for p, i in first_started if p == priority]
+        assert order == sorted(order)
+
+
+def test_one_token_for_each_that_generates_and_the_rest_for_prompts() -> None:
+    """The rule of SplitFuse: the budget is used up while prompts are there."""
+    pool = BlockPool(100, 4)
+    scheduler, model = Scheduler(pool, Budget(16, 8)), Model(pool)
+    scheduler.add(Request(0, [1] * 5, 9))
+    scheduler.commit(model.run(scheduler.plan()))
+    scheduler.add(Request(1, [2] * 40, 9))
+    sizes = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        sizes.append([(c.request, len(c.tokens), c.outputs) for c in plan.chunks])
+        scheduler.commit(model.run(plan))
+    assert sizes == [[(0, 1, 1), (1, 15, 0)], [(0, 1, 1), (1, 15, 0)], [(0, 1, 1), (1, 10, 1)]]
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    pool = BlockPool(100, 4)
+    scheduler, model = Scheduler(pool, Budget(64, 8)), Model(pool)
+    for identity in (0, 1):
+        scheduler.add(Request(identity, [3] * 22, 1))
+        plan = scheduler.plan()
+        assert plan.num_tokens == (22 if identity == 0 else 2)
+        scheduler.commit(model.run(plan))
+
+
+def test_another_salt_shares_nothing() -> None:
+    assert prints_of([1, 2, 3, 4], 2) != prints_of([1, 2, 3, 4], 2, b"adapter")
+    assert prints_of([1, 2, 3, 4], 2)[0] == prints_of([1, 2, 9, 9], 2)[0]
+    assert prints_of([1, 2, 3, 4], 2)[1] != prints_of([9, 2, 3, 4], 2)[1]
+
+
+def test_forks_share_what_is_computed_and_go_their_own_way() -> None:
+    pool = BlockPool(20, 4)
+    scheduler, model = Scheduler(pool, Budget(32, 8)), Model(pool)
+    parent = Request(0, [1, 2, 3, 4, 5, 6], 8)
+    scheduler.add(parent)
+    plan = scheduler.plan()
+    scheduler.commit({0: Outcome((9,))})
+    child = scheduler.fork(parent, 1)
+    child.tokens[-1] = 8  # another sample of the first token
+    model.run(plan)
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        scheduler.commit(model.run(plan))
+    assert parent.tokens == alone([1, 2, 3, 4, 5, 6, 9], 7)
+    assert child.tokens == alone([1, 2, 3, 4, 5, 6, 8], 7)
+    assert pool.free == pool.count
+
+
+def test_what_never_fits_is_refused_at_once() -> None:
+    scheduler = Scheduler(BlockPool(4, 4), Budget(8, 4))
+    with pytest.raises(PlanError, match="may grow to 17 tokens") as caught:
+        scheduler.add(Request(0, [1] * 10, 7))
+    assert caught.value.code == "inference-too-long"
+    scheduler.add(Request(1, [1], 1))
+    with pytest.raises(PlanError, match="one of that identity"):
+        scheduler.add(Request(1, [1], 1))
+
+
+def test_steps_are_planned_and_committed_in_turn() -> None:
+    scheduler = Scheduler(BlockPool(4, 4), Budget(8, 4))
+    with pytest.raises(PlanError, match="without a step"):
+        scheduler.commit({})
+    scheduler.add(Request(0, [1], 3))
+    scheduler.plan()
+    with pytest.raises(PlanError, match="outcome is not known"):
+        scheduler.plan()
+    with pytest.raises(PlanError, match="outcomes of requests"):
+        scheduler.commit({})
