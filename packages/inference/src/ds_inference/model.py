@@ -1,0 +1,299 @@
+"""The runner: a `Spec` and its weights, one forward over a ragged batch. It knows no family and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_config.errors import UnsupportedError
+from ds_inference.attention import Batch, alibi_slopes, attend
+from ds_inference.rope import Rotation
+from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
+
+__all__ = ["Cache", "Decoder"]
+
+Linear = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Cache:
+    """Keys and values of all layers in blocks. Block numbers mean the same block in every layer.
+
+    Attributes:
+        layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
+            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values.
+    """
+
+    def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size = size
+        self.layers = [
+            tuple(torch.zeros(blocks, size, *s, dtype=dtype, device=device) for s in _kept(y)) for y in spec.layers
+        ]
+
+    @staticmethod
+    def bytes_of(spec: Spec, size: int, dtype: torch.dtype) -> int:
+        """Of one block of `size` tokens in all layers."""
+        numbers = sum(h * w for layer in spec.layers for h, w in _kept(layer))
+        return numbers * size * dtype.itemsize
+
+    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """(from, to): blocks that get another's content."""
+        if pairs:
+            source = torch.tensor([a for a, _ in pairs], device=self.layers[0][0].device)
+            target = torch.tensor([b for _, b in pairs], device=self.layers[0][0].device)
+            for tensors in self.layers:
+                for tensor in tensors:
+                    tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What a layer needs besides its input: the batch, its part of the cache, and the turns of the batch's positions."""
+
+    batch: Batch
+    cache: tuple[Tensor, ...]
+    turns: Mapping[Rope, tuple[Tensor, Tensor]]
+
+
+def _kept(layer: Layer) -> tuple[tuple[int, int], ...]:
+    attention = layer.attention
+    if attention.latent is not None:
+        return ((1, attention.latent.rank + attention.latent.rotated),)
+    return (attention.kv_heads, attention.width), (attention.kv_heads, attention.value_width)
+
+
+class Decoder:
+    """Runs batches.
+
+    Args:
+        spec: What it is made of.
+        weights: Role -> tensor; matrices are [out, in]. They are used, not copied.
+    """
+
+    def __init__(self, spec: Spec, weights: Mapping[str, Tensor]) -> None:
+        self.spec, self.weights = spec, dict(weights)
+        self.device, self.dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
+        unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(_ACTIVATIONS)
+        if unknown:
+            raise UnsupportedError(
+                f"a {spec.family} model with activation {', '.join(sorted(unknown))}",
+                code="inference-family",
+                fix=f"Known are {', '.join(sorted(_ACTIVATIONS))}; load the model with transformers and pass the module.",
+            )
+        self._rotations = {
+            y.attention.rope: Rotation(y.attention.rope, self.device) for y in spec.layers if y.attention.rope
+        }
+        kinds = {(y.attention.heads, y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
+        self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        """Compute the batch's tokens, write their keys and values, and return logits.
+
+        Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
+        """
+        spec = self.spec
+        x = F.embedding(batch.tokens, self.weights["embed.weight"])
+        if spec.embed_scale != 1.0:
+            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+        if "embed_in.weight" in self.weights:
+            x = self._linear("embed_in", x)
+        if spec.positions is not None:
+            x = x + F.embedding(batch.positions + spec.positions[1], self.weights["positions.weight"])
+        if spec.embed_norm:
+            x = self._norm("embed_norm", x)
+        turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
+        for i, layer in enumerate(spec.layers):
+            x = self._layer(f"layers.{i}", layer, x, _Step(batch, cache.layers[i], turns))
+        return self.head(x[batch.outputs])
+
+    def head(self, x: Tensor) -> Tensor:
+        """Hidden states [R, hidden] to logits, fp32 [R, vocab]."""
+        spec = self.spec
+        if spec.final_norm:
+            x = self._norm("norm", x)
+        if "embed_out.weight" in self.weights:
+            x = self._linear("embed_out", x)
+        head = self.weights["embed.weight" if spec.tied else "head.weight"]
+        logits = F.linear(x, head, self.weights.get("head.bias")).float() * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+        return logits
+
+    # ---- a layer
+
+    def _layer(self, at: str, layer: Layer, x: Tensor, step: _Step) -> Tensor:
+        def a(y: Tensor) -> Tensor:
+            return self._attention(f"{at}.attention", layer.attention, y, step)
+
+        def m(y: Tensor) -> Tensor:
+            return self._feed(f"{at}.feed", layer.feed, y)
+
+        def n(number: int, y: Tensor) -> Tensor:
+            return self._norm(f"{at}.norm{number}", y)
+
+        if layer.order == "pre":
+            x = x + a(n(1, x))
+            return x + m(n(2, x))
+        if layer.order == "parallel":
+            y = n(1, x)
+            return x + a(y) + m(y)
+        if layer.order == "parallel_norms":
+            return x + a(n(1, x)) + m(n(2, x))
+        if layer.order == "sandwich":
+            x = x + n(2, a(n(1, x)))
+            return x + n(4, m(n(3, x)))
+        if layer.order == "post":
+            x = x + n(1, a(x))
+            return x + n(2, m(x))
+        x = n(1, x + a(x))
+        return n(2, x + m(x))
+
+    def _attention(self, at: str, spec: Attention, x: Tensor, step: _Step) -> Tensor:
+        if spec.latent is not None:
+            out = self._latent(at, spec, spec.latent, x, step)
+        else:
+            widths = [spec.heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * spec.value_width]
+            q, k, v = self._linear(f"{at}.qkv", x).split(widths, dim=-1)
+            if spec.whole_norm is not None:
+                q = _normed(q, self.weights[f"{at}.q_norm.weight"], None, spec.whole_norm)
+                k = _normed(k, self.weights[f"{at}.k_norm.weight"], None, spec.whole_norm)
+            q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
+            if spec.head_norm is not None:
+                q = _normed(q, self.weights[f"{at}.q_norm.weight"], None, spec.head_norm)
+                k = _normed(k, self.weights[f"{at}.k_norm.weight"], None, spec.head_norm)
+            if spec.rope is not None:
+                turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
+                q, k = turn(q, tables), turn(k, tables)
+            keys, values = step.cache
+            keys.flatten(0, 1)[step.batch.slots] = k.to(keys.dtype)
+            values.flatten(0, 1)[step.batch.slots] = v.to(values.dtype)
+            slopes = self._slopes[spec.heads, spec.alibi.rounded] if spec.alibi else None
+            extra = (slopes, self.weights.get(f"{at}.sinks"))
+            out = attend(q, (keys, values), step.batch, spec, extra)
+        return self._linear(f"{at}.out", out.flatten(1))
+
+    def _latent(self, at: str, spec: Attention, latent: Latent, x: Tensor, step: _Step) -> Tensor:
+        # Keys are latent @ up_k; instead of making them, queries go to the latent's space: q @ up_k^T (DeepSeek-V2, 2.1.2), so
+        # that all heads read the same `rank + rotated` numbers a token. Values likewise, after the weighted sum.
+        if latent.query_rank is None:
+            q = self._linear(f"{at}.q", x)
+        else:
+            small = _normed(
+                self._linear(f"{at}.q_down", x), self.weights[f"{at}.q_down_norm.weight"], None, _LATENT_NORM
+            )
+            q = self._linear(f"{at}.q_up", small)
+        q = q.unflatten(-1, (spec.heads, spec.width))
+        plain, turned = q.split([latent.plain, latent.rotated], dim=-1)
+        kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.rank, latent.rotated], dim=-1)
+        kv = _normed(kv, self.weights[f"{at}.kv_down_norm.weight"], None, _LATENT_NORM)
+        k_turned = k_turned[:, None]
+        if spec.rope is not None:
+            turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
+            turned, k_turned = turn(turned, tables), turn(k_turned, tables)
+        (keys,) = step.cache
+        keys.flatten(0, 1)[step.batch.slots] = torch.cat([kv[:, None], k_turned], -1).to(keys.dtype)
+        up = self.weights[f"{at}.kv_up.weight"].view(spec.heads, latent.plain + spec.value_width, latent.rank)
+        up_k, up_v = up.split([latent.plain, spec.value_width], dim=1)
+        inside = torch.einsum("thp,hpr->thr", plain, up_k)
+        read = Attention(spec.heads, 1, latent.rank + latent.rotated, latent.rank, spec.scale, window=spec.window)
+        mixed = attend(torch.cat([inside, turned], -1), (keys, keys[..., : latent.rank]), step.batch, read)
+        return torch.einsum("thr,hvr->thv", mixed, up_v)
+
+    def _feed(self, at: str, spec: Mlp | Experts, x: Tensor) -> Tensor:
+        act = _ACTIVATIONS[spec.activation]
+        if isinstance(spec, Mlp):
+            return self._mlp(at, act, spec.gated, x)
+        out = self._experts(at, spec, act, x)
+        if spec.shared:
+            more = self._mlp(f"{at}.shared", act, True, x)
+            if spec.shared_gate:
+                more = more * torch.sigmoid(self._linear(f"{at}.shared_gate", x))
+            out = out + more
+        return out
+
+    def _mlp(self, at: str, act: Callable[[Tensor], Tensor], gated: bool, x: Tensor) -> Tensor:
+        y = self._linear(f"{at}.up", x)
+        if gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = act(gate) * up
+        else:
+            y = act(y)
+        return self._linear(f"{at}.down", y)
+
+    def _experts(self, at: str, spec: Experts, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        router = self.weights[f"{at}.router.weight"]
+        logits = (
+            F.linear(x.float(), router.float()) if spec.score == "sigmoid" or spec.groups > 1 else F.linear(x, router)
+        )
+        share, chosen = route(logits, spec, self.weights.get(f"{at}.correction"))
+        up, down = self.weights[f"{at}.experts.up"], self.weights[f"{at}.experts.down"]
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=spec.count).tolist()
+        rows = order // spec.chosen
+        out, first = torch.zeros_like(x), 0
+        weights = share.flatten()[order].to(x.dtype)
+        for expert, count in enumerate(counts):
+            if count:
+                mine = slice(first, first + count)
+                gate, value = F.linear(x[rows[mine]], up[expert]).chunk(2, dim=-1)
+                y = F.linear(act(gate) * value, down[expert]) * weights[mine, None]
+                out.index_add_(0, rows[mine], y)
+                first += count
+        return out
+
+    # ---- leaves
+
+    def _linear(self, role: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{role}.weight"], self.weights.get(f"{role}.bias"))
+
+    def _norm(self, role: str, x: Tensor) -> Tensor:
+        return _normed(x, self.weights[f"{role}.weight"], self.weights.get(f"{role}.bias"), self.spec.norm)
+
+
+_LATENT_NORM = Norm("rms", 1e-6)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    if norm.kind == "layer":
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, norm.eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.offset:
+        return (wide * (norm.offset + weight.float())).to(x.dtype)
+    return weight * wide.to(x.dtype)
+
+
+def route(logits: Tensor, spec: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights, experts), each [T, chosen], fp32 and int64, of router logits [T, count]."""
+    if spec.score == "softmax_chosen":
+        best, chosen = logits.float().topk(spec.chosen, dim=-1)
+        return torch.softmax(best, -1), chosen
+    scores = torch.sigmoid(logits.float()) if spec.score == "sigmoid" else torch.softmax(logits.float(), -1)
+    by = scores if correction is None else scores + correction
+    if spec.groups > 1:
+        grouped = by.view(-1, spec.groups, spec.count // spec.groups)
+        value = grouped.topk(2, -1)[0].sum(-1) if spec.group_score == "pair" else grouped.amax(-1)
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.chosen_groups, -1)[1], True)
+        hidden = -torch.inf if spec.group_score == "pair" else 0.0
+        by = grouped.masked_fill(~kept[..., None], hidden).flatten(1)
+    chosen = by.topk(spec.chosen, -1)[1]
+    share = scores.gather(1, chosen)
+    if spec.normalized:
+        share = share / (share.sum(-1, keepdim=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
+    return share * spec.scale, chosen

@@ -1,0 +1,127 @@
+"""From logits to tokens. What a request draws depends on its own seed and position, never on what else is in the batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import PlanError
+
+__all__ = ["Sampling", "draw", "shaped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens are chosen, and when it ends.
+
+    Attributes:
+        max_new_tokens: At most so many.
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: Only the k likeliest; 0: all.
+        top_p: Only the likeliest whose probabilities add up to at least this.
+        min_p: Only those at least this times as likely as the likeliest.
+        repetition_penalty: Logits of tokens seen (prompt and answer) are divided by it if positive, else multiplied (Keskar et al. 2019).
+        presence_penalty, frequency_penalty: Taken from the logits of tokens in the answer, once, and for each time.
+        logit_bias: Added to the logits of tokens.
+        seed: Of what is drawn.
+        stop: Strings that end the answer; it is cut before them.
+        stop_tokens: Tokens that end the answer, besides the model's own.
+        ignore_end: The model's own end tokens do not end it.
+        logprobs: So many likeliest tokens are reported with their log-probabilities, and the chosen one; None: nothing.
+        samples: Independent answers to one prompt.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_end: bool = False
+    logprobs: int | None = None
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "max_new_tokens >= 1": self.max_new_tokens >= 1,
+            "temperature >= 0": self.temperature >= 0,
+            "top_k >= 0": self.top_k >= 0,
+            "0 < top_p <= 1": 0 < self.top_p <= 1,
+            "0 <= min_p <= 1": 0 <= self.min_p <= 1,
+            "repetition_penalty > 0": self.repetition_penalty > 0,
+            "samples >= 1": self.samples >= 1,
+            "logprobs >= 0": self.logprobs is None or self.logprobs >= 0,
+        }
+        broken = [rule for rule, holds in wrong.items() if not holds]
+        if broken:
+            raise PlanError(
+                f"sampling needs {', '.join(broken)}; got {self}", code="inference-sampling", fix="Change these values."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are taken as they are, but for the temperature."""
+        same = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return same and not self.logit_bias
+
+
+def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Logits [vocab], fp32, after penalties and biases; a new tensor if there are any."""
+    if how.plain:
+        return logits
+    logits = logits.clone()
+    if how.repetition_penalty != 1 and (seen := sorted({*prompt, *answer})):
+        at = torch.tensor(seen, device=logits.device)
+        value = logits[at]
+        logits[at] = torch.where(value > 0, value / how.repetition_penalty, value * how.repetition_penalty)
+    if (how.presence_penalty or how.frequency_penalty) and answer:
+        at, times = torch.tensor(list(answer), device=logits.device).unique(return_counts=True)
+        logits[at] -= how.presence_penalty + how.frequency_penalty * times
+    for token, bias in how.logit_bias.items():
+        logits[token] += bias
+    return logits
+
+
+def draw(logits: Tensor, how: Sampling, position: int) -> int:
+    """One token from logits [vocab] that are shaped. `position`: of the token in its sequence."""
+    if how.greedy:
+        return int(logits.argmax())
+    kept = _kept(logits / how.temperature, how)
+    # The largest of log p + Gumbel noise is a draw from p (Gumbel 1954); the noise of each token is the same whatever is kept.
+    generator = torch.Generator(logits.device).manual_seed(_mix(how.seed, position))
+    noise = torch.empty_like(kept).exponential_(generator=generator)
+    return int((kept - noise.log()).argmax())
+
+
+def _kept(logits: Tensor, how: Sampling) -> Tensor:
+    if how.top_k and how.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(how.top_k)[0][-1], -torch.inf)
+    if how.top_p < 1 or how.min_p > 0:
+        shares = torch.softmax(logits, -1)
+        if how.min_p > 0:
+            logits = logits.masked_fill(shares < how.min_p * shares.max(), -torch.inf)
+        if how.top_p < 1:
+            ordered, at = shares.sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= how.top_p
+            logits = logits.index_fill(0, at[beyond], -torch.inf)
+    return logits
+
+
+def _mix(seed: int, position: int) -> int:
+    """A 63-bit seed from two numbers, so that neighbouring seeds and positions have nothing in common."""
+    text = f"{seed},{position}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,214 @@
+"""What a decoder model is made of, as data: the runner executes it and knows no family by name.
+
+A family (`families.py`) is a function from a Hugging Face configuration to a `Spec`, and a table that says from which tensors of a
+checkpoint each *role* is made. Roles are the weights that the runner asks for by name, see `roles_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Alibi", "Attention", "Experts", "Latent", "Layer", "Mlp", "Norm", "Order", "Rope", "Source", "Spec"]
+
+Order = Literal["pre", "parallel", "parallel_norms", "sandwich", "post", "after"]
+"""Where norms and residuals are in a layer; a is attention, m is the feed-forward part:
+
+    pre             x + a(n1 x), then x + m(n2 x)                        Llama and most others
+    parallel        x + a(n1 x) + m(n1 x)                                Falcon 7B, GPT-J
+    parallel_norms  x + a(n1 x) + m(n2 x)                                GPT-NeoX, Falcon 40B
+    sandwich        x + n2 a(n1 x), then x + n4 m(n3 x)                  Gemma 2 and 3
+    post            x + n1 a(x), then x + n2 m(x)                        EXAONE 4, OLMo 2
+    after           n1(x + a(x)), then n2(x + m(x))                      OPT 350M, the original transformer
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """`kind` over the last dim. The weight counts as `offset + weight`."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """Rotary positions: of each head the first `dim` features turn.
+
+    Attributes:
+        parameters: `rope_type` and what belongs to it, as a Hugging Face configuration has them.
+        interleaved: Pairs are neighbours (2i, 2i + 1), else halves (i, i + dim / 2).
+        original: Positions the model was trained on, where the type asks for it.
+    """
+
+    dim: int
+    theta: float = 10000.0
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    original: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values are made from `rank` numbers a token.
+
+    Attributes:
+        rank: Of keys and values together; the cache holds `rank + rotated` numbers a token.
+        query_rank: Of queries; None: made at once.
+        plain, rotated: Features of a query and key head without and with positions.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain: int
+    rotated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """A slope by head (Press et al. 2022) times the position of the key, times `scale`; `rounded`: slope and product in bf16 (Falcon)."""
+
+    scale: float = 1.0
+    rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How a layer attends.
+
+    Attributes:
+    heads, kv_heads: Of queries; of keys and values.
+    width, value_width: Features of a query and key head; of a value head.
+    scale: Scores are multiplied by it.
+    rope: None: no rotation.
+    window: Only the last so many positions are seen; None: all.
+    softcap: Scores become cap * tanh(score / cap).
+    alibi: Scores get a bias that grows with the key's position; None: no.
+    head_norm: Norm of every query and key head before the rotation.
+    whole_norm: Norm of all query features together, and of all key features.
+    sinks: One more score a head that takes part in the softmax and has no value (GPT-OSS).
+    latent: How keys and values are made where they are compressed.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    softcap: float | None = None
+    alibi: Alibi | None = None
+    head_norm: Norm | None = None
+    whole_norm: Norm | None = None
+    sinks: bool = False
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(f(up x)), or gated down(f(gate x) * up x); the two are one matrix, gate first."""
+
+    width: int
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router and experts, each a gated Mlp of `width`.
+
+    Attributes:
+        count, chosen: Experts, and how many a token goes to.
+        score: Of the router's logits.
+        normalized: Weights of the chosen ones add up to 1.
+        scale: What weights are multiplied by in the end.
+        groups, chosen_groups: Only experts of the best groups are chosen from; a group's score is the sum of its best two
+            (`"pair"`) or its best (`"best"`).
+        corrected: A bias is added to the scores for choosing, not for weighing.
+        shared: Width of an expert that every token goes to; 0: none.
+        shared_gate: That one's output is weighed by a sigmoid of its own.
+        clamp, alpha: GPT-OSS: (up + 1) * gate * sigmoid(alpha * gate), with both cut at the clamp.
+        bias: Experts have biases, and so has the router.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    activation: str = "silu"
+    score: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: Literal["pair", "best"] = "best"
+    corrected: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: attention and a feed-forward part."""
+
+    attention: Attention
+    feed: Mlp | Experts
+    order: Order = "pre"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A decoder.
+
+    Attributes:
+        family: As in `model_type` of its configuration.
+        hidden: Features of the residual stream.
+        embed: Features of the embedding table; more or less than `hidden` if there is a projection (OPT 350M).
+        vocab: Rows of the embedding table.
+        norm: Of the layers and the end.
+        positions: Rows of a table of positions that is added, with the number of the first; None: no table.
+        embed_scale: What embeddings are multiplied by.
+        embed_norm: Embeddings are normed (BLOOM).
+        final_norm: The last layer's output is normed.
+        tied: The head is the embedding table.
+        logit_scale: What logits are multiplied by.
+        logit_softcap: Logits become cap * tanh(logit / cap).
+        longest: Positions the model knows.
+        ends: Tokens that end an answer.
+    """
+
+    family: str
+    hidden: int
+    vocab: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    longest: int
+    embed: int | None = None
+    positions: tuple[int, int] | None = None
+    embed_scale: float = 1.0
+    embed_norm: bool = False
+    final_norm: bool = True
+    tied: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """From which tensors of a checkpoint a role is made.
+
+    Attributes:
+        names: Tensors, with `{i}` for the layer and `{e}` for every expert in turn.
+        form: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
+            `"heads"`: rows are [head, (q, k, v), feature]. `"groups"`: rows are [kv head, (queries..., k, v), feature].
+            `"stack"`: experts one behind the other; with two names, each pair is put together by rows. `"swapped"`: a packed
+            [expert, in, out] tensor. `"paired"`: the same, its outputs are (gate, up) in turn.
+        optional: The role is left out if the checkpoint has none of the names.
+    """
+
+    names: tuple[str, ...]
+    form: Literal["rows", "columns", "heads", "groups", "stack", "swapped", "paired"] = "rows"
+    optional: bool = False

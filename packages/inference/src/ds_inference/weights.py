@@ -1,0 +1,170 @@
+"""A checkpoint's tensors become the runner's weights, one at a time: read, put in order, cast, kept.
+
+A checkpoint is anything that maps names to tensors: a folder of safetensors (`Folder`: a tensor is read when it is asked for), or a
+module's `state_dict()`, whose tensors are used as they are where a role is exactly one of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ds_config.errors import CheckpointError
+from ds_inference.families import Sources
+from ds_inference.spec import Experts, Source, Spec
+
+__all__ = ["Folder", "read_config", "read_weights"]
+
+
+def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
+    """`config.json` of a folder, with the language model's part on top where there are several.
+
+    Raises:
+        CheckpointError: there is none, or it is not JSON ("inference-folder").
+    """
+    file = Path(folder) / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}",
+            code="inference-folder",
+            fix="Give the folder that save_pretrained wrote: config.json and *.safetensors.",
+        ) from error
+    return found
+
+
+class Folder(Mapping[str, Tensor]):
+    """The tensors of all `*.safetensors` in a folder; each access reads one. Close it, or use it as a context."""
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{folder} has no *.safetensors",
+                code="inference-folder",
+                fix="Save the model with save_pretrained (safetensors is its default); pickled files are not read.",
+            )
+        self._files = [safe_open(file, framework="pt") for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118  # not a dict
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._where[name].get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._where.clear()
+        self._files.clear()
+
+
+def read_weights(
+    spec: Spec, sources: Sources, checkpoint: Mapping[str, Tensor], keep: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Every role's tensor.
+
+    Args:
+        keep: What is kept of a role's whole tensor: cast, cut, quantised. Called once a role, in order.
+    Raises:
+        CheckpointError: a tensor is missing ("inference-missing"); all missing ones are named.
+    """
+    named = _Prefixed(checkpoint)
+    found: dict[str, Tensor] = {}
+    missing: list[str] = []
+    for role, choices in sources.items():
+        numbers = range(len(spec.layers)) if "{i}" in role else range(1)
+        for i in numbers:
+            feed = spec.layers[i].feed if "{i}" in role else None
+            chosen = _choose(choices, i, named)
+            if chosen is None:
+                if not all(choice.optional for choice in choices):
+                    missing.append(choices[0].names[0].replace("{i}", str(i)))
+                continue
+            full = role.replace("{i}", str(i))
+            found[full] = keep(full, _make(chosen, i, named, spec, feed))
+    needed = {"embed.weight"} if spec.tied else {"embed.weight", "head.weight"}
+    missing += sorted(role for role in needed if role not in found)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint of a {spec.family} model lacks {', '.join(missing[:8])}"
+            + (f" and {len(missing) - 8} more" if len(missing) > 8 else ""),
+            code="inference-missing",
+            fix="Check that the folder is complete and that config.json belongs to it.",
+        )
+    return found
+
+
+class _Prefixed(Mapping[str, Tensor]):
+    """Names as the declarations have them; a checkpoint may lack the first part (`model.`), or have one more in front."""
+
+    def __init__(self, inner: Mapping[str, Tensor]) -> None:
+        self._inner = inner
+        self._names = {name: name for name in inner}
+        for name in inner:
+            for front in ("model.language_model.", "language_model.model.", "language_model."):
+                if name.startswith(front):
+                    self._names.setdefault(("" if front == "language_model." else "model.") + name[len(front) :], name)
+            for front in ("model.", "transformer.", "gpt_neox."):
+                self._names.setdefault(front + name, name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._inner[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+def _choose(choices: tuple[Source, ...], i: int, checkpoint: Mapping[str, Tensor]) -> Source | None:
+    for choice in choices:
+        if all(name.replace("{i}", str(i)).replace("{e}", "0") in checkpoint for name in choice.names):
+            return choice
+    return None
+
+
+def _make(source: Source, i: int, checkpoint: Mapping[str, Tensor], spec: Spec, feed: Any) -> Tensor:
+    names = [name.replace("{i}", str(i)) for name in source.names]
+    if source.form == "stack" and isinstance(feed, Experts):
+        each = [[checkpoint[name.replace("{e}", str(e))] for name in names] for e in range(feed.count)]
+        return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
+    parts = [checkpoint[name] for name in names]
+    if source.form == "columns":
+        parts = [part.t() for part in parts]
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if source.form in ("heads", "groups"):
+        attention = spec.layers[i].attention
+        queries = 1 if source.form == "heads" else attention.heads // attention.kv_heads
+        rows = whole.view(-1, queries + 2, attention.width, *whole.shape[1:])
+        cut = (rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :])
+        whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in cut])
+    elif source.form in ("swapped", "paired"):
+        whole = whole.transpose(1, 2)
+        if source.form == "paired":
+            whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], dim=1)
+    return whole

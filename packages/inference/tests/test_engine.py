@@ -1,0 +1,194 @@
+"""Requests at work: prefix reuse, preemption, speculation, samples, cancellation; none of it changes an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_inference import Budget, Sampling, load
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=61,
+        eos_token_id=None,
+    )
+    made = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_(0, 0.4)
+    return made
+
+
+PROMPTS = [[1, 2, 3] * n + [n] for n in (1, 5, 9, 14, 2, 7, 3)]
+
+
+def alone(model, prompt, how, **options):
+    return load(model, **options).generate([prompt], how)[0].tokens
+
+
+def test_a_cache_that_holds_hardly_one_gives_the_same_answers(model):
+    how = Sampling(max_new_tokens=12)
+    wanted = [alone(model, p, how) for p in PROMPTS]
+    engine = load(model, cache_tokens=60, block=4, budget=Budget(16, 8))
+    requests = []
+    add = engine.scheduler.add
+    engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]
+    assert [a.tokens for a in engine.generate(PROMPTS, how)] == wanted
+    assert sum(r.preempted for r in requests) > 0, "the cache was not small enough to try it"
+
+
+def test_what_was_computed_is_found_again(model):
+    engine = load(model, block=4)
+    how = Sampling(max_new_tokens=6)
+    first = engine.generate([PROMPTS[3]], how)[0]
+    engine.submit(PROMPTS[3] + first.tokens[:2], how)
+    plan = engine.scheduler.plan()
+    assert plan.num_tokens <= 4
+    engine.scheduler._planned = None
+    more = load(model, block=4).generate([PROMPTS[3] + first.tokens[:2]], how)[0].tokens
+    assert more[:4] == first.tokens[2:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_steps_and_not_answers(model, temperature):
+    how = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
+    plain, fast = load(model), load(model, speculate=4)
+    wanted, found = plain.generate(PROMPTS, how), fast.generate(PROMPTS, how)
+    assert [a.tokens for a in found] == [a.tokens for a in wanted]
+
+
+def test_drafts_save_steps_where_text_repeats(model):
+    with torch.no_grad():  # a model that repeats: the next token is a function of the last one
+        repeating = transformers.LlamaForCausalLM(model.config).eval()
+        for name, param in repeating.named_parameters():
+            if "layers" in name and "norm" not in name:
+                param.zero_()
+    steps = []
+    for speculate in (0, 4):
+        engine, count = load(repeating, speculate=speculate), 0
+        engine.submit([5], Sampling(max_new_tokens=60))
+        while not engine.idle:
+            engine.step()
+            count += 1
+        steps.append(count)
+    assert steps[0] == 60
+    assert steps[1] < 40
+
+
+def test_a_draw_does_not_depend_on_the_batch(model):
+    hows = [
+        Sampling(max_new_tokens=9, temperature=0.5 + 0.2 * i, seed=i, top_k=20, top_p=0.9, repetition_penalty=1.2)
+        for i in range(len(PROMPTS))
+    ]
+    together = load(model, budget=Budget(7, 5)).generate(PROMPTS, hows)
+    for prompt, how, answer in zip(PROMPTS, hows, together, strict=True):
+        assert answer.tokens == alone(model, prompt, how)
+
+
+def test_samples_are_those_of_their_seeds(model):
+    how = Sampling(max_new_tokens=8, temperature=1.0, samples=3, seed=10)
+    several = load(model).generate([PROMPTS[1], PROMPTS[2]], how)
+    for i, prompt in enumerate((PROMPTS[1], PROMPTS[2])):
+        for n in range(3):
+            one = alone(model, prompt, Sampling(max_new_tokens=8, temperature=1.0, seed=10 + n))
+            assert several[3 * i + n].tokens == one
+
+
+def test_log_probabilities_are_the_models(model):
+    (answer,) = load(model, budget=Budget(3, 2)).generate([PROMPTS[2]], Sampling(max_new_tokens=5, logprobs=2))
+    whole = torch.tensor([PROMPTS[2] + answer.tokens])
+    with torch.no_grad():
+        logs = torch.log_softmax(model(whole).logits[0], -1)
+    at = torch.arange(len(PROMPTS[2]) - 1, whole.shape[1] - 1)
+    wanted = logs[at, whole[0, at + 1]]
+    assert torch.allclose(torch.tensor(answer.logprobs), wanted, atol=1e-5)
+    assert all(len(top) == 2 and token in top for top, token in zip(answer.tops, answer.tokens, strict=True))
+
+
+class Letters:
+    """One character a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - 60 for c in text]
+
+    def decode(self, tokens) -> str:
+        return "".join(chr(60 + t) for t in tokens)
+
+
+def test_text_in_and_out_and_stop_strings(model):
+    free = load(model, tokenizer=Letters()).generate(["ABC"], Sampling(max_new_tokens=12))[0]
+    assert len(free.text) == 12
+    stop = free.text[4:6]
+    (cut,) = load(model, tokenizer=Letters()).generate(["ABC"], Sampling(max_new_tokens=12, stop=(stop,)))
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.reason == "stop"
+    with pytest.raises(PlanError, match="no tokenizer"):
+        load(model).generate(["ABC"])
+
+
+def test_an_end_token_ends(model):
+    free = alone(model, PROMPTS[0], Sampling(max_new_tokens=10))
+    end = free[3]
+    (answer,) = load(model).generate([PROMPTS[0]], Sampling(max_new_tokens=10, stop_tokens=(end,)))
+    assert answer.tokens == free[: free.index(end) + 1]
+    assert answer.reason == "stop"
+
+
+def test_cancelled_requests_leave_no_blocks(model):
+    engine = load(model, budget=Budget(6, 4))
+    identities = [engine.submit(p, Sampling(max_new_tokens=20))[0] for p in PROMPTS]
+    engine.step()
+    assert engine.cancel(identities[0])
+    engine.step()
+    assert all(map(engine.cancel, identities[1:]))
+    assert not engine.cancel(identities[0])
+    assert engine.idle
+    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+
+
+def test_old_weights_answer_nothing_after_a_change(model):
+    other = transformers.LlamaForCausalLM(model.config).eval()
+    engine = load(model, block=4)
+    how = Sampling(max_new_tokens=6)
+    engine.generate([PROMPTS[3]], how)
+    engine.submit(PROMPTS[4], how)
+    engine.step()
+    engine.decoder.weights.update(load(other).decoder.weights)
+    engine.weights_changed(1)
+    assert {e.version for e in engine.stream()} == {1}
+    assert engine.generate([PROMPTS[3]], how)[0].tokens == alone(other, PROMPTS[3], how)
+
+
+def test_from_a_folder(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    how = Sampling(max_new_tokens=6)
+    assert alone(tmp_path, PROMPTS[1], how) == alone(model, PROMPTS[1], how)
+
+
+def test_bad_folders_say_what_is_missing(model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load(tmp_path)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(UnsupportedError, match="unheard"):
+        load(tmp_path)
+
+
+def test_bad_sampling_names_all_rules():
+    with pytest.raises(PlanError, match=r"temperature >= 0, 0 < top_p <= 1"):
+        Sampling(temperature=-1, top_p=0)
