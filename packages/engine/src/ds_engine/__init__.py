@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_engine.plan import Plan, Shapes
     from ds_engine.planning import make_plan
     from ds_engine.result import StepResult
+    from ds_engine.rollout import Rollout
     from ds_engine.schedules import Scheduler
     from ds_engine.uneven import Share, even
 
@@ -33,6 +34,7 @@ __all__ = [
     "Engine",
     "Parts",
     "Plan",
+    "Rollout",
     "Scheduler",
     "Shapes",
     "Share",
@@ -60,6 +62,7 @@ _HOMES = {
     "plan": ("Plan", "Shapes"),
     "planning": ("make_plan",),
     "result": ("StepResult",),
+    "rollout": ("Rollout",),
     "schedules": ("Scheduler",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -331,6 +331,7 @@ def load(
     share: bool = True,
     speculate: int = 0,
     tokenizer: Tokenizer | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -341,16 +342,17 @@ def load(
         cache_tokens: Room for keys and values of so many tokens, over all requests.
         block: Tokens of a block.
         budget, share, speculate, tokenizer: See `Generator`.
+        weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
     Raises:
         UnsupportedError: nobody declared this kind of model ("inference-family").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
     """
     if isinstance(source, nn.Module):
         config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
-        checkpoint: Mapping[str, Tensor] = source.state_dict()
+        checkpoint: Mapping[str, Tensor] = source.state_dict() if weights is None else weights
     else:
         config = read_config(source)
-        checkpoint = Folder(source)
+        checkpoint = Folder(source) if weights is None else weights
     family = family_of(config)
     spec: Spec = family.spec(config)
 

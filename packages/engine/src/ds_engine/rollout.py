@@ -1,0 +1,113 @@
+"""Answers from the model that is being trained: its weights as they are now, without a copy of the model on another engine.
+
+    rollout = Rollout(engine)
+    answers = rollout.generate(prompts, Sampling(max_new_tokens=64, temperature=1.0, logprobs=0))
+
+Each rank answers its own prompts with the whole model, whatever the ZeRO stage; ranks meet only while weights are brought up to date. An
+answer says for every token which *version* of the weights made it: the number of steps the engine had taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_config.errors import PlanError
+from ds_engine.engine import Engine
+from ds_inference import Answer, Budget, Generator, Sampling, Tokenizer, load
+from ds_zero import GatheredParameters
+
+__all__ = ["Rollout"]
+
+
+class Rollout:
+    """Generation by a training engine's model, a Hugging Face decoder of a declared family.
+
+    Args:
+        engine: What trains it.
+        dtype: Of the weights that answer; None: as the forward has them.
+        cache_tokens: Room for keys and values.
+        budget, tokenizer: See `ds_inference.load`.
+    Raises:
+        PlanError: the model has no configuration that says what it is ("engine-rollout").
+        UnsupportedError: its family is not declared.
+    Memory: between `sync` and `release` a whole model in `dtype` and the cache, beside what training keeps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        dtype: torch.dtype | None = None,
+        cache_tokens: int = 8192,
+        budget: Budget | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if not hasattr(engine.module, "config"):
+            raise PlanError(
+                f"a {type(engine.module).__name__} has no `config`, so nobody knows how to generate with it",
+                code="engine-rollout",
+                fix="Train a transformers model, or generate with the module's own code in GatheredParameters.",
+            )
+        self.engine = engine
+        self._options: dict[str, Any] = {"cache_tokens": cache_tokens, "budget": budget, "tokenizer": tokenizer}
+        self._dtype = dtype
+        self._generator: Generator | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Steps the engine had taken when the weights were brought up to date; None: nothing is held."""
+        return None if self._generator is None else self._generator.version
+
+    def sync(self) -> int:
+        """Bring the weights up to date; the version they have now. Collective; one gather a parameter.
+
+        Nothing that older weights computed is used afterwards.
+        """
+        live = _Live(self.engine.module)
+        made = load(self.engine.module, dtype=self._dtype, weights=live, **self._options)
+        if self._generator is None:
+            self._generator = made
+        else:  # requests that are under way go on with the new weights
+            self._generator.decoder = made.decoder
+        self._generator.weights_changed(self.engine.counters.steps)
+        return self._generator.version
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], how: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Answer]:
+        """Answers by the engine's present weights. Collective if the engine stepped since the last `sync`; ranks may have
+        different prompts, and different numbers of them."""
+        if self._generator is None or self.version != self.engine.counters.steps:
+            self.sync()
+        if self._generator is None:
+            return []
+        return self._generator.generate(prompts, how)
+
+    def release(self) -> None:
+        """Give back weights and cache; the next `generate` makes them anew. Nothing communicates."""
+        self._generator = None
+
+
+class _Live(Mapping[str, Tensor]):
+    """A sharded module's tensors by name, each whole while it is asked for. Every rank asks in the same order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._params = dict(module.named_parameters(remove_duplicate=False))
+        self._buffers = dict(module.named_buffers(remove_duplicate=False))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._params:
+            return self._buffers[name].detach().clone()
+        with GatheredParameters([self._params[name]]):
+            return self._params[name].detach().clone()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._params
+        yield from self._buffers
+
+    def __len__(self) -> int:
+        return len(self._params) + len(self._buffers)

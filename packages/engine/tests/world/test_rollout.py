@@ -1,0 +1,102 @@
+"""What a rollout says is what the model that is trained would say, at every stage and after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ds_engine
+from ds_config.errors import PlanError
+from ds_engine import Rollout
+from ds_inference import Sampling
+from ds_testing import world
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny() -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=31,
+        eos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.5)
+    return model
+
+
+def trained(stage: int, bf16: bool = False) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": bf16},
+    }
+    engine, *_ = ds_engine.initialize(model=tiny(), config=config)
+    return engine
+
+
+def step(engine: Any) -> None:
+    x = torch.arange(16).view(2, 8) % 31
+    engine.backward(engine(input_ids=x, labels=x).loss)
+    engine.step()
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_answers_follow_training(stage: int) -> None:
+    engine = trained(stage)
+    rollout = Rollout(engine, cache_tokens=256)
+    rank = torch.distributed.get_rank()
+    prompts = [[3, 4, 5, 6 + rank], [9]][: 2 - rank]  # ranks ask different things
+    said = []
+    for steps in range(3):
+        answers = rollout.generate(prompts, Sampling(max_new_tokens=6, logprobs=0))
+        assert {v for a in answers for v in a.versions} == {steps}
+        state = engine.whole_state_dict()
+        everyone = [state]
+        torch.distributed.broadcast_object_list(everyone)
+        plain = tiny().eval()
+        plain.load_state_dict(everyone[0])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = torch.tensor([prompt + answer.tokens])
+            with torch.no_grad():
+                logs = torch.log_softmax(plain(whole).logits[0], -1)
+            at = torch.arange(len(prompt) - 1, whole.shape[1] - 1)
+            assert logs[at].argmax(-1).tolist() == answer.tokens
+            assert torch.allclose(logs[at, whole[0, at + 1]], torch.tensor(answer.logprobs), atol=1e-5)
+        said.append([a.tokens for a in answers])
+        rollout.release() if steps == 1 else None
+        step(engine)
+    assert said[0] != said[2], "training changed nothing that can be seen"
+    engine.close()
+
+
+@world(1)
+def test_bf16_weights_are_those_of_the_forward() -> None:
+    engine = trained(1, bf16=True)
+    rollout = Rollout(engine, cache_tokens=64)
+    (answer,) = rollout.generate([[1, 2, 3]], Sampling(max_new_tokens=4, logprobs=0))
+    with torch.no_grad():
+        logs = torch.log_softmax(engine(torch.tensor([[1, 2, 3, *answer.tokens]])).logits[0].float(), -1)
+    found = logs[torch.arange(2, 6), torch.tensor(answer.tokens)]
+    assert torch.allclose(found, torch.tensor(answer.logprobs), atol=0.05)
+    engine.close()
+
+
+@world(1)
+def test_a_model_that_says_nothing_of_itself_is_refused() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ds_engine.initialize(model=torch.nn.Linear(2, 2), config=config)
+    with pytest.raises(PlanError, match="Linear has no `config`"):
+        Rollout(engine)
+    engine.close()
