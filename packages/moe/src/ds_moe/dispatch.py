@@ -1,0 +1,197 @@
+"""Tokens to experts on other ranks, and back: what expert parallelism does between routing and the weighted sum.
+
+Words: T tokens with k choices each on this rank, P ranks in the expert group, E experts, E / P of them on each rank. *Rows* are
+choices sorted by expert, so also by rank. What arrives is in *chunks*, one for each (source rank, local expert); experts
+want them in the order (local expert, source rank).
+
+    rows -> all-to-all -> chunks by source -> by expert -> experts -> by source -> all-to-all -> rows -> weighted sum
+
+Nothing is padded, and nothing is dropped here: what the router dropped is never sent. Counts are exchanged once a layer; it is the
+only time that the host waits for a device. A rank without tokens takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_comm import Group, all_to_all_single, differentiable
+from ds_config.errors import CommError
+from ds_moe.places import Places
+from ds_moe.routed import Routed
+from ds_ops.routing import Permutation, permute, sort_slots, unpermute
+
+__all__ = ["Compute", "Exchange", "Rows", "exchange_of", "through_experts"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which rows are whose.
+
+    Attributes:
+        ends: int64 [local experts], on the rows' device: where the rows of each end. Rows past the last are nobody's.
+        bounds: The same numbers on the host, where they are known.
+    """
+
+    ends: Tensor
+    bounds: tuple[int, ...] | None = None
+
+    def on_host(self) -> tuple[int, ...]:
+        """The ends; reads the device if they are only there."""
+        return tuple(self.ends.tolist()) if self.bounds is None else self.bounds
+
+
+class Compute(Protocol):
+    """The experts of this rank."""
+
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        """y[r] = expert of row r (x[r]). Rows past the last end may become anything finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who sends how many rows to whom, from the place of one rank. Pure numbers.
+
+    Attributes:
+        send: Rows for each rank of the group.
+        receive: Rows from each.
+        chunks: Of what is received, rows of each chunk, in order of arrival: by source, then by local expert.
+        order: Which chunk comes first, second, ... when sorted by local expert, then by source.
+        bounds: Where each local expert's rows end, after sorting.
+    """
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    chunks: tuple[int, ...]
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> Exchange:
+    """The exchange of a rank.
+
+    Args:
+        mine: Rows of this rank for each expert of all ranks.
+        theirs: Of each rank, its rows for each expert of this rank.
+    """
+    ranks, local = len(theirs), len(theirs[0])
+    order = tuple(source * local + expert for expert in range(local) for source in range(ranks))
+    totals = [sum(row[expert] for row in theirs) for expert in range(local)]
+    bounds, end = [], 0
+    for total in totals:
+        end += total
+        bounds.append(end)
+    return Exchange(
+        send=tuple(sum(mine[r * local : (r + 1) * local]) for r in range(ranks)),
+        receive=tuple(sum(row) for row in theirs),
+        chunks=tuple(count for row in theirs for count in row),
+        order=order,
+        bounds=tuple(bounds),
+    )
+
+
+def through_experts(
+    x: Tensor, routed: Routed, compute: Compute, places: Places, *, weigh_first: bool = False, may_drop: bool = True
+) -> Tensor:
+    """Each token's experts' outputs, weighted and summed in fp32.
+
+    Args:
+        x: [T, n]; T may differ between ranks, and be 0.
+        compute: This rank's experts.
+        weigh_first: Weights are put on what goes into experts, not on what comes out.
+        may_drop: Whether `routed` can have dropped choices; if not, nothing is asked.
+    Returns: [T, m] in the dtype of the experts' output.
+
+    Raises:
+        CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
+    Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
+        rows are copied twice: sorted, and re-ordered where a rank has several experts.
+    """
+    choices = sort_slots(routed.experts, routed.num_experts + may_drop)
+    ends = choices.ends[: routed.num_experts]
+    rows = permute(x, choices)
+    weights = routed.weights
+    if weigh_first:
+        weight = _Slots.apply(weights, choices.slots, choices.rows)
+        rows = rows * weight[:, None].to(rows.dtype)
+        weights = (routed.experts < routed.num_experts).to(weights.dtype)
+    if places.expert.size == 1:
+        out = compute(rows, Rows(ends))
+    else:
+        out = _elsewhere(rows, ends, compute, places.expert)
+    return unpermute(out, Permutation(choices.slots, choices.rows, ends), weights)
+
+
+def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    local = counts.numel() // group.size
+    # Two columns more say what a rank's rows are, so that ranks that differ are told so and do not wait for bytes.
+    facts = counts.new_tensor([rows.shape[1], rows.element_size()]).expand(group.size, 2)
+    told = torch.cat((counts.view(group.size, local), facts), 1)
+    got = torch.empty_like(told)
+    all_to_all_single(got, told, group=group, unit="moe counts")
+    both = torch.stack((told, got)).tolist()  # the one read of the device
+    if any(row[local:] != both[0][0][local:] for row in both[1]):
+        raise CommError(
+            f"rows of {rows.shape[1]} elements of {rows.element_size()} bytes here; on the ranks of {group}: "
+            f"{[tuple(row[local:]) for row in both[1]]}",
+            code="moe-ranks-differ",
+            fix="Give the layer inputs of one width and dtype on every rank.",
+        )
+    plan = exchange_of([n for row in both[0] for n in row[:local]], [row[:local] for row in both[1]])
+    sent = sum(plan.send)
+    kept = rows if sent == rows.shape[0] else rows[:sent]
+    arrived = differentiable.all_to_all_rows(kept, group, plan.send, plan.receive, unit="moe dispatch")
+    in_order = reorder(arrived, plan.chunks, plan.order)
+    bounds = torch.tensor(plan.bounds, dtype=torch.int64).to(rows.device, non_blocking=True)
+    out = compute(in_order, Rows(bounds, plan.bounds))
+    back = reorder(out, [plan.chunks[i] for i in plan.order], _inverse(plan.order))
+    home = differentiable.all_to_all_rows(back, group, plan.receive, plan.send, unit="moe combine")
+    if sent == rows.shape[0]:
+        return home
+    return torch.cat((home, home.new_zeros(rows.shape[0] - sent, home.shape[1])))
+
+
+def reorder(x: Tensor, chunks: Sequence[int], order: Sequence[int]) -> Tensor:
+    """The chunks of `x` in another order. Cost: one copy; none if they are in order."""
+    present = [i for i in order if chunks[i]]
+    if present == sorted(present):
+        return x
+    out: Tensor = _Reorder.apply(x, tuple(chunks), tuple(order))
+    return out
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    at = {chunk: place for place, chunk in enumerate(order)}
+    return tuple(at[chunk] for chunk in range(len(order)))
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+        ctx.chunks, ctx.order = chunks, order
+        parts = x.split(chunks)
+        return torch.cat([parts[i] for i in order])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        there = [ctx.chunks[i] for i in ctx.order]
+        return reorder(grads[0], there, _inverse(ctx.order)), None, None
+
+
+class _Slots(torch.autograd.Function):
+    """Values of choices [T, k] in the order of rows; the gradient goes back by the inverse order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return values.reshape(-1)[slots]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (rows,) = ctx.saved_tensors
+        return grads[0][rows], None, None
