@@ -1,22 +1,43 @@
 """Mixture of experts: routing, dispatch over ranks, experts; no token is dropped unless asked."""
 
+from ds_moe.experts import Experts
 from ds_moe.gates import GateRule, gate, top1gating, top2gating, topkgating
+from ds_moe.layer import MoE, MOELayer, TopKGate
+from ds_moe.load import LayerLoad, expert_load, report_load
 from ds_moe.losses import balance_bias, balance_loss, z_loss
 from ds_moe.noise import Stream, gumbel, jitter
+from ds_moe.places import Places, make_places, place_ranks
+from ds_moe.placing import Placed, place
+from ds_moe.replay import Tape, record, replay
 from ds_moe.routed import Routed, capacity_of
 from ds_moe.selection import Selection, select
 
 __all__ = [
+    "Experts",
     "GateRule",
+    "LayerLoad",
+    "MOELayer",
+    "MoE",
+    "Placed",
+    "Places",
     "Routed",
     "Selection",
     "Stream",
+    "Tape",
+    "TopKGate",
     "balance_bias",
     "balance_loss",
     "capacity_of",
+    "expert_load",
     "gate",
     "gumbel",
     "jitter",
+    "make_places",
+    "place",
+    "place_ranks",
+    "record",
+    "replay",
+    "report_load",
     "select",
     "top1gating",
     "top2gating",

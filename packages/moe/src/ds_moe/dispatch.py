@@ -23,7 +23,7 @@ from ds_comm import Group, all_to_all_single, differentiable
 from ds_config.errors import CommError
 from ds_moe.places import Places
 from ds_moe.routed import Routed
-from ds_ops.routing import Permutation, permute, sort_slots, unpermute
+from ds_ops.routing import permute, sort_slots, unpermute
 
 __all__ = ["Compute", "Exchange", "Rows", "exchange_of", "through_experts"]
 
@@ -95,7 +95,7 @@ def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> Exchang
 
 
 def through_experts(
-    x: Tensor, routed: Routed, compute: Compute, places: Places, *, weigh_first: bool = False, may_drop: bool = True
+    x: Tensor, routed: Routed, compute: Compute, places: Places, *, weigh_first: bool = False
 ) -> Tensor:
     """Each token's experts' outputs, weighted and summed in fp32.
 
@@ -103,7 +103,6 @@ def through_experts(
         x: [T, n]; T may differ between ranks, and be 0.
         compute: This rank's experts.
         weigh_first: Weights are put on what goes into experts, not on what comes out.
-        may_drop: Whether `routed` can have dropped choices; if not, nothing is asked.
     Returns: [T, m] in the dtype of the experts' output.
 
     Raises:
@@ -111,19 +110,16 @@ def through_experts(
     Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
         rows are copied twice: sorted, and re-ordered where a rank has several experts.
     """
-    choices = sort_slots(routed.experts, routed.num_experts + may_drop)
-    ends = choices.ends[: routed.num_experts]
-    rows = permute(x, choices)
-    weights = routed.weights
+    choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
+    rows, weights = permute(x, choices), routed.weights
     if weigh_first:
-        weight = _Slots.apply(weights, choices.slots, choices.rows)
-        rows = rows * weight[:, None].to(rows.dtype)
-        weights = (routed.experts < routed.num_experts).to(weights.dtype)
+        rows = rows * _Slots.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
+        weights = torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
     if places.expert.size == 1:
-        out = compute(rows, Rows(ends))
+        out = compute(rows, Rows(choices.ends))
     else:
-        out = _elsewhere(rows, ends, compute, places.expert)
-    return unpermute(out, Permutation(choices.slots, choices.rows, ends), weights)
+        out = _elsewhere(rows, choices.ends, compute, places.expert)
+    return unpermute(out, choices, weights)
 
 
 def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:

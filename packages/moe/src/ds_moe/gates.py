@@ -84,22 +84,24 @@ def gate(
     if experts is None:
         experts = _choose(logits, scores, rule, stream)
     chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
+    asking, kept, capacity = experts, None, None
     if used_token is not None:
-        experts = experts.masked_fill(used_token[:, None] == 0, count)
-        chosen = chosen * (used_token != 0)[:, None]
-    first_only = rule.k <= 2  # GShard's loss looks at first choices
+        kept = (used_token != 0)[:, None]
+        chosen = chosen * kept
+        asking = experts.masked_fill(~kept, count)
     counted = torch.zeros_like(chosen).scatter_(1, experts[:, :1], 1.0) if rule.k == 2 else chosen
-    loss = balance_loss(scores, counted, 1 if first_only else rule.k)
-    counts = _counts(experts, count)
-    capacity = None
+    loss = balance_loss(scores, counted, 1 if rule.k == 2 else rule.k)  # GShard's loss looks at first choices
+    counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
-        full = positions(experts, count, _order(experts, scores.detach(), rule, stream)) >= capacity
-        experts = experts.masked_fill(full, count)
-    weights = torch.nn.functional.pad(scores, (0, 1)).gather(1, experts)  # a dropped choice reads the column of zeros
+        room = positions(asking, count, _order(asking, scores.detach(), rule, stream)) < capacity
+        kept = room if kept is None else room & kept
+    weights = scores.gather(1, experts)
+    if kept is not None:
+        weights = weights.masked_fill(~kept, 0.0)
     if rule.k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-    return Routed(experts, weights, counts, loss, scores.detach(), capacity)
+    return Routed(experts, weights, counts, loss, scores.detach(), kept, capacity)
 
 
 def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> Tensor:
@@ -198,10 +200,12 @@ def _dense(routed: Routed, rule: GateRule, group: GroupLike) -> Dense:
         if group is not None and as_group(group).size > 1:
             all_reduce(most, ReduceOp.MAX, as_group(group), unit="moe capacity")
         capacity = min(int(most), tokens) if rule.k == 1 else int(most)
+    # GShard numbers the places of two choices before it drops any; the others number what is kept.
     order = _order(routed.experts, routed.scores, rule, Stream("unused")) if rule.k == 2 else None
-    place = positions(routed.experts, count, order)
+    gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept is None else ~routed.kept
+    place = positions(routed.experts if rule.k == 2 else routed.experts.masked_fill(gone, count), count, order)
     width = max(capacity, 1)
     flat = torch.zeros(tokens, (count + 1) * width, dtype=routed.weights.dtype, device=routed.weights.device)
-    at = (routed.experts * width + place.clamp(max=width - 1)).masked_fill(routed.experts == count, count * width)
+    at = (routed.experts * width + place.clamp(max=width - 1)).masked_fill(gone, count * width)
     weights = flat.scatter_add(1, at, routed.weights)[:, : count * width].view(tokens, count, width)
     return routed.loss, weights, weights.bool(), routed.counts

@@ -55,9 +55,9 @@ class TopKGate(nn.Module):
             if rule.noise == "Jitter":
                 x = jitter(x, stream)
             logits = nn.functional.linear(x, self.wg.weight.to(x.dtype))
-        routed = gate(logits, rule, stream, used_token, experts=self.track and self.track.given(x.shape[0]))
+        given = None if self.track is None else self.track.given(x.shape[0])
+        routed = gate(logits, rule, stream, used_token, experts=given)
         if self.track is not None:
-            # What was dropped is decided anew when it is replayed, so the tape has choices before that.
             self.track.took(routed.experts)
         return routed
 
@@ -68,13 +68,11 @@ class RoutingOptions:
 
     Attributes:
         weigh_first: Weigh what goes into experts.
-        may_drop: Whether its router can drop choices.
         split: Tensor-parallel ranks, which have the same tokens, take a part of them each.
         compare: Compare the routing of tensor-parallel ranks in every forward, which reads the device.
     """
 
     weigh_first: bool = False
-    may_drop: bool = True
     split: bool = True
     compare: bool = False
 
@@ -89,7 +87,7 @@ def route_through(x: Tensor, routed: Routed, compute: Compute, places: Places, h
     if how.compare and tensor.size > 1:
         _compare(routed, places)
     if tensor.size == 1 or not how.split:
-        return through_experts(x, routed, compute, places, weigh_first=how.weigh_first, may_drop=how.may_drop)
+        return through_experts(x, routed, compute, places, weigh_first=how.weigh_first)
     base, more = divmod(x.shape[0], tensor.size)
     sizes = [base + (rank < more) for rank in range(tensor.size)]
     start = sum(sizes[: tensor.rank])
@@ -97,9 +95,10 @@ def route_through(x: Tensor, routed: Routed, compute: Compute, places: Places, h
         routed,
         experts=routed.experts[start : start + sizes[tensor.rank]],
         weights=differentiable.split(routed.weights, tensor, 0, sizes, unit="moe weights"),
+        kept=None if routed.kept is None else routed.kept[start : start + sizes[tensor.rank]],
     )
     mine = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
-    out = through_experts(mine, part, compute, places, weigh_first=how.weigh_first, may_drop=how.may_drop)
+    out = through_experts(mine, part, compute, places, weigh_first=how.weigh_first)
     return cast(Tensor, differentiable.gather(out, tensor, 0, sizes, unit="moe tokens"))
 
 
@@ -130,7 +129,7 @@ class MOELayer(nn.Module):
         self.gate, self.experts = gate_, experts
         self.num_experts, self.ep_size = num_experts, ep_size
         self.places: Places | None = alone() if ep_size == 1 else None
-        self.how = RoutingOptions(may_drop=gate_.rule.drop_tokens or gate_.rule.k == 1)
+        self.how = RoutingOptions()
         self.load = Load()
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
@@ -146,7 +145,7 @@ class MOELayer(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         used = None if used_token is None else used_token.reshape(-1)
         routed = self.gate(x, used)
-        self.load.note(routed, may_drop=self.how.may_drop)
+        self.load.note(routed)
         self.l_aux, self.exp_counts = routed.loss, routed.counts
         out = route_through(x, routed, self.experts, self.places, self.how)
         return out.reshape(*hidden_states.shape[:-1], out.shape[-1])

@@ -39,9 +39,9 @@ class Load:
             self.counts += counts
             self.dropped += gone
 
-    def note(self, routed: Routed, *, may_drop: bool) -> None:
+    def note(self, routed: Routed) -> None:
         """Count what a router said."""
-        self.add(routed.counts, routed.dropped if may_drop else None)
+        self.add(routed.counts, None if routed.kept is None else routed.dropped)
 
     def clear(self) -> None:
         """Begin anew."""

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import cast
 
 from torch import nn
 
 from ds_comm import Assignment, Family, Mesh, assign, world_group
+from ds_moe.experts import Experts
 from ds_moe.layer import MOELayer
 from ds_moe.places import Places, make_places
 
 __all__ = ["Placed", "place"]
-
-
-@runtime_checkable
-class Settles(Protocol):
-    """A layer with experts on several ranks."""
-
-    ep_size: int
-    num_experts: int
-    places: Places | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +59,7 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
         first = places.local(layer.num_experts).start
         split = layer.how.split
         family = places.family if split else Family(f"{places.family.name}-tensor", places.data, places.family.divisor)
-        for number, expert in enumerate(layer.experts.deepspeed_experts):
+        for number, expert in enumerate(cast(Experts, layer.experts).deepspeed_experts):
             for rest, param in [*expert.named_parameters(), *expert.named_buffers()]:
                 full = f"{name}.experts.deepspeed_experts.{first + number}.{rest}"
                 assign(param, Assignment(family if world_group().size > 1 else None, full.lstrip(".")))

@@ -1,7 +1,7 @@
 """What a router says: which experts each token goes to, with which weights. And what follows from capacity: who is dropped.
 
-Words: T tokens, E experts, k *choices* a token. A choice is *dropped* when its expert is full or its token not used: its
-expert is then E, one past the last, and its weight 0. An expert's *capacity* is how many choices it takes at most.
+Words: T tokens, E experts, k *choices* a token. A choice is *dropped* when its expert is full or its token not used: it is not
+*kept*, and its weight is 0. An expert's *capacity* is how many choices it takes at most.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Routed:
     """The decision of a router about T tokens.
 
     Attributes:
-        experts: int64 [T, k], best choice first; E where dropped.
+        experts: int64 [T, k], best choice first; also of those that were dropped.
         weights: [T, k] fp32 with gradient; 0 where dropped.
+        kept: bool [T, k]: what was not dropped; None: everything.
         counts: int64 [E]: choices of each expert before any was dropped. No gradient, not read by the host.
         loss: Scalar with gradient: what keeps experts evenly loaded; 0 if the router has no such term.
         scores: [T, E] fp32: the probabilities that the weights were taken from, for metrics. Detached.
@@ -34,6 +35,7 @@ class Routed:
     counts: Tensor
     loss: Tensor
     scores: Tensor
+    kept: Tensor | None = None
     capacity: int | None = None
 
     @property
@@ -43,7 +45,7 @@ class Routed:
     @property
     def dropped(self) -> Tensor:
         """Scalar int64: choices that were dropped. Not read by the host."""
-        return (self.experts == self.num_experts).sum()
+        return self.counts.new_zeros(()) if self.kept is None else (~self.kept).sum()
 
 
 def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
@@ -56,7 +58,7 @@ def positions(experts: Tensor, num_experts: int, order: Tensor | None = None) ->
     """Of each choice, how many choices of the same expert come before it.
 
     Args:
-        experts: int64 [T, k], each in 0..num_experts.
+        experts: int64 [T, k], each in 0..num_experts; the last for those that do not count.
         order: int64 [T * k]: choices (token * k + choice) from first to last; None: as they are numbered.
     Returns: int64 [T, k].
     Cost: two sorts of T * k integers at most.
