@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ds_comm.groups import Group
-from ds_comm.objects import all_gather_object
+from ds_comm.metadata import broadcast_json
+from ds_comm.neighbours import Neighbour, neighbours
 from ds_config.errors import CommError
-from ds_ops import _native
-from ds_ops.shm import Channel, ChannelSettings, Op, Segment, neighbourhood
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment
 
 __all__ = ["Arena", "Wish", "arena_refusal"]
 
@@ -52,13 +52,15 @@ class Wish:
 
 def arena_refusal(group: Group) -> str:
     """Why the ranks of `group` cannot share an arena; empty if they can. Collective over the group."""
-    mine = neighbourhood() if _native.load("_cpu").module is not None and hasattr(os, "memfd_create") else ""
-    told: list[str] = [mine] * group.size
-    all_gather_object(told, mine, group, unit="arena")
-    if not all(told):
-        return f"rank {group.ranks[told.index('')]} has no native module or no memfd"
-    if len(set(told)) > 1:
-        return f"the ranks are on {len(set(told))} hosts"
+    return _refusal(group, neighbours(group, unit="arena"))
+
+
+def _refusal(group: Group, told: Sequence[Neighbour]) -> str:
+    places = [one.place for one in told]
+    if not all(places):
+        return f"rank {group.ranks[places.index('')]} has no native module or no memfd"
+    if len(set(places)) > 1:
+        return f"the ranks are on {len(set(places))} hosts"
     return ""
 
 
@@ -70,7 +72,8 @@ class Arena:
     """
 
     def __init__(self, group: Group, *, timeout_s: float = 600.0) -> None:
-        refusal = arena_refusal(group)
+        told = neighbours(group, unit="arena")
+        refusal = _refusal(group, told)
         if refusal:
             raise CommError(
                 f"group {group.name!r} of {group.size} ranks cannot share memory: {refusal}",
@@ -82,9 +85,7 @@ class Arena:
         crowded = group.size > len(os.sched_getaffinity(0))
         settings = ChannelSettings(_PAGE, _PAGE, spin_us=20 if crowded else 200, timeout_s=timeout_s)
         segment = self._segment(settings.segment_bytes(self.size))
-        pids: list[int] = [0] * self.size
-        all_gather_object(pids, os.getpid(), group, unit="arena")
-        self._channel = Channel(segment, self.rank, pids, settings)
+        self._channel = Channel(segment, self.rank, [one.pid for one in told], settings)
         self._channel.barrier()
         segment.close()
 
@@ -144,6 +145,5 @@ class Arena:
 
     def _segment(self, nbytes: int) -> Segment:
         mine = Segment(nbytes) if self.rank == 0 else None
-        told: list[str] = [""] * self.size
-        all_gather_object(told, mine.token if mine else "", self.group, unit="arena")
-        return mine or Segment.attach(told[0], nbytes)
+        token = broadcast_json(mine.token if mine else "", self.group, unit="arena")
+        return mine or Segment.attach(token, nbytes)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_comm.collectives import ReduceOp, all_gather_single, all_reduce, reduce_scatter_single
-from ds_comm.groups import Group, GroupLike, as_group, new_group, world_group
-from ds_comm.objects import all_gather_object
+from ds_comm.groups import Group, GroupLike, as_group, new_group
+from ds_comm.metadata import all_gather_json
 from ds_config.errors import CommError
 
 __all__ = ["Hierarchy"]
@@ -47,8 +47,7 @@ class Hierarchy:
         group = as_group(group)
         if local < 1 or group.size % local:
             raise _refuse(group, f"nodes of {local}")
-        told: list[tuple[int, ...]] = [()] * world_group().size
-        all_gather_object(told, group.ranks, None, unit="hierarchy")
+        told = map(tuple, all_gather_json(group.ranks, None, unit="hierarchy"))
         inside = across = None
         for ranks in sorted(set(told)):
             nodes = [ranks[at : at + local] for at in range(0, len(ranks), local)]

@@ -1,0 +1,163 @@
+"""One-way connections between two ranks for tensors that follow each other: what the stages of a pipeline send.
+
+    channels = Channels(group)                       # collective over the group, once
+    to_next = channels.sender(group.rank + 1)
+    work = to_next.send((hidden, mask))              # dtypes and shapes are told with the first message of a kind
+    ...
+    from_last = channels.receiver(group.rank - 1)
+    hidden, mask = from_last.recv()                  # new tensors
+
+Words: a *channel* goes from one rank to one other and is known by its `tag`; its two ends are a *sender* and a *receiver*. The
+*signature* of a message is the dtype and shape of each tensor. It travels once for each kind of message, as JSON; what
+follows is tensors and nothing else.
+
+No order of sends and receives on different channels can block: a send returns at once, and who waits goes on with what the
+process has still to send. Messages of one channel arrive in order. Every wait is an operation of the recorder.
+
+Ranks of one host use memory that both see, whatever the backend of the group; others use its messages. What 64 KiB cost
+either way is in docs/benchmarks/comm.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ds_comm.channels.messages import MessageReceiver, MessageSender
+from ds_comm.channels.rings import Rings
+from ds_comm.groups import GroupLike, as_group
+from ds_comm.neighbours import neighbours
+from ds_comm.work import Work
+from ds_config.errors import CommError
+
+__all__ = ["Channels", "Coming", "Receiver", "Sender"]
+
+
+class Sender(Protocol):
+    """The end that sends."""
+
+    def send(self, tensors: Sequence[Tensor]) -> Work:
+        """Start sending `tensors`, which must not change before the returned Work has been waited for.
+
+        Args:
+            tensors: Of any number, shapes, strides and dtypes, on the CPU. What requires a gradient is sent without its graph.
+        Returns:
+            A Work; wait for every one. Complete at once where memory is shared and has room.
+        Cost: shared memory: one copy in; `depth` messages of the first kind have room.
+        """
+
+
+class Receiver:
+    """The end that receives."""
+
+    def __init__(self, source: Any) -> None:
+        """`source` has `post`, `ready` and `take`: how the next message is prepared for, looked for and taken."""
+        self._source = source
+        self._coming: deque[Coming] = deque()
+
+    def recv(self) -> tuple[Tensor, ...]:
+        """The next message, in new tensors."""
+        return self.post().wait()
+
+    def post(self) -> Coming:
+        """Make ready for the next message and return at once. Messages come in the order of posting, however one waits."""
+        self._coming.append(coming := Coming(self))
+        self._source.post()
+        return coming
+
+    def _take(self) -> None:
+        first = self._coming.popleft()
+        first._tensors = self._source.take()
+        if self._coming:
+            self._source.post()
+
+    def _ready(self, coming: Coming) -> bool:
+        while coming._tensors is None and self._source.ready():
+            self._take()
+        return coming._tensors is not None
+
+
+class Coming:
+    """A message that was posted for."""
+
+    __slots__ = ("_receiver", "_tensors")
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> tuple[Tensor, ...]:
+        """The tensors, when they are here.
+
+        Raises:
+            CommError: the other rank ended ("comm-peer-left", "shm-peer-died") or, where no watchdog runs, did not come
+                ("comm-timeout").
+        """
+        while self._tensors is None:
+            self._receiver._take()
+        return self._tensors
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. Between hosts this may be false until `wait`: gloo does not tell."""
+        return self._receiver._ready(self)
+
+
+class Channels:
+    """All channels of this rank in a group. Construction is collective over the group; channels open when first used.
+
+    Args:
+        depth: Messages under way on each channel before a send has to wait for the receiver, where memory is shared.
+        shared: False: use the group's messages also where ranks could share memory.
+        timeout_s: How long an end waits for the other where no watchdog does.
+    """
+
+    def __init__(
+        self, group: GroupLike = None, *, depth: int = 2, shared: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        self.group = as_group(group)
+        self._neighbours = neighbours(self.group, unit="channels")
+        self._rings = Rings(self.group, self._neighbours, depth, timeout_s)
+        self._shared = shared
+        self._senders: dict[tuple[int, int, str], Sender] = {}
+        self._receivers: dict[tuple[int, int, str], Receiver] = {}
+
+    def sender(self, to: int, tag: int = 0, *, unit: str = "") -> Sender:
+        """This rank's end of channel `tag` to rank `to` of the group. The same object every time."""
+        key = self._peer(to), tag, unit
+        if key not in self._senders:
+            memory = self._in_memory(to)
+            self._senders[key] = (
+                self._rings.sender(to, tag, unit) if memory else MessageSender(self.group, to, tag, unit)
+            )
+        return self._senders[key]
+
+    def receiver(self, source: int, tag: int = 0, *, unit: str = "") -> Receiver:
+        """This rank's end of channel `tag` from rank `source` of the group. The same object every time."""
+        key = self._peer(source), tag, unit
+        if key not in self._receivers:
+            memory = self._in_memory(source)
+            end = self._rings.receiver(source, tag, unit) if memory else MessageReceiver(self.group, source, tag, unit)
+            self._receivers[key] = Receiver(end)
+        return self._receivers[key]
+
+    def close(self) -> None:
+        """Forget all ends. What was sent and not received is lost."""
+        self._senders.clear()
+        self._receivers.clear()
+        self._rings.close()
+
+    def _in_memory(self, peer: int) -> bool:
+        return self._shared and self._neighbours[self.group.rank].shares(self._neighbours[peer])
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self.group.size or rank == self.group.rank:
+            raise CommError(
+                f"a channel with rank {rank} of group {self.group.name!r} of {self.group.size}, on its rank {self.group.rank}",
+                code="comm-rank",
+                fix="Name another rank within the group.",
+            )
+        return rank

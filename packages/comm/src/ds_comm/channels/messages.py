@@ -1,0 +1,121 @@
+"""A channel over the messages of a torch backend (gloo), where ranks share no memory.
+
+Each message is a head (which signature) and its tensors. Both are posted at once: the receiver takes it that the next message
+looks like the last one, and the sender keeps to that. Before a message that looks different it sends one of the old
+kind that nobody reads, so what is posted always meets what is sent, and a steady stream costs one trip.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_comm.call import Call
+from ds_comm.channels.signature import Leaf, Signature
+from ds_comm.groups import Group
+from ds_comm.transports import Started, Transport
+from ds_comm.work import Work
+
+__all__ = ["MessageReceiver", "MessageSender"]
+
+_TAGS = 1 << 29  # the channels' own; those of users are small, those of collectives larger
+_UNDER_WAY = 64  # works that nobody waited for; gloo does not tell of those that ended
+_HEAD_WORDS = 2  # number of the signature; bytes of its text where it is new
+
+
+def _tags(tag: int) -> tuple[int, int]:
+    """Of heads and of tensors."""
+    return _TAGS + 2 * tag, _TAGS + 2 * tag + 1
+
+
+class MessageSender:
+    """The end that sends."""
+
+    def __init__(self, group: Group, peer: int, tag: int, unit: str) -> None:
+        self._call, self._peer = Call("send", group, unit), peer
+        self._head_tag, self._tag = _tags(tag)
+        self._numbers: dict[tuple[Leaf, ...], int] = {}
+        self._last: Signature | None = None
+        self._under_way: deque[tuple[Work, list[Tensor]]] = deque()
+
+    def send(self, tensors: Sequence[Tensor]) -> Work:
+        """As `Sender.send`: complete when the receiver took it."""
+        while self._under_way and (self._under_way[0][0].is_completed() or len(self._under_way) > _UNDER_WAY):
+            self._under_way.popleft()[0].wait()
+        key = Signature.key(tensors)
+        signature, text = self._last, b""
+        if signature is None or signature.leaves != key:
+            signature = Signature(key)
+            if key not in self._numbers:
+                self._numbers[key] = len(self._numbers)
+                text = signature.text()
+        head = torch.tensor([self._numbers[key], len(text)], dtype=torch.int64)
+        parts = [] if self._last in (None, signature) else self._last.empties()
+        parts += [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
+        parts += [tensor.detach().contiguous() for tensor in tensors]
+        sent = [(head, self._head_tag), *((part, self._tag) for part in parts)]
+        self._last = signature
+
+        def launch(to: Transport) -> Started:
+            works = [to.send(_some(part), self._peer, tag).works for part, tag in sent]
+            return Started([work for one in works for work in one])
+
+        work = self._call.start(tensors[0] if tensors else head, True, launch, peer=self._peer)
+        self._under_way.append((work, parts))
+        return work
+
+
+class MessageReceiver:
+    """The end that receives. One message is posted at a time."""
+
+    def __init__(self, group: Group, peer: int, tag: int, unit: str) -> None:
+        self._call, self._peer = Call("recv", group, unit), peer
+        self._head_tag, self._tag = _tags(tag)
+        self._known: dict[int, Signature] = {}
+        self._last: tuple[int, Signature] | None = None
+        self._posted: tuple[Work, Tensor, list[Tensor]] | None = None
+
+    def post(self) -> None:
+        """Make ready for the next message, once."""
+        if self._posted is not None:
+            return
+        head = torch.empty(_HEAD_WORDS, dtype=torch.int64)
+        outs = [] if self._last is None else self._last[1].empties()
+        self._posted = self._receive([(head, self._head_tag), *((out, self._tag) for out in outs)]), head, outs
+
+    def ready(self) -> bool:
+        """Whether what was posted came."""
+        self.post()
+        assert self._posted is not None
+        return self._posted[0].is_completed()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The next message, when it is here."""
+        self.post()
+        assert self._posted is not None
+        (work, head, outs), self._posted = self._posted, None
+        work.wait()
+        number, text_bytes = head.tolist()
+        if self._last is None or number != self._last[0]:
+            if text_bytes:
+                text = torch.empty(text_bytes, dtype=torch.uint8)
+                self._receive([(text, self._tag)]).wait()
+                self._known[number] = Signature.parse(text.numpy().tobytes())
+            self._last = number, self._known[number]
+            outs = self._last[1].empties()
+            self._receive([(out, self._tag) for out in outs]).wait()
+        return tuple(outs)
+
+    def _receive(self, parts: Sequence[tuple[Tensor, int]]) -> Work:
+        def launch(to: Transport) -> Started:
+            works = [to.recv(_some(part), self._peer, tag).works for part, tag in parts]
+            return Started([work for one in works for work in one])
+
+        return self._call.start(parts[-1][0] if parts else torch.empty(0), True, launch, peer=self._peer)
+
+
+def _some(tensor: Tensor) -> Tensor:
+    return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8)

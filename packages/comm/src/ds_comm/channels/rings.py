@@ -1,0 +1,132 @@
+"""How the two ends of a ring find each other: the sender makes the memory with its first message and leaves a note of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ds_comm._torch import second_connection
+from ds_comm.call import Call
+from ds_comm.channels.ring import End, Plan, RingReceiver, RingSender, plan_ring
+from ds_comm.channels.signature import Signature
+from ds_comm.groups import Group
+from ds_comm.neighbours import Neighbour
+from ds_comm.recorder import current
+from ds_comm.work import Work
+from ds_ops.shm import Segment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Rings"]
+
+_POLL_S = 0.001
+
+
+class Rings:
+    """The rings of this rank. What is still to be sent on any of them is known to all."""
+
+    def __init__(self, group: Group, neighbours: Sequence[Neighbour], depth: int, timeout_s: float) -> None:
+        self.group, self.depth, self.timeout_s = group, depth, timeout_s
+        self._neighbours = neighbours
+        self._sending: list[RingSender] = []
+        order = group.channel
+        self._number = 0 if order is None else order.mark  # the same on all ranks, another one for the next Rings
+        self._store: Store | None = None
+        self.segments: list[Segment] = []
+
+    def sender(self, to: int, tag: int, unit: str) -> _LateSender:
+        """The filling end of a ring to rank `to`."""
+        return _LateSender(self, self._end("send", to, unit), tag)
+
+    def receiver(self, source: int, tag: int, unit: str) -> _LateReceiver:
+        """The other end of a ring that rank `source` fills."""
+        return _LateReceiver(self, self._end("recv", source, unit), tag)
+
+    def pids(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Process ids of two ranks of the group."""
+        return self._neighbours[sender].pid, self._neighbours[receiver].pid
+
+    def note(self, sender: int, receiver: int, tag: int) -> str:
+        """Where the sender of a channel tells of its memory."""
+        return f"channel/{self._number}/{sender}/{receiver}/{tag}"
+
+    @property
+    def store(self) -> Store:
+        """The group's store; a connection of our own."""
+        if self._store is None:
+            assert self.group.pg is not None
+            self._store = second_connection(self.group.pg)
+        return self._store
+
+    def close(self) -> None:
+        """Give the descriptors back. The memory goes with the last that has it mapped."""
+        for segment in self.segments:
+            segment.close()
+        self.segments.clear()
+
+    def _end(self, op: str, peer: int, unit: str) -> End:
+        return End(Call(op, self.group, unit), peer, self.timeout_s, self._sending)
+
+
+class _LateSender:
+    """Opens with the first message, whose size says how much memory is right."""
+
+    def __init__(self, rings: Rings, end: End, tag: int) -> None:
+        self._rings, self._end, self._tag = rings, end, tag
+        self._open: RingSender | None = None
+
+    def send(self, tensors: Sequence[Tensor]) -> Work:
+        """As `Sender.send`."""
+        if self._open is None:
+            self._open = self._make(Signature(Signature.key(tensors)).nbytes)
+        return self._open.send(tensors)
+
+    def _make(self, nbytes: int) -> RingSender:
+        rings, rank, peer = self._rings, self._rings.group.rank, self._end.peer
+        plan = plan_ring(nbytes, rings.depth)
+        segment = Segment(plan.nbytes)
+        rings.segments.append(segment)  # open for as long as the other may still come
+        made = RingSender(segment, plan, rings.pids(rank, peer), self._end)
+        rings.store.set(rings.note(rank, peer, self._tag), json.dumps([segment.token, plan.cells, plan.cell_bytes]))
+        return made
+
+
+class _LateReceiver:
+    """Opens when the sender has sent something."""
+
+    def __init__(self, rings: Rings, end: End, tag: int) -> None:
+        self._rings, self._end, self._tag = rings, end, tag
+        self._open: RingReceiver | None = None
+
+    def post(self) -> None:
+        """Nothing is to be prepared."""
+
+    def ready(self) -> bool:
+        """Whether something came."""
+        return (self._open is not None or self._rings.store.check([self._note])) and self._opened().ready()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The next message, when it is here."""
+        return (self._open or self._opened()).take()
+
+    @property
+    def _note(self) -> str:
+        return self._rings.note(self._end.peer, self._rings.group.rank, self._tag)
+
+    def _opened(self) -> RingReceiver:
+        if self._open is None:
+            rings, store, note = self._rings, self._rings.store, self._note
+            slot = self._end.begin(None)
+            self._end.wait_for(lambda: store.check([note]), lambda: time.sleep(_POLL_S), slot)
+            current().ended(slot)
+            token, cells, cell_bytes = json.loads(store.get(note))
+            plan = Plan(int(cells), int(cell_bytes))
+            segment = Segment.attach(token, plan.nbytes)
+            self._open = RingReceiver(segment, plan, rings.pids(self._end.peer, rings.group.rank), self._end)
+            segment.close()
+        return self._open

@@ -1,0 +1,97 @@
+"""What a message looks like: dtypes and shapes, told once, and where each byte of it goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import CommError
+
+__all__ = ["Leaf", "Piece", "Signature"]
+
+Leaf = tuple[torch.dtype, torch.Size]
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, stop) of leaf `leaf`, at byte `place` of a cell."""
+
+    leaf: int
+    start: int
+    stop: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Signature:
+    """dtype and shape of each tensor of a message. The leaves lie one after the other, aligned to 64 bytes."""
+
+    leaves: tuple[Leaf, ...]
+
+    @staticmethod
+    def key(tensors: Sequence[Tensor]) -> tuple[Leaf, ...]:
+        """What messages that look alike have in common."""
+        return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each leaf."""
+        return [shape.numel() * dtype.itemsize for dtype, shape in self.leaves]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each leaf begins."""
+        found, at = [], 0
+        for size in self.sizes:
+            found.append(at)
+            at += -(-size // _ALIGNED) * _ALIGNED
+        return found
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.starts[-1] + self.sizes[-1] if self.leaves else 0
+
+    def empties(self, device: torch.device | None = None) -> list[Tensor]:
+        """Tensors that look so."""
+        return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.leaves]
+
+    def cells(self, cell_bytes: int) -> list[list[Piece]]:
+        """What lies in each cell of a message cut into cells; one cell at least."""
+        return [list(self._pieces(at, at + cell_bytes)) for at in range(0, max(self.nbytes, 1), cell_bytes)]
+
+    def _pieces(self, first: int, last: int) -> Iterator[Piece]:
+        for leaf, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            low, high = max(start, first), min(start + size, last)
+            if low < high:
+                yield Piece(leaf, low - start, high - start, low - first)
+
+    def text(self) -> bytes:
+        """As it is told to the other rank."""
+        leaves = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in self.leaves]
+        return json.dumps(leaves, separators=(",", ":")).encode()
+
+    @staticmethod
+    def parse(text: bytes) -> Signature:
+        """What the other rank told.
+
+        Raises:
+            CommError: it is none ("comm-metadata").
+        """
+        try:
+            found = [(getattr(torch, name), torch.Size(shape)) for name, shape in json.loads(text)]
+            if not all(isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0 for dtype, shape in found):
+                raise TypeError("no dtype, or a negative size")
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CommError(
+                f"another rank told a signature that is none: {text[:80]!r} ({error})",
+                code="comm-metadata",
+                fix="See whether all ranks run one version of the packages.",
+            ) from error
+        return Signature(tuple(found))
