@@ -4,13 +4,18 @@
     0F0 0B0 0F1 0B1 0F2 0B2*
 
 Order of the files: actions, costs and placement; the generator (`listing`), its schedules by name (`programs`) and the clock
-they are compared by (`timing`); passes, verify, runner. None of these needs torch or a process group.
+they are compared by (`timing`); passes, verify, runner: none of these needs torch or a process group. Then models: partition,
+layers and module cut them, a stage runs one part of one, links carry values between them, the executor runs a rank's program.
 """
 
 from ds_pipe.actions import Action, Op, Program
+from ds_pipe.api import Pipeline, pipeline, split_batch
 from ds_pipe.costs import Costs
+from ds_pipe.layers import LayerSpec, TiedLayerSpec
+from ds_pipe.module import PipelineModule
 from ds_pipe.passes import add_comms, add_gathers, add_reduces, mark_reduce
 from ds_pipe.placement import looped, vee
+from ds_pipe.profile import profile_layers
 from ds_pipe.programs import (
     SCHEDULES,
     accumulation,
@@ -26,8 +31,17 @@ from ds_pipe.programs import (
     zb_h2,
     zbv,
 )
+from ds_pipe.reduction import clip_grad_norm, global_norm
 from ds_pipe.runner import Handler, run
+from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.timing import Timing, simulate
+from ds_pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    Places,
+    ProcessTopology,
+)
 from ds_pipe.verify import Report, ScheduleError, verify
 
 __all__ = [
@@ -35,16 +49,29 @@ __all__ = [
     "Action",
     "Costs",
     "Handler",
+    "LayerSpec",
     "Op",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "Pipeline",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "Places",
+    "ProcessTopology",
     "Program",
     "Report",
     "ScheduleError",
+    "StagedModel",
+    "Tie",
+    "TiedLayerSpec",
     "Timing",
     "accumulation",
     "add_comms",
     "add_gathers",
     "add_reduces",
+    "clip_grad_norm",
     "dualpipe_v",
+    "global_norm",
     "gpipe",
     "inference",
     "interleaved",
@@ -53,9 +80,12 @@ __all__ = [
     "make_program",
     "mark_reduce",
     "one_f_one_b",
+    "pipeline",
     "placement_of",
+    "profile_layers",
     "run",
     "simulate",
+    "split_batch",
     "vee",
     "verify",
     "zb_h1",

@@ -1,0 +1,171 @@
+"""The verb to start with: `pipeline(model, ...)` gives a function that runs one step's forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_comm
+from ds_config.errors import PlanError
+from ds_pipe.actions import Op, Program
+from ds_pipe.costs import Costs
+from ds_pipe.executor import Executor, Feed, Reduction
+from ds_pipe.module import PipelineModule
+from ds_pipe.passes import add_comms, mark_reduce
+from ds_pipe.programs import inference, listed, make_program
+from ds_pipe.reduction import PlainReduction
+from ds_pipe.staged import StagedModel
+from ds_pipe.verify import verify
+
+__all__ = ["Pipeline", "pipeline", "split_batch"]
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels of a microbatch: a pair as it is; a dict with `labels` is its own inputs.
+
+    Raises:
+        PlanError: it is neither ("pipe-batch").
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return dict(batch), batch["labels"]
+    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list, dict)) else "")
+    raise PlanError(
+        f"a microbatch is {what}",
+        code="pipe-batch",
+        fix="Yield (inputs, labels) or a dict with labels, or pass batch_fn, which makes a pair of what you yield.",
+    )
+
+
+class Pipeline:
+    """Steps of a model in stages. Made by `pipeline`.
+
+    Attributes:
+        model: The stages of this rank.
+        executor: Runs programs; `executor.timeline = []` makes it record when each action ran.
+        losses: Of the last step or evaluation by microbatch, this rank's data only; on the last stage's rank.
+    """
+
+    def __init__(self, model: StagedModel, make: Callable[[int], Program], microbatches: int, splits: bool) -> None:
+        self.model, self.microbatches = model, microbatches
+        self._make, self._programs = make, dict[tuple[int, bool], Program]()
+        device = next((p.device for p in model.module.parameters()), torch.device("cpu"))
+        self.executor = Executor(model, device, splits)
+        self.reduction: Reduction = PlainReduction(model)
+        self.losses = torch.zeros(0, dtype=torch.float64)
+        self.reduces_every_backward = False
+        self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
+
+    def program(self, microbatches: int | None = None) -> Program:
+        """What all ranks run in a step, verified."""
+        count, every = microbatches or self.microbatches, self.reduces_every_backward
+        if (count, every) not in self._programs:
+            program = add_comms(mark_reduce(self._make(count), every))
+            verify(program)
+            self._programs[count, every] = program
+        return self._programs[count, every]
+
+    def __call__(self, data: Iterable[Any] | Iterator[Any], microbatches: int | None = None) -> Tensor:
+        """Forwards and backwards of one step: afterwards gradients are in `.grad` of the rank's parameters, averaged.
+
+        Args:
+            data: Yields microbatches. Drawn from on the ranks of the first stage (inputs) and of the last (labels), which must
+                see the same ones; other ranks may pass anything.
+            microbatches: How many this step has, the same on all ranks; the number given at the start by default. A list is as
+                long as it is.
+        Returns:
+            Mean loss over microbatches and data, a float64 scalar, the same on all ranks.
+        Collective over the pipeline and its likes.
+        """
+        count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
+        self.executor.run(self.program(count), self._feed(data), self.reduction, {"weight": 1.0 / count})
+        return self._mean(count)
+
+    def evaluate(self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True) -> dict[int, Any]:
+        """Forwards only, without gradients and in evaluation mode. Returns outputs by microbatch, on the last stage's rank.
+
+        `mean_loss()` gives the loss afterwards.
+        """
+        count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
+        rank_of = self.model.rank_of
+        program = add_comms(inference(len(rank_of), count, rank_of))
+        training = self.model.module.training
+        self.model.module.eval()
+        try:
+            self.executor.evaluate(program, self._feed(data), with_loss)
+        finally:
+            self.model.module.train(training)
+        outputs, self._count = dict(self.executor.outputs), count
+        self.losses = self.executor.take_losses()
+        return outputs
+
+    def mean_loss(self) -> Tensor:
+        """Of the last `evaluate`. Collective over the pipeline and its likes."""
+        return self._shared(self._count)
+
+    def _feed(self, data: Iterable[Any]) -> Feed:
+        users = self.model.first + self.model.last
+        return Feed(iter(data if users else ()), self.batch_fn, users)
+
+    def _mean(self, count: int) -> Tensor:
+        self.losses = self.executor.take_losses()
+        return self._shared(count)
+
+    def _shared(self, count: int) -> Tensor:
+        total = self.losses.sum().reshape(1) if len(self.losses) else torch.zeros(1, dtype=torch.float64)
+        if self.model.last:
+            ds_comm.all_reduce(total, group=self.model.places.data, unit="pipe.loss")
+        return self.executor.share(total)[0] / (count * self.model.places.data.size)
+
+    def close(self) -> None:
+        """Take all hooks from the model."""
+        self.executor.close()
+
+
+def pipeline(
+    model: PipelineModule | StagedModel,
+    microbatches: int,
+    schedule: str | Callable[[int], Program] | None = None,
+    costs: Costs | None = None,
+    cap: float = float("inf"),
+) -> Pipeline:
+    """A step function for a model in stages.
+
+    Args:
+        model: Cut for this rank: a PipelineModule, or what `stages_of_decoder` and `stages_of_module` give.
+        microbatches: Of a step, where a call does not say.
+        schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was cut, or a function from the number of microbatches to a
+            program; by default what the PipelineModule was made for, else 1f1b.
+        costs: Measured times of all stages: the program is then made from them (`listed`), whatever `schedule` says.
+        cap: With `costs`, the activation memory a rank may hold.
+    Raises:
+        PlanError: the schedule needs another number of stages than the model was cut into ("pipe-schedule").
+        ScheduleError: the program cannot run.
+    """
+    staged = model.staged if isinstance(model, PipelineModule) else model
+    name = schedule or (model.schedule if isinstance(model, PipelineModule) else "1f1b")
+    ranks = staged.places.pipe.size
+    virtual = len(staged.rank_of) // ranks
+
+    def make(count: int) -> Program:
+        if costs is not None:
+            return listed(count, costs, staged.rank_of, cap)
+        program = name(count) if callable(name) else make_program(name, ranks, count, virtual)
+        owners = program.owners()
+        if tuple(owners.get(s, -1) for s in range(program.stages)) != staged.rank_of:
+            raise PlanError(
+                f"schedule {name if isinstance(name, str) else 'given'} has its stages on ranks "
+                f"{[owners[s] for s in range(program.stages)]}, the model was cut for {list(staged.rank_of)}",
+                code="pipe-schedule",
+                fix="Cut the model for it: PipelineModule(..., schedule=NAME).",
+            )
+        return program
+
+    splits = any(a.op is Op.INPUT_GRAD for row in make(microbatches).ranks for a in row)
+    made = Pipeline(staged, make, microbatches, splits)
+    made.program()
+    return made

@@ -1,0 +1,53 @@
+"""Ties: which ranks hold a parameter together, and equal values to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+import ds_comm
+from ds_comm import Group
+from ds_pipe.staged import Tie
+from ds_pipe.topology import Places
+
+__all__ = ["broadcast_ties", "tie"]
+
+
+def tie(places: Places, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]) -> tuple[Tie, ...]:
+    """Groups of the ranks that hold each tied parameter. Collective over the world.
+
+    Args:
+        holders: Of every tied parameter of the model, by name, the pipe indices of the ranks that hold it; the same on all ranks.
+        params: This rank's.
+    """
+    grid = places.topology.grid
+    others = [axis for axis in grid.axes if axis != "pipe"]
+    made: dict[tuple[int, ...], Group | None] = {}
+    ties: list[Tie] = []
+
+    def groups(ranks_of: Sequence[tuple[int, ...]], name: str) -> Group | None:
+        mine = None
+        for ranks in ranks_of:
+            if ranks not in made:
+                made[ranks] = ds_comm.new_group(ranks, name)
+            mine = made[ranks] or mine
+        return mine
+
+    for name in sorted(holders):
+        stages = sorted(set(holders[name]))
+        if len(stages) < 2:
+            continue
+        chains = [tuple(r for r in ranks if grid.coordinate(r)["pipe"] in stages) for ranks in grid.groups("pipe")]
+        whole = grid.groups("pipe", "data") if "data" in others else chains
+        all_of = [tuple(r for r in ranks if grid.coordinate(r)["pipe"] in stages) for ranks in whole]
+        group, everyone = groups(chains, "tied"), groups(all_of, "tied")
+        if name in params and group is not None and everyone is not None:
+            ties.append(Tie(params[name], name, group, everyone))
+    return tuple(ties)
+
+
+def broadcast_ties(ties: Sequence[Tie]) -> None:
+    """Give every copy the values of the first one. Collective over the ties' groups."""
+    for one in ties:
+        ds_comm.broadcast(one.param.data, group=one.group, group_src=0, unit="tied")

@@ -1,0 +1,301 @@
+"""Runs a rank's program on its stages: one handler an action, values and gradients in small tables. It branches little: what happens
+when is in the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import ds_comm
+import ds_monitor
+from ds_config.errors import PlanError
+from ds_pipe.actions import Action, Op, Program
+from ds_pipe.pipes import PeerPipe
+from ds_pipe.stage import Stage
+from ds_pipe.staged import StagedModel
+from ds_pipe.timing import Span
+from ds_pipe.wire import Link, Signature
+
+__all__ = ["Executor", "Feed", "Reduction"]
+
+
+class Reduction(Protocol):
+    """How gradients of weights become one over the ranks that hold them: the seat of data parallelism and ZeRO."""
+
+    def around(self, action: Action) -> AbstractContextManager[None]:
+        """Entered around an action that adds to gradients of weights; `action.reduce` says whether they are reduced when it ends."""
+
+    def reduce(self, stage: int) -> None:
+        """Reduce the gradients of a stage now. Collective over the ranks that hold it."""
+
+    def gather(self, stage: int) -> None:
+        """Bring the stage's parameters together."""
+
+    def release(self, stage: int) -> None:
+        """Give them back."""
+
+    def finish(self) -> None:
+        """All actions of a step are done."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as it is differentiated (loss scaling)."""
+
+
+@dataclass(slots=True)
+class Feed:
+    """Microbatches of one step, drawn when first needed and dropped when last.
+
+    Attributes:
+        source: Yields microbatches.
+        split: A microbatch's inputs and labels.
+        users: How many stages of this rank need each: the first for inputs, the last for labels.
+    """
+
+    source: Iterator[Any]
+    split: Callable[[Any], tuple[Any, Any]]
+    users: int
+    _next: int = 0
+    _held: dict[int, list[Any]] = field(default_factory=dict)
+
+    def take(self, microbatch: int, what: int) -> Any:
+        """Inputs (0) or labels (1) of a microbatch."""
+        while self._next <= microbatch:
+            try:
+                drawn = next(self.source)
+            except StopIteration:
+                raise PlanError(
+                    f"the data ended before microbatch {microbatch} of the step",
+                    code="pipe-data",
+                    fix="Give an iterator of at least as many microbatches as a step has, on the first and the last stage.",
+                ) from None
+            self._held[self._next] = [*self.split(drawn), self.users]
+            self._next += 1
+        held = self._held[microbatch]
+        held[2] -= 1
+        if held[2] <= 0:
+            del self._held[microbatch]
+        return held[what]
+
+
+class Executor:
+    """One rank of one pipeline.
+
+    Args:
+        model: The stages of this rank.
+        device: Of the model.
+        splits: Whether programs may split backwards.
+    """
+
+    def __init__(self, model: StagedModel, device: torch.device, splits: bool) -> None:
+        self.model, self.device = model, device
+        self.stages = {s: Stage(s, part, splits) for s, part in model.parts.items()}
+        for s, part in model.parts.items():
+            if hasattr(part, "backwards"):  # it can compute activations again, and wants to know for what
+                setattr(part, "backwards", self.stages[s].backwards)  # noqa: B010
+        self._links: dict[tuple[int, int], Link] = {}
+        self.timeline: list[Span] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._values: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> its input
+        self._grads: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its output
+        self._sent: dict[tuple[int, int], tuple[Any, Signature | None]] = {}  # -> its output, while it is to be sent
+        self._shapes: dict[tuple[int, int], Signature] = {}  # -> of its output (sender) for the gradient to come
+        self._given: dict[tuple[int, int], Signature] = {}  # -> of its input (receiver) for the gradient to send
+        self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+
+    def link(self, source: int, target: int) -> Link:
+        """The direction from one stage to a neighbour."""
+        if (source, target) not in self._links:
+            rank_of, group = self.model.rank_of, self.model.places.pipe
+            here = source if rank_of[source] == group.rank else target
+            peer = rank_of[target if here == source else source]
+            pipe = PeerPipe(group, peer, tag=2 * min(source, target) + (source > target))
+            self._links[source, target] = Link(f"stage {source} -> {target}", pipe, self.device)
+        return self._links[source, target]
+
+    # ---- a step
+
+    def run(self, program: Program, feed: Feed, reduction: Reduction, finish: Mapping[str, Any]) -> None:
+        """Run this rank's row of a training program.
+
+        Args:
+            finish: `weight`: what each loss is multiplied by for its gradient (1 / microbatches).
+        """
+        self._feed, self._reduction, self._weight = feed, reduction, float(finish["weight"])
+        handlers = self._handlers()
+        timeline = self.timeline
+        try:
+            for action in program.ranks[self.model.places.pipe.rank]:
+                begin = time.perf_counter() if timeline is not None else 0.0
+                with ds_monitor.span(f"pipe.{action.op.name.lower()}"):
+                    handlers[action.op](action)
+                if timeline is not None:
+                    timeline.append((begin, time.perf_counter(), action))
+            reduction.finish()
+            for link in self._links.values():
+                link.flush()
+        except BaseException:
+            for stage in self.stages.values():
+                stage.forget()
+            self._reset()
+            raise
+
+    def _handlers(self) -> dict[Op, Callable[[Action], None]]:
+        return {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.INPUT_GRAD: self._backward,
+            Op.WEIGHT_GRAD: self._weight_grad,
+            Op.SEND_F: self._send_forward,
+            Op.RECV_F: self._recv_forward,
+            Op.SEND_B: self._send_backward,
+            Op.RECV_B: self._recv_backward,
+            Op.GATHER: lambda action: self._reduction.gather(action.stage),
+            Op.RELEASE: lambda action: self._reduction.release(action.stage),
+            Op.REDUCE: lambda action: self._reduction.reduce(action.stage),
+        }
+
+    def _forward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        value = self._feed.take(m, 0) if s == 0 else self._values.pop((s, m))
+        last = s + 1 == len(self.model.rank_of)
+        out = self.stages[s].forward(m, value, self._finish(m) if last else None)
+        if last:
+            return
+        if s + 1 in self.stages:
+            self._values[s + 1, m] = out
+        else:
+            self._sent[s, m] = (out, None)
+
+    def _finish(self, microbatch: int) -> Callable[[Any], Any]:
+        labels = self._feed.take(microbatch, 1)
+
+        def finish(out: Any) -> Any:
+            loss = out if self.model.loss is None else self.model.loss(out, labels)
+            self.losses[microbatch] = loss.detach()
+            return self._reduction.scale(loss * self._weight if self._weight != 1.0 else loss)
+
+        return finish
+
+    def _send_forward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        out, _ = self._sent.pop((s, m))
+        signature = self.link(s, s + 1).send(out)
+        if torch.is_grad_enabled():
+            self._shapes[s, m] = signature
+
+    def _recv_forward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        self._values[s, m], signature = self.link(s - 1, s).receive()
+        if torch.is_grad_enabled():
+            self._given[s, m] = signature
+
+    def _backward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        last = s + 1 == len(self.model.rank_of)
+        grads: list[Tensor | None] = [None] if last else self._grads.pop((s, m))
+        stage = self.stages[s]
+        if action.op is Op.INPUT_GRAD:
+            found = stage.input_grad(m, grads)
+        else:
+            with self._reduction.around(action):
+                found = stage.backward(m, grads)
+        if s == 0:
+            return
+        if s - 1 in self.stages:
+            self._grads[s - 1, m] = found
+        else:
+            self._back[s, m] = found
+
+    def _weight_grad(self, action: Action) -> None:
+        with self._reduction.around(action):
+            self.stages[action.stage].weight_grad(action.microbatch)
+
+    def _send_backward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        self.link(s, s - 1).send_gradients(self._back.pop((s, m)), self._given.pop((s, m)))
+
+    def _recv_backward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        found = self.link(s + 1, s).receive_gradients(self._shapes.pop((s, m)))
+        self._grads[s, m] = list(found)
+
+    # ---- evaluation
+
+    @torch.no_grad()
+    def evaluate(self, program: Program, feed: Feed, with_loss: bool) -> None:
+        """Run forwards only; leaves `losses` and `outputs` on the rank of the last stage."""
+        self._feed = feed
+        last = len(self.model.rank_of) - 1
+        for action in program.ranks[self.model.places.pipe.rank]:
+            s, m = action.stage, action.microbatch
+            if action.op is Op.SEND_F:
+                self._send_forward(action)
+            elif action.op is Op.RECV_F:
+                self._recv_forward(action)
+            else:
+                value = feed.take(m, 0) if s == 0 else self._values.pop((s, m))
+                out = self.stages[s].forward(m, value)
+                if s == last:
+                    labels = feed.take(m, 1)
+                    self.outputs[m] = out
+                    if with_loss:
+                        self.losses[m] = out if self.model.loss is None else self.model.loss(out, labels)
+                elif s + 1 in self.stages:
+                    self._values[s + 1, m] = out
+                else:
+                    self._sent[s, m] = (out, None)
+        for link in self._links.values():
+            link.flush()
+
+    # ---- the loss, everywhere
+
+    def share(self, numbers: Tensor) -> Tensor:
+        """What the rank of the last stage has, on all ranks of the pipeline. Collective over it."""
+        group = self.model.places.pipe
+        ds_comm.broadcast(numbers, group=group, group_src=self.model.rank_of[-1], unit="pipe.loss")
+        return numbers
+
+    def take_losses(self) -> Tensor:
+        """The losses of the step by microbatch, float64; of a rank without the last stage zeros. Clears them."""
+        losses = [self.losses[m].double().reshape(()) for m in sorted(self.losses)]
+        self._reset()
+        return torch.stack(losses).cpu() if losses else torch.zeros(0, dtype=torch.float64)
+
+    def close(self) -> None:
+        """Take all hooks from the model."""
+        for stage in self.stages.values():
+            stage.close()
+
+
+class NoReduction:
+    """One rank holds each stage: nothing to reduce."""
+
+    def around(self, action: Action) -> AbstractContextManager[None]:
+        del action
+        return nullcontext()
+
+    def reduce(self, stage: int) -> None:
+        """Nothing."""
+
+    def gather(self, stage: int) -> None:
+        """Nothing."""
+
+    def release(self, stage: int) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """As it is."""
+        return loss

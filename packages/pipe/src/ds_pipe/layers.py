@@ -1,0 +1,84 @@
+"""Layers that are described before they are built, so that a rank builds only its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_config.errors import PlanError
+
+__all__ = ["LayerSpec", "TiedLayerSpec", "class_name", "parameters_of"]
+
+
+class LayerSpec:
+    """A layer to be built: a module class and the arguments of its constructor.
+
+    Args:
+        typename: A subclass of nn.Module.
+        module_args, module_kwargs: Of its constructor.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise PlanError(
+                f"LayerSpec({typename!r}): not a module class",
+                code="pipe-layer",
+                fix="Give a subclass of nn.Module and its arguments; a function goes into the list as it is.",
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Make the module. `log` prints what is made."""
+        if log:
+            print(f"building {self!r}")
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        words = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *words])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose parameters are those of all other layers with the same key, on whatever stage.
+
+    Args:
+        key: What the layers have in common.
+        forward_fn: `forward_fn(module, x)` instead of `module(x)`, for another use of the same weights.
+        tied_weight_attr: The parameters that are the same, as attribute paths; others of the layer are its own copy, which is equal
+            at the start and may part.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+def class_name(layer: object) -> str:
+    """What `type:` patterns are matched against."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def parameters_of(layer: object) -> int:
+    """Elements of the layer's trained parameters. A spec is built on the meta device for it, which allocates nothing."""
+    if isinstance(layer, LayerSpec):
+        state = torch.get_rng_state()
+        with torch.device("meta"):
+            layer = layer.build()
+        torch.set_rng_state(state)
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad)

@@ -1,0 +1,312 @@
+"""`PipelineModule`: a list of layers, cut into stages, of which a rank builds its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import ds_comm
+from ds_config.errors import PlanError, UnsupportedError
+from ds_pipe.building import broadcast_ties, tie
+from ds_pipe.layers import LayerSpec, TiedLayerSpec, class_name, parameters_of
+from ds_pipe.partition import balanced, matching, uniform
+from ds_pipe.profile import profile_layers
+from ds_pipe.programs import placement_of
+from ds_pipe.recompute import Backwards, checkpointed
+from ds_pipe.staged import StagedModel
+from ds_pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, Places, ProcessTopology
+
+__all__ = ["PipelineModule"]
+
+
+class PipelineModule(nn.Module):
+    """A model given as a list of layers, of which this rank holds its stages.
+
+    Layers are LayerSpec, TiedLayerSpec, modules, or functions of one value; each is called with what the one before it returned.
+    Modules are named by their place in the list ("3.weight"), tied ones by their key ("tied_modules.embed.weight"), so that
+    names do not depend on the number of stages.
+
+    Args:
+        layers: The whole model, the same on every rank.
+        num_stages: Ranks of one pipeline; must divide the world size. Or give `topology`.
+        topology: Ranks by axes, one of which is `pipe`.
+        loss_fn: `loss_fn(outputs, labels)`; without it the last layer's output is the loss.
+        seed_layers: Seed every layer's construction with `base_seed` + its index, and its forwards by that and the microbatch.
+        seed_fn: Instead of `torch.manual_seed`.
+        partition_method: `parameters` (balanced), `uniform`, `type:REGEX` (balances layers whose class name matches), `profile`
+            (balances measured times), or a list of times of every layer (`profile_layers` gives one).
+        activation_checkpoint_interval: Keep only the input of every so many layers and compute the rest again; 0 keeps all.
+        activation_checkpoint_func: `func(run, *inputs)` instead of our own.
+        checkpointable_layers: Class names; only segments made of these are checkpointed. By default those with parameters.
+        dynamic_shape: Shapes may always change here; the argument is there for those who pass it.
+        schedule: Decides how many stages a rank has: any name `ds_pipe.placement_of` knows.
+        virtual: Stages a rank, for `interleaved`.
+        sample: Inputs of a microbatch, for `profile`.
+    Raises:
+        PlanError: fewer layers than stages ("pipe-layers"), ranks that do not fit ("pipe-topology"), an unknown partition
+            ("pipe-partition").
+    Collective over the world.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[float] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        schedule: str = "1f1b",
+        virtual: int = 2,
+        sample: Any = None,
+    ) -> None:
+        super().__init__()
+        del dynamic_shape
+        self.specs, self.loss_fn, self.seed_layers, self.base_seed = list(layers), loss_fn, seed_layers, base_seed
+        self._seed = seed_fn or torch.manual_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
+        self.micro_offset = 0
+        self.places = Places.build(topology or _plain(num_stages))
+        self.schedule, self.virtual = schedule, virtual
+        self.num_stages = self.places.pipe.size
+        self.rank_of = placement_of(schedule, self.num_stages, virtual)
+        if partition_method == "profile":
+            partition_method = profile_layers(self.specs, _given(sample))
+        self.parts = self._partition(partition_method, len(self.rank_of))
+        self._mpu = PipelineParallelGrid(self.places)
+        self.stage_id = self.places.pipe.rank
+        self.tied_modules = nn.ModuleDict()
+        self._uses: dict[int, Callable[[Any], Any]] = {}
+        self._build()
+        self._staged = self._stages()
+
+    # ---- who has what
+
+    def _partition(self, method: str | Sequence[float], parts: int) -> tuple[int, ...]:
+        if not isinstance(method, str):
+            return balanced(list(method), parts)
+        kind = method.lower()
+        if kind == "uniform":
+            return uniform(len(self.specs), parts)
+        if kind == "parameters":
+            return balanced([parameters_of(layer) for layer in self.specs], parts)
+        if kind.startswith("type:"):
+            return balanced(matching([class_name(layer) for layer in self.specs], method[5:]), parts)
+        raise PlanError(
+            f"partition_method {method!r} is not known",
+            code="pipe-partition",
+            fix="Use parameters, uniform, type:REGEX, profile, or a list with the time of every layer.",
+        )
+
+    def partitions(self) -> tuple[int, ...]:
+        """The bounds of the stages: stage s has layers `[bounds[s], bounds[s + 1])`."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer."""
+        found = [s for s in range(len(self.rank_of)) if self.parts[s] <= layer_idx < self.parts[s + 1]]
+        if not found:
+            raise PlanError(
+                f"layer {layer_idx} of a model of {len(self.specs)} layers",
+                code="pipe-layers",
+                fix=f"Ask for 0 to {len(self.specs) - 1}.",
+            )
+        return found[0]
+
+    def topology(self) -> ProcessTopology:
+        return self.places.topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The groups of this rank, by the names of Megatron's mpu."""
+        return self._mpu
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    # ---- building
+
+    @property
+    def _own(self) -> list[int]:
+        mine = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
+        return [i for s in mine for i in range(self.parts[s], self.parts[s + 1])]
+
+    def _build(self) -> None:
+        for index in self._own:
+            layer = self.specs[index]
+            if self.seed_layers:
+                self._seed(self.base_seed + index)
+            if isinstance(layer, PipelineModule):
+                raise UnsupportedError(
+                    f"layer {index} is itself a PipelineModule", code="pipe-layer", fix="Put its layers into the list."
+                )
+            if isinstance(layer, TiedLayerSpec):
+                if layer.key not in self.tied_modules:
+                    self.tied_modules[layer.key] = layer.build()
+                module = self.tied_modules[layer.key]
+                self._uses[index] = module if layer.forward_fn is None else partial(layer.forward_fn, module)
+            elif isinstance(layer, (LayerSpec, nn.Module)):
+                built = layer.build() if isinstance(layer, LayerSpec) else layer
+                self.add_module(str(index), built)
+                self._uses[index] = built
+            elif callable(layer):
+                self._uses[index] = layer
+            else:
+                raise PlanError(
+                    f"layer {index} is a {type(layer).__name__}",
+                    code="pipe-layer",
+                    fix="Give LayerSpec, TiedLayerSpec, modules, or functions of one value.",
+                )
+
+    def _stages(self) -> StagedModel:
+        mine = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
+        parts = {s: _Part(self, range(self.parts[s], self.parts[s + 1])) for s in mine}
+        holders: dict[str, list[int]] = {}
+        names: dict[str, str] = {}
+        for index, layer in enumerate(self.specs):
+            if isinstance(layer, TiedLayerSpec):
+                for path in layer.tied_weight_attr:
+                    holders.setdefault(f"tied_modules.{layer.key}.{path}", []).append(
+                        self.rank_of[self.stage_owner(index)]
+                    )
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name in own:
+            if name.startswith("tied_modules.") and name not in holders:
+                # Not tied: every rank that holds the layer has its own.
+                key = name.split(".")[1]
+                first = min(i for i, s in enumerate(self.specs) if isinstance(s, TiedLayerSpec) and s.key == key)
+                if first not in self._uses:
+                    mine_first = min(i for i in self._uses if getattr(self.specs[i], "key", None) == key)
+                    names[name] = f"{mine_first}.{name.split('.', 2)[2]}"
+        missing = [name for name in holders if name.split(".")[1] in self.tied_modules and name not in own]
+        if missing:
+            raise PlanError(
+                f"tied layers have no parameter {', '.join(missing)}",
+                code="pipe-tied",
+                fix="Name the attribute path of the parameter in tied_weight_attr.",
+            )
+        ties = tie(self.places, holders, {name: own[name] for name in holders if name in own})
+        broadcast_ties(ties)
+        return StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
+
+    @property
+    def staged(self) -> StagedModel:
+        """The stages of this rank, for `ds_pipe.pipeline`."""
+        return self._staged
+
+    # ---- use
+
+    def forward(self, value: Any) -> Any:
+        """Run the layers of this rank, one after the other: the whole model where there is one stage."""
+        for part in self._staged.parts.values():
+            value = part(value)
+        return value
+
+    def run_layers(self, start: int, stop: int) -> Callable[[Any], Any]:
+        """A function that runs layers [start, stop) of this rank."""
+        offset = self.micro_offset
+
+        def run(value: Any) -> Any:
+            for index in range(start, stop):
+                if self.seed_layers:
+                    self._seed(self.base_seed * (offset + 1) + index)
+                value = self._uses[index](value)
+            return value
+
+        return run
+
+    def is_checkpointable(self, start: int, stop: int) -> bool:
+        """Whether a segment of layers is one to compute again."""
+        layers = [self._uses[i] for i in range(start, stop)]
+        if self.checkpointable_layers is not None:
+            return all(class_name(self.specs[i]) in self.checkpointable_layers for i in range(start, stop))
+        modules = [getattr(use, "args", (use,))[0] if isinstance(use, partial) else use for use in layers]
+        return any(isinstance(m, nn.Module) and any(True for _ in m.parameters()) for m in modules)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Compute activations again every `interval` layers; 0: keep them."""
+        self.activation_checkpoint_interval = interval
+
+    def get_additional_losses(self) -> Mapping[str, Any] | None:
+        """Losses to report besides the main one; subclasses return a dict of tensors."""
+        return None
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The parameters that other stages hold, too, with the group that holds them."""
+        return [(one.param, one.group.pg) for one in self._staged.ties]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum the gradients of tied parameters over the stages that hold them. Collective over those."""
+        for one in self._staged.ties:
+            if one.param.grad is None:
+                one.param.grad = torch.zeros_like(one.param)
+            ds_comm.all_reduce(one.param.grad, group=one.group, unit="tied")
+
+
+class _Part(nn.Module):
+    """The layers of one stage, as one module: segments of them may be computed again in the backward."""
+
+    def __init__(self, owner: PipelineModule, layers: range) -> None:
+        super().__init__()
+        self._owner = [owner]  # in a list: it is not a submodule
+        self._layers = layers
+        self.backwards: Backwards | None = None  # the Stage that runs it says
+        for index in layers:
+            use = owner._uses[index]
+            module = use.args[0] if isinstance(use, partial) else use
+            if isinstance(module, nn.Module):
+                self.add_module(str(index), module)
+
+    def forward(self, value: Any) -> Any:
+        owner, every = self._owner[0], self._owner[0].activation_checkpoint_interval
+        bounds = [*range(self._layers.start, self._layers.stop, every or max(1, len(self._layers))), self._layers.stop]
+        for start, stop in itertools.pairwise(bounds):
+            run = owner.run_layers(start, stop)
+            again = every > 0 and torch.is_grad_enabled() and owner.is_checkpointable(start, stop)
+            if again and owner.activation_checkpoint_func is not None:
+                value = owner.activation_checkpoint_func(run, value)
+            elif again and self.backwards is not None:
+                value = checkpointed(run, value, self.backwards)
+            else:
+                value = run(value)
+        if self._layers.start == owner.parts[self._stage]:
+            owner.micro_offset += 1 if self._stage == min(owner.staged.parts) else 0
+        return value
+
+    @property
+    def _stage(self) -> int:
+        return self._owner[0].stage_owner(self._layers.start)
+
+
+def _given(sample: Any) -> Any:
+    if sample is None:
+        raise PlanError(
+            "partition_method profile was given no sample",
+            code="pipe-partition",
+            fix="Pass sample=, the inputs of a microbatch; every layer is run on what the one before it makes of them.",
+        )
+    return sample
+
+
+def _plain(num_stages: int | None) -> PipeDataParallelTopology:
+    world = ds_comm.world_group().size
+    if num_stages is None or num_stages < 1 or world % num_stages:
+        raise PlanError(
+            f"num_stages {num_stages} does not divide a world of {world} ranks",
+            code="pipe-topology",
+            fix="Give num_stages that divides the world size, or a topology.",
+        )
+    return PipeDataParallelTopology(num_stages, world // num_stages)

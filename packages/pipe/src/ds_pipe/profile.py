@@ -1,0 +1,68 @@
+"""How long every layer takes, measured: what `partition_method="profile"` balances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ds_comm
+from ds_pipe.layers import LayerSpec, TiedLayerSpec
+
+__all__ = ["profile_layers"]
+
+
+def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 3) -> list[float]:
+    """Seconds of forward and backward of every layer, the same on all ranks (those of rank 0).
+
+    One layer at a time is built and run on what the layer before it returned, so the whole model never exists at once.
+
+    Args:
+        layers: As PipelineModule takes them.
+        sample: The inputs of a microbatch.
+        repeats: Runs of each; the median counts, the first is thrown away.
+    Collective over the world: rank 0 measures, the others wait. Random numbers are left as they were.
+    """
+    seconds = torch.zeros(len(layers), dtype=torch.float64)
+    if ds_comm.world_group().rank == 0:
+        state = torch.get_rng_state()
+        for index, layer in enumerate(layers):
+            seconds[index], sample = _measure(_use(layer), sample, repeats)
+        torch.set_rng_state(state)
+    ds_comm.broadcast(seconds, group=ds_comm.world_group(), group_src=0, unit="profile")
+    return [float(s) for s in seconds]
+
+
+def _use(layer: Any) -> Any:
+    module = layer.build() if isinstance(layer, LayerSpec) else layer
+    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+        return partial(layer.forward_fn, module)
+    return module
+
+
+def _measure(use: Any, value: Any, repeats: int) -> tuple[float, Any]:
+    times, out = [], value
+    for _ in range(repeats + 1):
+        given = tree_map(_leaf, value)
+        begin = time.perf_counter()
+        out = use(given)
+        ends = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        times.append(time.perf_counter() - begin)
+    module = use.args[0] if isinstance(use, partial) else use
+    if isinstance(module, nn.Module):
+        module.zero_grad()
+    return median(times[1:]), tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().requires_grad_(True)
+    return leaf

@@ -1,0 +1,104 @@
+"""Data parallelism without ZeRO: gradients are averaged over the ranks that hold a stage, when the program says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+import ds_comm
+from ds_comm import Group
+from ds_pipe.actions import Action
+from ds_pipe.staged import StagedModel
+
+__all__ = ["PlainReduction", "clip_grad_norm", "global_norm"]
+
+
+class PlainReduction:
+    """Averages `.grad` of every stage over `places.data` when its last backward ends, and sums tied ones over their stages."""
+
+    def __init__(self, model: StagedModel) -> None:
+        self._model = model
+        tied = {id(one.param) for one in model.ties}
+        seen: set[int] = set()
+        self._params: dict[int, list[torch.nn.Parameter]] = {}
+        for stage, part in model.parts.items():
+            own = [p for p in part.parameters() if p.requires_grad and id(p) not in tied | seen]
+            seen |= {id(p) for p in own}
+            self._params[stage] = own
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Reduce after the action if it says so."""
+        yield
+        if action.reduce:
+            self.reduce(action.stage)
+
+    def reduce(self, stage: int) -> None:
+        """Average the stage's gradients. Collective over `places.data`."""
+        _average(self._params[stage], self._model.places.data, self._model.places.data.size)
+
+    def gather(self, stage: int) -> None:
+        """Parameters are whole."""
+
+    def release(self, stage: int) -> None:
+        """They stay."""
+
+    def finish(self) -> None:
+        """Tied gradients: summed over stages, averaged over data. Collective over the ranks that hold them."""
+        for one in self._model.ties:
+            _average([one.param], one.everyone, one.everyone.size // one.group.size)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """As it is."""
+        return loss
+
+
+def _average(params: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:
+    if group.size == 1 or not params:
+        return
+    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    for members in by_dtype.values():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        ds_comm.all_reduce(flat, group=group, unit="pipe.gradients")
+        if divisor > 1:
+            flat /= divisor
+        at = 0
+        for param, grad in zip(members, grads, strict=True):
+            param.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
+            at += grad.numel()
+
+
+def global_norm(model: StagedModel) -> Tensor:
+    """The 2-norm of all gradients of the whole model, after a step's backwards; a tied parameter counts once.
+
+    Returns a float64 scalar on the host, the same on all ranks of the pipeline. Collective over `places.model`.
+    """
+    counted = {id(one.param) for one in model.ties if one.group.rank != 0}
+    squares = [
+        torch.linalg.vector_norm(p.grad, dtype=torch.float64).square().cpu()
+        for p in model.module.parameters()
+        if p.grad is not None and id(p) not in counted
+    ]
+    total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
+    ds_comm.all_reduce(total, group=model.places.pipe, unit="pipe.norm")
+    return total.sqrt()[0]
+
+
+def clip_grad_norm(model: StagedModel, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before.
+
+    Collective over the pipeline.
+    """
+    norm = global_norm(model)
+    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    if factor < 1.0:
+        for param in model.module.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+    return norm

@@ -1,0 +1,122 @@
+"""One stage at work: forwards and backwards of several microbatches in flight. Knows no rank, no schedule, no transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ds_pipe.recompute import Backwards, Mode
+from ds_pipe.splitting import Capture, Job, Recorder, run_jobs, split_backward
+
+__all__ = ["Stage"]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and the end of its backward."""
+
+    inputs: list[Tensor]  # leaves of the input that require gradients
+    outputs: list[Tensor]  # leaves of the output with a graph
+    capture: Capture | None
+
+
+class Stage:
+    """Runs a module on microbatches.
+
+    Args:
+        index: Number of the stage.
+        module: Takes one value (any pytree) and returns one.
+        splits: Whether backwards may come in two.
+    """
+
+    def __init__(self, index: int, module: nn.Module, splits: bool) -> None:
+        self.index, self.module, self.splits = index, module, splits
+        self._recorder = Recorder(module)
+        self.backwards = Backwards(self._recorder)
+        self._flights: dict[int, _Flight] = {}
+        self._jobs: dict[int, list[Job]] = {}
+
+    def forward(self, microbatch: int, value: Any, finish: Callable[[Any], Any] | None = None) -> Any:
+        """Run the module and keep what the backward needs.
+
+        Args:
+            value: Tensors that require gradients are cut from their graph: their gradients are what the backward returns.
+            finish: Applied to the output inside the graph (the loss).
+        """
+        if not torch.is_grad_enabled():
+            out = self.module(value)
+            return out if finish is None else finish(out)
+        leaves, spec = tree_flatten(value)
+        leaves = [_cut(leaf) for leaf in leaves]
+        capture = Capture() if self.splits else None
+        with self._recorder.into(capture):
+            out = self.module(tree_unflatten(leaves, spec))
+            if finish is not None:
+                out = finish(out)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._flights[microbatch] = _Flight(inputs, outputs, capture)
+        return out
+
+    def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The whole backward: adds the weights' gradients, returns those of the inputs that require them, in order.
+
+        Args:
+            grads: Of the outputs that require gradients, in order; None: of a scalar, that is 1; or unused downstream.
+        """
+        flight = self._flights.pop(microbatch)
+        outputs, given = _matched(flight.outputs, grads)
+        if outputs:
+            with self.backwards.running(Mode.WHOLE):
+                torch.autograd.backward(outputs, given)
+        found = [leaf.grad for leaf in flight.inputs]
+        for leaf in flight.inputs:
+            leaf.grad = None
+        return found
+
+    def input_grad(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The first half: the gradients of the inputs."""
+        flight = self._flights.pop(microbatch)
+        if flight.capture is None:
+            raise RuntimeError("a stage that does not split was asked for an input gradient")
+        outputs, given = _matched(flight.outputs, grads)
+        if not outputs:
+            self._jobs[microbatch] = []
+            return [None] * len(flight.inputs)
+        ones = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, given, strict=True)]
+        with self.backwards.running(Mode.INPUT) as inner:
+            found, jobs = split_backward(outputs, ones, flight.inputs, flight.capture)
+        self._jobs[microbatch] = [*inner, *jobs]
+        return found
+
+    def weight_grad(self, microbatch: int) -> None:
+        """The second half: adds the weights' gradients, and frees what the microbatch held."""
+        with self.backwards.running(Mode.THROUGH):
+            run_jobs(self._jobs.pop(microbatch))
+
+    def forget(self) -> None:
+        """Drop every microbatch in flight."""
+        self._flights.clear()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Take the hooks from the module."""
+        self.forget()
+        self._recorder.close()
+
+
+def _cut(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return leaf.detach().requires_grad_(True)
+    return leaf
+
+
+def _matched(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs with their gradients; without those that nobody used, unless it is the loss."""
+    pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None or t.numel() == 1]
+    return [t for t, _ in pairs], [g for _, g in pairs]

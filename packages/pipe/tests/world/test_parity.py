@@ -1,0 +1,75 @@
+"""Pipelines give the loss and the gradients of one process: every schedule, model, accumulation and checkpointing."""
+
+import itertools
+import random
+
+import pytest
+import torch.distributed as dist
+
+from ds_testing import world
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"]
+KINDS = ["plain", "tied", "skip"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@world(2)
+def test_two_stages(bench, schedule):
+    for kind, every, micros in zip(KINDS * 2, (0, 1, 2, 2, 0, 1), (2, 4, 5, 5, 2, 4), strict=True):
+        bench.check(kind, micros, schedule=schedule, activation_checkpoint_interval=every)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"])
+@world(4)
+def test_four_ranks(bench, schedule):
+    if schedule in ("1f1b", "zb-h1"):  # the others have more stages than this model has layers that differ
+        bench.check("tied", 9, schedule=schedule, steps=1)
+    bench.check("skip", 4, schedule=schedule, num_stages=2, steps=1)
+    bench.check("tied", 5, schedule=schedule, num_stages=2, steps=1, activation_checkpoint_interval=2)
+
+
+@world(2)
+def test_ragged_microbatches(bench):
+    for schedule, kind in itertools.product(("1f1b", "zbv"), KINDS):
+        bench.check(kind, 6, ragged=True, schedule=schedule)
+
+
+@world(4)
+def test_ragged_microbatches_over_two_pipelines(bench):
+    bench.check("tied", 5, ragged=True, schedule="zb-h1", num_stages=2)
+
+
+@world(1)
+def test_one_stage_is_the_plain_loop(bench):
+    for kind in KINDS:
+        bench.check(kind, 3)
+        bench.check(kind, 3, schedule="zbv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@world(2, timeout=600)
+def test_grid_of_two_stages(bench, schedule):
+    for kind, micros, every in itertools.product(KINDS, (2, 4, 5), (0, 1, 3)):
+        bench.check(kind, micros, schedule=schedule, activation_checkpoint_interval=every)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@world(4, timeout=600)
+def test_drawn_combinations(bench, seed):
+    rng = random.Random(seed)
+    for _ in range(25):
+        stages = rng.choice([1, 2, 4])
+        schedule = rng.choice(SCHEDULES if stages < 4 else ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zbv"])
+        bench.check(
+            rng.choice(KINDS),
+            rng.choice([1, stages, 2 * stages, 2 * stages + 1, 7]),
+            ragged=rng.random() < 0.4,
+            steps=1,
+            schedule=schedule,
+            num_stages=stages,
+            partition_method=rng.choice(["uniform", "parameters"]),
+            activation_checkpoint_interval=rng.choice([0, 0, 1, 2, 3]),
+        )
+    assert dist.get_world_size() == 4
