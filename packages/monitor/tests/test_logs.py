@@ -1,9 +1,10 @@
-"""The library says nothing until asked; then rank 0 says each thing once."""
+"""The library says what must be known, once and on rank 0; more when it is asked."""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,14 +25,42 @@ def _loggers_as_before() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def test_silent_by_default() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import ds_monitor, logging; logging.getLogger('ds_monitor.api').error('x')"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.stdout, done.stderr) == ("", "")
+SAYING = """
+import logging, sys
+from ds_monitor import tell
+log = logging.getLogger("ds_zero.somewhere")
+for _ in range(3):
+    log.info("detail")
+    log.warning("slow disk")
+log.error("lost")
+tell(log, "asked for")
+"""
+
+
+def stderr(code: str, **env: str) -> list[str]:
+    base = {key: value for key, value in os.environ.items() if key not in ("RANK", "PMI_RANK", "SLURM_PROCID")}
+    done = subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    return [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
+
+
+def test_a_job_that_configures_nothing_sees_warnings_once_and_what_it_asked_for() -> None:
+    assert stderr(SAYING) == ["slow disk", "lost", "asked for"]
+
+
+@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
+def test_other_ranks_of_such_a_job_write_errors_only(name: str) -> None:
+    assert stderr(SAYING, **{name: "3"}) == ["lost"]
+
+
+def test_a_job_that_configures_logging_gets_everything_there_and_only_there() -> None:
+    before = "import logging; logging.basicConfig(format='MINE] %(message)s', level=logging.WARNING)\n"
+    assert stderr(before + SAYING, RANK="3") == ["slow disk", "slow disk", "slow disk", "lost"]
+    assert stderr(before + SAYING) == ["slow disk", "slow disk", "slow disk", "lost", "asked for"]
+
+
+def test_a_process_without_standard_error_goes_on() -> None:
+    assert stderr("import sys; sys.stderr = None\n" + SAYING) == []
 
 
 def test_rank_0_shows_the_level_and_each_warning_once() -> None:

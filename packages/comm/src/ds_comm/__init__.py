@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from ds_comm import differentiable
 from ds_comm.collectives import (
     ReduceOp,
@@ -120,5 +118,3 @@ __all__ = [
     "twin_group",
     "world_group",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())

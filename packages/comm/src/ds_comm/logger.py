@@ -17,7 +17,7 @@ from ds_comm.config import CommsLoggerConfig
 from ds_comm.groups import GroupLike, as_group
 from ds_comm.objects import all_gather_object
 from ds_comm.work import time_device_operations
-from ds_monitor import Kind, Record
+from ds_monitor import Kind, Record, tell
 
 __all__ = ["CommsLogger", "SummaryRow", "trimmed_mean"]
 
@@ -69,10 +69,8 @@ class CommsLogger:
         self._latencies_s.setdefault((name, size, ranks), array("d")).append(record.value)
         if self.config.verbose:
             speed = bandwidth(op, record.attrs["nbytes"], ranks, record.value)
-            _log.info(
-                "%s[%s] %d bytes, %d ranks: %.3f ms, %.2f Gbps, bus %.2f Gbps",
-                *(op, unit, size, ranks, record.value * 1e3, speed.algorithm_gbps, speed.bus_gbps),
-            )
+            text = f"{op}[{unit}] {size} bytes, {ranks} ranks: {record.value * 1e3:.3f} ms"
+            tell(_log, f"{text}, {speed.algorithm_gbps:.2f} Gbps, bus {speed.bus_gbps:.2f} Gbps")
 
     def end_step(self, step: int) -> None:
         """Totals run over steps."""
@@ -99,7 +97,7 @@ class CommsLogger:
     def log_summary(self, show_straggler: bool = False, group: GroupLike = None) -> str:
         """Log the table and return it. With `show_straggler` all ranks of `group` call it together."""
         text = table(self.summary(self._fastest(group) if show_straggler else None))
-        _log.info("communication so far\n%s", text)
+        tell(_log, f"communication so far\n{text}")
         return text
 
     def as_dict(self, show_straggler: bool = False, group: GroupLike = None) -> dict[str, Any]:

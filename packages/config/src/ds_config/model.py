@@ -20,13 +20,14 @@ from pydantic.json_schema import JsonSchemaValue
 from ds_config.fields import said
 from ds_config.issues import shown
 from ds_config.migrate import migrate
+from ds_config.saying import speak
 from ds_config.shape import aliases, coerce, of_field, refuses_bool, retired
 
 __all__ = ["PREPARED", "StrictModel"]
 
 PREPARED = "ds_config: keys are migrated and values coerced"
 _log = logging.getLogger("ds_config")
-_log.addHandler(logging.NullHandler())
+speak("ds_config")
 
 
 class StrictModel(BaseModel):

@@ -10,7 +10,6 @@ Names are loaded when they are first used, so that `import ds_engine` costs noth
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,8 +65,6 @@ _HOMES = {
     "schedules": ("Scheduler",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> object:

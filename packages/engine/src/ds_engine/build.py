@@ -123,7 +123,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
-        _log.info("configuration:\n%s\nplan:\n%s", plan.config.model_dump_json(indent=1), plan)
+        ds_monitor.tell(_log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}")
     return Components(
         module=site.model,
         optimizer=site.optimizer,

@@ -38,7 +38,7 @@ from ds_engine.plan import Plan
 from ds_engine.planning import rebatched
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
-from ds_engine.telemetry import Telemetry
+from ds_engine.telemetry import Standing, Telemetry
 from ds_engine.transforms import Applied
 from ds_engine.uneven import Share
 from ds_parallel import ActivationCheckpointing
@@ -396,7 +396,7 @@ class Engine(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Momentum of each parameter group: its betas, or its momentum where it has no betas."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups("get_mom")]
+        return _momentum(self._groups("get_mom"))
 
     def set_mom(self, momentum: Any) -> None:
         """Set `betas` (a pair) or `momentum` (a number) of every parameter group that has it."""
@@ -608,8 +608,16 @@ class Engine(nn.Module):
             timings=self._telemetry.timings(),
             mean=totals.loss if totals else None,
         )
-        self._telemetry.step(result, counters.samples, counters.skipped)
+        loader = self.training_dataloader
+        epoch, momentum = (0 if loader is None else loader.epoch), _momentum(optimizer.param_groups)
+        self._telemetry.step(
+            result, Standing(counters.samples, counters.skipped, counters.micro_steps, epoch, momentum)
+        )
         return result
+
+
+def _momentum(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [group.get("betas", group.get("momentum")) for group in groups]
 
 
 @contextmanager

@@ -91,6 +91,7 @@ class Telling:
     Attributes:
         every: Log one line every so many steps; None is silent.
         phases: Time forward, backward and step.
+        breakdown: Tell those times.
         speed: Report samples per second.
         synchronize: Wait for the device where the speed is read.
         state: Log the plan at the start.
@@ -102,6 +103,7 @@ class Telling:
 
     every: int | None
     phases: bool
+    breakdown: bool
     speed: bool
     synchronize: bool
     state: bool

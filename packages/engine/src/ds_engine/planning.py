@@ -118,6 +118,7 @@ def _telling(config: Config) -> Telling:
     return Telling(
         every=config.steps_per_print,
         phases=config.wall_clock_breakdown or config.flops_profiler.enabled,
+        breakdown=config.wall_clock_breakdown,
         speed=throughput.enabled,
         synchronize=throughput.enabled and throughput.synchronized,
         state=config.dump_state,

@@ -1,12 +1,20 @@
-"""What an engine tells about its steps: gauges to the monitor's sinks, one log line now and then, times where asked for."""
+"""What an engine tells about its steps: gauges to the monitor's sinks, and lines on rank 0 where the configuration asks for them.
+
+Lines have the form that DeepSpeed's users know and parse:
+
+    [Rank 0] step=20, skipped=0, lr=[0.001], mom=[(0.9, 0.999)], loss=0.6931
+    [Rank 0] epoch=0/micro_step=40/global_step=20, RunningAvgSamplesPerSec=812.4, CurrSamplesPerSec=820.0, ...
+    [Rank 0] time (ms) | fwd: 4.10 | bwd: 8.23 | step: 1.07
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -16,14 +24,34 @@ from ds_comm.logger import CommsLogger
 from ds_engine.plan import Telling
 from ds_engine.profiling import ForwardCounter, Profile, profile_text
 from ds_engine.result import StepResult
-from ds_monitor import names
-from ds_monitor.throughput import ThroughputMeter, Work
+from ds_monitor import names, tell
+from ds_monitor.throughput import Rates, ThroughputMeter, Work
 from ds_monitor.timers import Timers
 
-__all__ = ["Device", "Telemetry"]
+__all__ = ["Device", "Standing", "Telemetry"]
 
 _log = logging.getLogger("ds_engine")
 _GIB = 2**30
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run stands after a step.
+
+    Attributes:
+        samples: Trained on so far, over all ranks.
+        skipped: Steps left out so far.
+        micro_steps: Microbatches so far, on this rank.
+        epoch: Whole passes over the engine's own data.
+        momentum: Of each parameter group.
+    """
+
+    samples: int
+    skipped: int
+    micro_steps: int
+    epoch: int
+    momentum: list[Any]
 
 
 class Device(Protocol):
@@ -84,22 +112,20 @@ class Telemetry:
         if self._meter is not None:
             self._meter.pause()
 
-    def step(self, result: StepResult, samples: int, skipped: int) -> None:
-        """Tell of one step.
-
-        Args:
-            result: What it did.
-            samples: Trained on so far.
-            skipped: Steps left out so far.
-        """
+    def step(self, result: StepResult, standing: Standing) -> None:
+        """Tell of one step: what it did, and where the run stands after it."""
         self._steps = result.step
-        every = self._telling.every
-        if self._lead and every and result.step % every == 0:
-            _log.info("step %d: loss %.4f, lr %s, skipped %d", result.step, result.loss, list(result.lr), skipped)
+        due = self._lead and bool(self._telling.every) and result.step % (self._telling.every or 1) == 0
+        listened = ds_monitor.active()
+        rates = self._speed(result, due or listened)
+        if due:
+            self._tell_step(result, standing, rates)
         if not self._plain:
             self._tell_more(result)
-        if not ds_monitor.active():
-            return
+        if listened:
+            self._report(result, standing.samples, rates)
+
+    def _report(self, result: StepResult, samples: int, rates: Rates | None) -> None:
         ds_monitor.set_step(result.step, samples)
         if result.mean is not None:
             ds_monitor.gauge(names.LOSS, result.loss)
@@ -115,34 +141,52 @@ class Telemetry:
             ds_monitor.gauge(f"Train/Samples/elapsed_time_ms_{name}", seconds * 1e3)
         for name, memory in self._memory.items():
             ds_monitor.gauge(f"Train/memory/{name}_bytes", memory.allocated)
-        self._speed(result)
+        if rates is not None:
+            ds_monitor.gauge("Train/samples_per_s", rates.samples_per_s)
+            if rates.tokens_per_s:
+                ds_monitor.gauge("Train/tokens_per_s", rates.tokens_per_s)
 
     def close(self) -> None:
         """The last words."""
         if self.comms is not None and self._lead and self.comms.has_data():
             self.comms.log_summary()
 
+    def _tell_step(self, result: StepResult, standing: Standing, rates: Rates | None) -> None:
+        loss = "" if result.mean is None else f", loss={result.loss:.6g}"
+        text = f"step={result.step}, skipped={standing.skipped}, lr={list(result.lr)}, mom={standing.momentum}{loss}"
+        tell(_log, f"[Rank 0] {text}")
+        if rates is not None:
+            memory = self._device.memory()
+            where = f"epoch={standing.epoch}/micro_step={standing.micro_steps}/global_step={result.step}"
+            speed = (
+                f"RunningAvgSamplesPerSec={rates.samples_per_s:.6g}, CurrSamplesPerSec={rates.last_samples_per_s:.6g}"
+            )
+            used = f"MemAllocated={memory.allocated / _GIB:.2f}GB, MaxMemAllocated={memory.peak / _GIB:.2f}GB"
+            tell(_log, f"[Rank 0] {where}, {speed}, {used}")
+
     def _tell_more(self, result: StepResult) -> None:
-        if self._memory and self._lead and result.step % (self._telling.every or 1) == 0:
-            used = ", ".join(f"{name} {m.allocated / _GIB:.2f} GiB" for name, m in self._memory.items())
-            peak = max(m.peak for m in self._memory.values())
-            _log.info("memory after each phase of step %d: %s; peak %.2f GiB", result.step, used, peak / _GIB)
         flops, counter = self._telling.flops, self._counter
+        if self._lead and result.step % (self._telling.every or 1) == 0:
+            if self._telling.breakdown and result.timings:
+                times = " | ".join(f"{_SHORT.get(name, name)}: {s * 1e3:.2f}" for name, s in result.timings.items())
+                tell(_log, f"[Rank 0] time (ms) | {times}")
+            if self._memory:
+                used = ", ".join(f"{name} {m.allocated / _GIB:.2f} GiB" for name, m in self._memory.items())
+                peak = max(m.peak for m in self._memory.values())
+                text = f"memory after each phase of step {result.step}: {used}; peak {peak / _GIB:.2f} GiB"
+                tell(_log, f"[Rank 0] {text}")
         if flops is not None and counter is not None and counter.modules and result.step == flops.profile_step:
             text = profile_text(Profile(counter.modules, result.timings, result.samples), flops)
             if flops.output_file is None:
-                _log.info("%s", text)
+                tell(_log, f"[Rank 0] {text}")
             else:
                 Path(flops.output_file).write_text(text + "\n")
 
-    def _speed(self, result: StepResult) -> None:
+    def _speed(self, result: StepResult, read: bool) -> Rates | None:
+        """Note the step; its speed if it is to be read and is known yet."""
         if self._meter is None:
-            return
-        if self._telling.synchronize:
+            return None
+        if read and self._telling.synchronize:
             self._device.synchronize()
         self._meter.step(Work(result.samples, result.tokens))
-        rates = self._meter.rates()
-        if rates is not None:
-            ds_monitor.gauge("Train/samples_per_s", rates.samples_per_s)
-            if rates.tokens_per_s:
-                ds_monitor.gauge("Train/tokens_per_s", rates.tokens_per_s)
+        return self._meter.rates() if read else None

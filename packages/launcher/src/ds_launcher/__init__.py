@@ -2,8 +2,4 @@
 
 from __future__ import annotations
 
-import logging
-
 __all__: list[str] = []
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -6,8 +6,6 @@ Importing this reads no configuration library and no torch. The models of the co
 
 from __future__ import annotations
 
-import logging
-
 from ds_monitor.api import (
     Sink,
     active,
@@ -22,7 +20,7 @@ from ds_monitor.api import (
     shutdown,
     span,
 )
-from ds_monitor.logs import configure_logging
+from ds_monitor.logs import configure_logging, tell
 from ds_monitor.record import Kind, Record
 from ds_monitor.sinks import (
     CometSink,
@@ -63,6 +61,5 @@ __all__ = [
     "shutdown",
     "sink_names",
     "span",
+    "tell",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())

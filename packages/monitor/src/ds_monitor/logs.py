@@ -1,7 +1,8 @@
-"""What the ds packages say through `logging`: nothing, until the job asks.
+"""What the ds packages say through `logging`.
 
-Each package logs to `logging.getLogger(__name__)` under its import name (`ds_zero`, `ds_comm`, ...), with a NullHandler
-at the top. `configure_logging` gives all of them one handler; the root logger and other libraries are left alone.
+Each package logs to `logging.getLogger(__name__)` under its import name (`ds_zero`, `ds_comm`, ...). A job that configures no logging
+sees warnings once, on rank 0, and what its configuration asks for (`ds_config.saying`). `configure_logging` gives all packages
+one handler of another level or place; the root logger and other libraries are left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import logging
 import sys
 from typing import IO
 
-__all__ = ["PACKAGES", "configure_logging"]
+from ds_config.saying import Once, speak, tell
+
+__all__ = ["PACKAGES", "configure_logging", "tell"]
 
 PACKAGES = tuple(
     f"ds_{name}"
@@ -40,23 +43,6 @@ class _Handler(logging.StreamHandler[IO[str]]):
     """Ours, so that a second call finds and replaces it."""
 
 
-class _Once(logging.Filter):
-    """Let a warning through the first time only: the same line at each of 10,000 steps says nothing new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[tuple[str, int, str]] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
-        key = (record.name, record.levelno, record.getMessage())
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        return True
-
-
 def configure_logging(level: int | str = logging.WARNING, rank: int = 0, *, stream: IO[str] | None = None) -> None:
     """Show the log of the ds packages on `stream` (standard error by default).
 
@@ -65,7 +51,7 @@ def configure_logging(level: int | str = logging.WARNING, rank: int = 0, *, stre
     """
     handler = _Handler(sys.stderr if stream is None else stream)
     handler.setFormatter(logging.Formatter(_FORMAT if rank == 0 else f"[rank {rank}] {_FORMAT}"))
-    handler.addFilter(_Once())
+    handler.addFilter(Once())
     shown = logging.getLevelName(level) if isinstance(level, str) else level
     if not isinstance(shown, int):
         raise ValueError(f"log level {level!r} is not one of DEBUG, INFO, WARNING, ERROR, CRITICAL")
@@ -76,3 +62,6 @@ def configure_logging(level: int | str = logging.WARNING, rank: int = 0, *, stre
         logger.addHandler(handler)
         logger.setLevel(shown if rank == 0 else max(shown, logging.ERROR))
         logger.propagate = False  # a root handler of the user's would show every line twice
+
+
+speak(*PACKAGES)

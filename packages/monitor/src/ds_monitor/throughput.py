@@ -35,6 +35,7 @@ class Rates:
     tokens_per_s: float
     flops_per_s: float
     mfu: float | None  # 0..1; None when no peak was given
+    last_samples_per_s: float = 0.0  # of the last step alone
 
 
 class ThroughputMeter:
@@ -88,6 +89,7 @@ class ThroughputMeter:
             tokens_per_s=sum(work.tokens for _, work in self._steps) / total_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / self._peak,
+            last_samples_per_s=self._steps[-1][1].samples / max(self._steps[-1][0], 1e-12),
         )
 
 
