@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from ds_config.errors import ConfigError
-from ds_launcher.exports import collect, parse_env_file, read_env_files
+from ds_config.errors import ConfigError, LaunchError
+from ds_launcher.exports import collect, is_secret, parse_env_file, read_env_files, read_secrets, write_secrets
 
 
 def test_secrets_and_host_facts_stay_at_home() -> None:
@@ -52,3 +54,39 @@ def test_the_working_directorys_file_comes_after_the_home_directorys(tmp_path: P
     (here / "other").write_text("C=1")
     assert read_env_files({"DS_ENV_FILE": "other"}, home, here) == {"C": "1"}
     assert read_env_files({"DS_ENV_FILE": "missing"}, home, here) == {}
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "my_secret", "SSH_KEY"])  # fmt: skip
+def test_a_secret_is_known_by_its_name(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["MLFLOW_TRACKING_URI", "NCCL_DEBUG", "MONKEY", "KEYBOARD", "PYTHONPATH", "OMP_NUM_THREADS"]
+)
+def test_other_names_are_none(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_secrets_are_read_back_and_nothing_behind_them() -> None:
+    reading, writing = os.pipe()
+    secrets = {"TOKEN": 'a"\n\u00e9', "KEY_": "x" * 70_000}
+    thread = threading.Thread(target=os.write, args=(writing, write_secrets(secrets) + b"rest"))
+    thread.start()
+    assert read_secrets(reading) == secrets
+    thread.join()
+    assert os.read(reading, 9) == b"rest"
+    os.close(writing)
+    with pytest.raises(LaunchError, match="does not begin with the variables"):
+        read_secrets(reading)
+    os.close(reading)
+
+
+@pytest.mark.parametrize("text", [b"[]\n", b'{"A": 1}\n', b"nonsense\n", b"{"])
+def test_other_lines_are_refused(text: bytes) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, text)
+    os.close(writing)
+    with pytest.raises(LaunchError):
+        read_secrets(reading)
+    os.close(reading)

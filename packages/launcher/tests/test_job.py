@@ -267,3 +267,28 @@ def test_world_info_is_readable_by_a_person_with_base64() -> None:
     words = shell_of(launch("--hostfile h t.py", hosts=CLUSTER).processes[0])
     raw = base64.urlsafe_b64decode(words[words.index("--world-info") + 1])
     assert json.loads(raw) == [["n1", [0, 1]], ["n2", [0, 1, 2]]]
+
+
+SECRETS = {"NCCL_DEBUG": "INFO", "MLFLOW_TRACKING_PASSWORD": "hunter2"}
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi"])
+def test_no_secret_stands_on_a_command_line_or_is_shown(launcher: str) -> None:
+    found = launch(f"--hostfile h --launcher {launcher} t.py", hosts=CLUSTER, exports=SECRETS)
+    for process in found.processes:
+        assert "hunter2" not in " ".join(process.argv)
+        assert "NCCL_DEBUG=INFO" in " ".join(process.argv)
+        assert {**process.env, **process.secrets}["MLFLOW_TRACKING_PASSWORD"] == "hunter2"
+        assert bool(process.secrets) == (launcher == "ssh")
+    text = describe(found)
+    assert "hunter2" not in text
+    assert "MLFLOW_TRACKING_PASSWORD" in text
+    if launcher == "openmpi":
+        assert "-x MLFLOW_TRACKING_PASSWORD" in " ".join(found.processes[0].argv)
+
+
+def test_pdsh_cannot_carry_a_secret() -> None:
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+        launch("--hostfile h --launcher pdsh t.py", hosts=CLUSTER, exports=SECRETS)
+    assert caught.value.code == "launch-secrets"
+    assert "hunter2" not in str(caught.value)

@@ -77,6 +77,23 @@ def test_ssh_reaches_every_host(box: Sandbox) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected())
 
 
+def test_a_secret_reaches_every_host_and_no_command_line(box: Sandbox) -> None:
+    spy = SSH.replace("exec sh", 'printf "%s\\n" "$*" >> "$SANDBOX/lines"\nexec sh')
+    env = tools(box, ssh=spy) | {"MLFLOW_TRACKING_PASSWORD": "hunter2"}
+    script = box.script("""
+        import os
+        print(os.environ["MLFLOW_TRACKING_PASSWORD"])
+        with open("/proc/self/cmdline") as own, open(f"/proc/{os.getppid()}/cmdline") as keeper:
+            assert "hunter2" not in own.read() + keeper.read()
+    """)
+    done = box.ds("run", "--hostfile", cluster(box), script, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["hunter2"] * 3
+    lines = box.file("lines").read_text()
+    assert lines.count("--secrets-on-stdin") == 2
+    assert "hunter2" not in lines
+
+
 def test_pdsh_reaches_every_host(box: Sandbox) -> None:
     env = tools(box, pdsh=PDSH)
     done = box.ds("run", "--hostfile", cluster(box), "--launcher", "pdsh", box.script(SCRIPT), "a b%", env=env)

@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ds_config.errors import ConfigError
+from ds_launcher.exports import split_secrets
 from ds_launcher.inventory import Inventory, encode
 from ds_launcher.plan import Process
 
@@ -59,7 +61,8 @@ def _node_argv(job: Job, node_rank: str, *extra: str) -> tuple[str, ...]:
 
 
 def _with_exports(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
-    return ("env", *(f"{name}={value}" for name, value in job.exports.items()), *argv) if job.exports else argv
+    plain, _ = split_secrets(job.exports)
+    return ("env", *(f"{name}={value}" for name, value in plain.items()), *argv) if plain else argv
 
 
 def _shell(job: Job, argv: tuple[str, ...]) -> str:
@@ -70,12 +73,15 @@ def _shell(job: Job, argv: tuple[str, ...]) -> str:
 def _ssh(job: Job) -> tuple[Process, ...]:
     port = ("-p", str(job.ssh_port)) if job.ssh_port is not None else ()
     # BatchMode: a question for a password would wait for ever. Keep-alives notice a dead host within a minute.
+    _, secrets = split_secrets(job.exports)
+    flags = ("--stop-on-eof", *(["--secrets-on-stdin"] if secrets else []))
     base = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3", *port)
     return tuple(
         Process(
             f"host {host.name}",
-            (*base, *job.launcher_args, host.name, _shell(job, _node_argv(job, str(index), "--stop-on-eof"))),
+            (*base, *job.launcher_args, host.name, _shell(job, _node_argv(job, str(index), *flags))),
             stdin="hold",
+            secrets=secrets,
         )
         for index, host in enumerate(job.inventory)
     )
@@ -83,6 +89,12 @@ def _ssh(job: Job) -> tuple[Process, ...]:
 
 def _pdsh(job: Job) -> tuple[Process, ...]:
     names = ",".join(host.name for host in job.inventory)
+    if secrets := split_secrets(job.exports)[1]:
+        raise ConfigError(
+            f"pdsh has no way but a command line, which everyone can read, to carry {', '.join(secrets)}",
+            code="launch-secrets",
+            fix="Use --launcher ssh, or unset them here and set them on the hosts.",
+        )
     # pdsh keeps the standard input of its commands open until it ends, whatever its own is, so nodes can watch it.
     # It puts the host's position in the list for %n; a % of the user's is written %%.
     mark = "@NODE-RANK@"
@@ -98,13 +110,20 @@ def _slurm(job: Job) -> tuple[Process, ...]:
     count, names = str(len(job.inventory)), ",".join(host.name for host in job.inventory)
     base = ("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names)
     ends = ("--kill-on-bad-exit=1", "--chdir", job.cwd, *job.launcher_args)
-    return (Process("srun", (*base, *ends, *_with_exports(job, _node_argv(job, "auto")))),)
+    # srun gives its own environment to its tasks.
+    return (
+        Process("srun", (*base, *ends, *_with_exports(job, _node_argv(job, "auto"))), split_secrets(job.exports)[1]),
+    )
 
 
 def _openmpi(job: Job) -> tuple[Process, ...]:
     names = ",".join(f"{host.name}:1" for host in job.inventory)
     base = ("mpirun", "-n", str(len(job.inventory)), "--host", names, "--map-by", "ppr:1:node", "-wdir", job.cwd)
-    return (Process("mpirun", (*base, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto")))),)
+    _, secrets = split_secrets(job.exports)
+    named = [word for name in secrets for word in ("-x", name)]  # mpirun takes their values from its own environment
+    return (
+        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto"))), secrets),
+    )
 
 
 BACKENDS: Mapping[str, Backend] = {

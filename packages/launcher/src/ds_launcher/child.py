@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from ds_launcher.blame import Ending, starts_traceback
+from ds_launcher.exports import write_secrets
 from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.plan import Process
 from ds_launcher.procfs import die_with, open_pidfd
@@ -121,6 +123,10 @@ def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
         start_new_session=True,
         preexec_fn=lambda: _before_exec(keeper),
     )
+    if process.secrets and popen.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code says why
+            popen.stdin.write(write_secrets(process.secrets))
+            popen.stdin.flush()
     child = Child(process, popen, open_pidfd(popen.pid), log)
     streams = [
         Stream(child, name, pipe, raw=plain and screen.is_terminal(name))

@@ -2,21 +2,79 @@
 
 Nothing travels unless it is on the list, named with `-x`, or in the `.deepspeed_env` file: a login shell's environment is
 full of what is true on one host only, and of secrets. `ds run --dry-run` prints what would travel.
+
+A *secret* is a variable whose name says so (`..._PASSWORD`, `..._TOKEN`, `..._API_KEY`): its value is never part of a command line, which
+every user of a host can read, and never printed.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ds_config.errors import ConfigError
+from ds_config.errors import ConfigError, LaunchError
 
-__all__ = ["ALLOWED", "collect", "parse_env_file", "read_env_files"]
+__all__ = [
+    "ALLOWED",
+    "collect",
+    "is_secret",
+    "parse_env_file",
+    "read_env_files",
+    "read_secrets",
+    "split_secrets",
+    "write_secrets",
+]
 
 # Prefixes. Not CUDA_VISIBLE_DEVICES and its like: slots say which devices, host by host.
 ALLOWED = (
     "DS_", "FI_", "GLOO_", "I_MPI_", "MLFLOW", "MV2", "NCCL_", "OMP_", "PYTHON", "RCCL_", "TORCH_", "UCX",
 )  # fmt: skip
+
+_MOST_BYTES = 1 << 20
+_SECRET = re.compile(
+    r"PASSW|PASSPHRASE|SECRET|TOKEN|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE|_)_?KEY(_|$)", re.IGNORECASE
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds what others must not read."""
+    return _SECRET.search(name) is not None
+
+
+def split_secrets(exports: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What may stand on a command line, and what may not."""
+    secrets = {name: value for name, value in exports.items() if is_secret(name)}
+    return {name: value for name, value in exports.items() if name not in secrets}, secrets
+
+
+def write_secrets(secrets: Mapping[str, str]) -> bytes:
+    """One line, for the standard input of a node."""
+    return json.dumps(dict(secrets)).encode() + b"\n"
+
+
+def read_secrets(descriptor: int) -> dict[str, str]:
+    """What `write_secrets` wrote; nothing behind the line is read.
+
+    Raises:
+        LaunchError: the pipe ended, or holds something else ("launch-secrets").
+    """
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MOST_BYTES and (byte := os.read(descriptor, 1)):
+        line += byte
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise LaunchError(
+            f"standard input does not begin with the variables that were promised ({len(line)} bytes)",
+            code="launch-secrets",
+            fix="Use the same version of ds-launcher on every host.",
+        )
+    return found
 
 
 def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str]) -> dict[str, str]:

@@ -43,6 +43,7 @@ class RunOptions:
     export: tuple[str, ...] = ()
     world_info: str = ""
     stop_on_eof: bool = False
+    secrets_on_stdin: bool = False
 
 
 # Options of DeepSpeed's launcher that are known and not built, and what to do without them.
@@ -150,6 +151,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     for flag in ("--world-info", "--run-id"):
         parser.add_argument(flag, default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--secrets-on-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # there is no check
     for flag in UNBUILT:
         parser.add_argument(flag, nargs="?", action=_Unbuilt, help=argparse.SUPPRESS)

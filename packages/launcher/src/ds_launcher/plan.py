@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ds_launcher.exports import is_secret
+
 __all__ = ["Launch", "Process", "describe", "from_json", "to_json"]
 
 
@@ -27,6 +29,7 @@ class Process:
         log: file that gets both its streams; empty for none.
         stdin: "null"; "inherit" (the launcher's, unless that is a terminal); "hold" (an open pipe that ends when the
             keeper does: a remote end that watches it learns of our death).
+        secrets: variables that it reads from its standard input ("hold"), one line of JSON; their values are never printed.
         group: whether polite signals go to its whole process group. For shells and wrappers, which do not pass them on;
             a Python rank takes care of its own workers.
     """
@@ -38,6 +41,7 @@ class Process:
     shown: bool = True
     log: str = ""
     stdin: str = "null"
+    secrets: Mapping[str, str] = field(default_factory=dict)
     group: bool = False
 
 
@@ -71,8 +75,10 @@ def describe(launch: Launch) -> str:
     """One paragraph per process: its name and a line that a shell would take."""
     lines = []
     for process in launch.processes:
-        settings = [f"{key}={value}" for key, value in sorted(process.env.items())]
+        shown = {key: "..." if is_secret(key) else value for key, value in process.env.items()}
+        settings = [f"{key}={value}" for key, value in sorted(shown.items())]
         command = shlex.join(["env", *settings, *process.argv] if settings else process.argv)
         log = f"  > {shlex.quote(process.log)}" if process.log else ""
-        lines.append(f"# {process.name}{'' if process.shown else ' (not shown)'}\n{command}{log}")
+        secrets = f"  # through standard input: {', '.join(process.secrets)}" if process.secrets else ""
+        lines.append(f"# {process.name}{'' if process.shown else ' (not shown)'}\n{command}{log}{secrets}")
     return "\n".join(lines)

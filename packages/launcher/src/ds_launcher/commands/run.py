@@ -17,7 +17,7 @@ from ds_config.errors import LaunchError
 from ds_config.names import nearest
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
-from ds_launcher.exports import collect, read_env_files
+from ds_launcher.exports import collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
 from ds_launcher.options import RunOptions, options_of
@@ -49,6 +49,8 @@ def main(args: argparse.Namespace) -> int:
             code="launch-platform",
             fix="Use torchrun there, or run under WSL.",
         )
+    if options.secrets_on_stdin:
+        os.environ.update(read_secrets(sys.stdin.fileno()))
     facts = _facts(options)
     elastic, remote = is_elastic(options), bool(remote_hosts(options, facts))
     if elastic or remote:
