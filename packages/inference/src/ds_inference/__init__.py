@@ -1,7 +1,27 @@
 """Generation from large models: paged, batched, exact, and in step with training."""
 
-from ds_inference.engine import Answer, Event, Generator, Tokenizer, load
+from ds_inference.config import InferenceConfig, RaggedConfig
+from ds_inference.engine import Answer, Event, Generator, Tokenizer
+from ds_inference.injection import InferenceEngine, init_inference
+from ds_inference.loading import load
+from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
 from ds_inference.sampling import Sampling
 from ds_inference.scheduler import Budget
 
-__all__ = ["Answer", "Budget", "Event", "Generator", "Sampling", "Tokenizer", "load"]
+__all__ = [
+    "Answer",
+    "Budget",
+    "Event",
+    "Generator",
+    "InferenceConfig",
+    "InferenceEngine",
+    "RaggedConfig",
+    "RaggedEngine",
+    "Sampling",
+    "SchedulingError",
+    "SchedulingResult",
+    "Tokenizer",
+    "build_hf_engine",
+    "init_inference",
+    "load",
+]

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os import PathLike
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_config.errors import PlanError
 from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
-from ds_inference.families import family_of
 from ds_inference.model import Cache, Decoder
 from ds_inference.sampling import Sampling, draw, shaped
 from ds_inference.scheduler import Budget, Outcome, Request, Scheduler
-from ds_inference.spec import Spec
-from ds_inference.weights import Folder, read_config, read_weights
 
-__all__ = ["Answer", "Event", "Generator", "Tokenizer", "load"]
+__all__ = ["Answer", "Event", "Generator", "Tokenizer"]
 
 
 class Tokenizer(Protocol):
@@ -274,7 +270,7 @@ class Generator:
             if chunk.outputs and ask is not None and ask.copies:
                 for number, identity in enumerate(ask.copies, 1):
                     how = replace(ask.how, seed=ask.how.seed + number, samples=1)
-                    child = _Ask(replace_identity(ask.request, identity), how)
+                    child = _Ask(_renamed(ask.request, identity), how)
                     first = self._choose(child, logits[row : row + 1], ())[0]
                     events.append(first)
                     if first.reason is None:
@@ -297,7 +293,7 @@ class Generator:
         return {i: _guess(a.request.tokens, self.speculate) for i, a in self._asks.items() if a.request.generates}
 
 
-def replace_identity(request: Request, identity: int) -> Request:
+def _renamed(request: Request, identity: int) -> Request:
     """A request with the same tokens under another identity, not known to any scheduler."""
     made = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
     made.prompt = request.prompt
@@ -318,55 +314,3 @@ def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512)
 def _cut(text: str, stops: tuple[str, ...]) -> str:
     at = min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))
     return text[:at]
-
-
-def load(
-    source: str | PathLike[str] | nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    cache_tokens: int = 8192,
-    block: int = 16,
-    budget: Budget | None = None,
-    share: bool = True,
-    speculate: int = 0,
-    tokenizer: Tokenizer | None = None,
-    weights: Mapping[str, Tensor] | None = None,
-) -> Generator:
-    """A generator from a folder of safetensors or a Hugging Face module.
-
-    Args:
-        source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
-            device agree.
-        dtype: Of weights and cache; None: as they are.
-        cache_tokens: Room for keys and values of so many tokens, over all requests.
-        block: Tokens of a block.
-        budget, share, speculate, tokenizer: See `Generator`.
-        weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
-    Raises:
-        UnsupportedError: nobody declared this kind of model ("inference-family").
-        CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
-    """
-    if isinstance(source, nn.Module):
-        config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
-        checkpoint: Mapping[str, Tensor] = source.state_dict() if weights is None else weights
-    else:
-        config = read_config(source)
-        checkpoint = Folder(source) if weights is None else weights
-    family = family_of(config)
-    spec: Spec = family.spec(config)
-
-    def keep(role: str, tensor: Tensor) -> Tensor:
-        wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
-        return tensor.detach().to(device=device, dtype=wanted).contiguous()
-
-    decoder = Decoder(spec, read_weights(spec, family.sources(config), checkpoint, keep))
-    return Generator(
-        decoder,
-        blocks=-(-cache_tokens // block),
-        size=block,
-        budget=budget,
-        share=share,
-        speculate=speculate,
-        tokenizer=tokenizer,
-    )

@@ -1,0 +1,171 @@
+"""What DeepSpeed's two inference engines were configured with, as strict models: every key acts or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+
+__all__ = ["InferenceConfig", "RaggedConfig", "TensorParallelConfig"]
+
+Positive = Annotated[int, Field(ge=1)]
+
+_DTYPES = {
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ValueError(f"{value!r} is no format of weights here; use one of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    return value
+
+
+Dtype = Annotated[torch.dtype, BeforeValidator(_dtype)]
+
+
+class TensorParallelConfig(StrictModel):
+    """`tensor_parallel` of `init_inference`."""
+
+    enabled: bool = Field(default=True, description="False counts as a size of 1.")
+    tp_size: Positive = Field(default=1, description="Ranks that each layer is cut over.")
+    tp_grain_size: Annotated[int, Dead("layers are cut at whole heads and, in the feed-forward part, evenly")] = 64
+    mpu: Annotated[Any, Unbuilt("give tp_group")] = None
+    tp_group: Any = Field(default=None, description="The group of these ranks; null: all ranks.")
+
+
+class QuantConfig(StrictModel):
+    """`quant` of `init_inference`: it reached a path that was switched off long ago."""
+
+    enabled: Annotated[bool, Dead("load(..., quantize=) quantises weights")] = True
+    activation: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
+    weight: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
+    qkv: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
+
+
+class CheckpointPlace(StrictModel):
+    """`checkpoint_config`: three keys in one."""
+
+    checkpoint_dir: str | None = Field(default=None, description="As `checkpoint`.")
+    save_mp_checkpoint_path: Annotated[str | None, Unbuilt("save_pretrained of the module")] = None
+    base_dir: str | None = Field(default=None, description="Before the names of files.")
+
+
+def _size(value: Any) -> Any:
+    return {"tp_size": value}
+
+
+class InferenceConfig(StrictModel):
+    """What `init_inference` takes."""
+
+    replace_with_kernel_inject: Annotated[bool, Alias("kernel_inject")] = Field(
+        default=False, description="`generate` runs through the paged engine, if the model's family is declared."
+    )
+    dtype: Dtype = Field(default=torch.float16, description="Format the module is cast to.")
+    tensor_parallel: Annotated[TensorParallelConfig, Alias("tp")] = Field(
+        default_factory=TensorParallelConfig, description="Over how many ranks layers are cut."
+    )
+    enable_cuda_graph: bool = Field(default=False, description="Capture the forward; needs CUDA and one rank.")
+    use_triton: Annotated[bool, Dead("the kernels are those of torch and ds-ops")] = False
+    triton_autotune: Annotated[bool, Dead("the kernels are those of torch and ds-ops")] = False
+    zero: Annotated[Mapping[str, Any], Unbuilt("shard the module with ds_zero.shard(model, stage=3)")] = Field(
+        default_factory=dict
+    )
+    triangular_masking: Annotated[bool, Alias("tm"), Dead("the module says what it masks")] = True
+    moe: bool | Mapping[str, Any] = Field(
+        default_factory=dict, description="Accepted for models that have experts themselves."
+    )
+    keep_module_on_host: bool = Field(default=False, description="Do not move the module to the device.")
+    quant: QuantConfig = Field(default_factory=QuantConfig, description="Of no effect, as before.")
+    checkpoint: str | Mapping[str, Any] | None = Field(
+        default=None,
+        description="A folder, a descriptor's path, or a descriptor: weights for the module, which may be on meta.",
+    )
+    base_dir: str = Field(default="", description="Before the names of a descriptor's files.")
+    set_empty_params: Annotated[bool, Dead("build the module on meta and give a checkpoint")] = False
+    save_mp_checkpoint_path: Annotated[str | None, Unbuilt("save_pretrained of the module")] = None
+    checkpoint_config: Annotated[CheckpointPlace, Alias("ckpt_config")] = Field(
+        default_factory=CheckpointPlace, description="`checkpoint` and `base_dir` in one object."
+    )
+    return_tuple: Annotated[bool, Dead("the module returns what it always returned")] = True
+    training_mp_size: Annotated[int, Dead("checkpoints hold whole tensors")] = 1
+    injection_policy: Annotated[Mapping[Any, Any] | None, Alias("injection_dict")] = Field(
+        default=None, description="{class: names of its row-parallel linears}."
+    )
+    injection_policy_tuple: tuple[str, ...] | None = Field(default=None, description="The names alone.")
+    config: Annotated[Mapping[str, Any] | None, Alias("args"), Unbuilt("give the module its configuration")] = None
+    max_out_tokens: Annotated[int, Alias("max_tokens")] = Field(
+        default=1024, description="Most tokens of a sequence, prompt and answer."
+    )
+    min_out_tokens: Annotated[int, Alias("min_tokens")] = Field(
+        default=1, description="Room for at least so many tokens in an answer."
+    )
+    transposed_mode: Annotated[bool, Dead("weights are taken as the module has them")] = False
+    mp_size: Annotated[int, Deprecated("tensor_parallel", convert=_size)] = 1
+    mpu: Annotated[Any, Unbuilt("give tensor_parallel.tp_group")] = None
+    ep_size: Annotated[int, Unbuilt("load the model on each rank")] = 1
+    ep_group: Annotated[Any, Alias("expert_group"), Unbuilt("load the model on each rank")] = None
+    ep_mp_group: Annotated[Any, Alias("expert_mp_group"), Unbuilt("load the model on each rank")] = None
+    moe_experts: Annotated[Any, Dead("the module knows its experts")] = Field(default_factory=lambda: [1])
+    moe_type: Annotated[str, Dead("the module knows its experts")] = "standard"
+    replace_method: Annotated[str, Dead("there is one method")] = "auto"
+
+
+class MemoryConfig(StrictModel):
+    """`state_manager.memory_config`."""
+
+    mode: Literal["reserve", "allocate"] = Field(
+        default="reserve", description="reserve: all memory but `size` bytes is the cache; allocate: `size` blocks are."
+    )
+    size: Positive = Field(default=1_000_000_000, description="Bytes left free, or blocks.")
+
+
+class StateManagerConfig(StrictModel):
+    """`state_manager` of the ragged engine: how much is under way."""
+
+    max_tracked_sequences: Positive = Field(default=2048, description="Sequences that may have tokens in the cache.")
+    max_ragged_batch_size: Positive = Field(default=768, description="Tokens of one forward.")
+    max_ragged_sequence_count: Positive = Field(default=512, description="Sequences of one forward.")
+    max_context: Positive = Field(default=8192, description="Tokens of one sequence.")
+    memory_config: MemoryConfig = Field(default_factory=MemoryConfig, description="Size of the cache.")
+    offload: Annotated[bool, Unbuilt("a smaller cache; what does not fit is computed again")] = False
+
+
+class _TpSize(StrictModel):
+    """`tensor_parallel` of the ragged engine."""
+
+    tp_size: Positive = Field(default=1, description="Ranks that each layer is cut over.")
+
+
+class QuantizationConfig(StrictModel):
+    """`quantization` of the ragged engine."""
+
+    quantization_mode: Annotated[
+        Literal["wf6af16"] | None, Unbuilt("leave it out; weights are kept in the checkpoint's format")
+    ] = None
+
+
+class RaggedConfig(StrictModel):
+    """What `build_hf_engine` takes (`RaggedInferenceEngineConfig`)."""
+
+    tensor_parallel: Annotated[_TpSize, Alias("tp")] = Field(
+        default_factory=_TpSize, description="Over how many ranks."
+    )
+    state_manager: Annotated[StateManagerConfig, Alias("manager")] = Field(
+        default_factory=StateManagerConfig, description="How much is under way."
+    )
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig, description="Of weights.")

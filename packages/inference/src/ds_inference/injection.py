@@ -1,0 +1,289 @@
+"""`init_inference`: a live module becomes an engine that is called as the module is.
+
+Without kernel injection the module is cast, loaded and moved, and runs its own forward. With it, `generate` runs through the
+paged engine of this package, whose weights are read from the module; its tokens are those of the module's own `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ds_config import load as load_config
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_inference.config import InferenceConfig
+from ds_inference.engine import Generator
+from ds_inference.families import FAMILIES
+from ds_inference.loading import load
+from ds_inference.sampling import Sampling
+
+__all__ = ["InferenceEngine", "init_inference"]
+
+
+def init_inference(model: nn.Module, config: Any = None, **keys: Any) -> InferenceEngine:
+    """An engine around `model`. The signature is that of DeepSpeed's `init_inference`.
+
+    Args:
+        model: Any module; changed in place (cast, moved, loaded).
+        config: An InferenceConfig, a dict, or the path of a JSON file.
+        keys: More keys of the configuration. One that is also in `config`, with another value, is an error.
+    Raises:
+        ConfigError: unknown keys, wrong values; all at once.
+        PlanError: a key is given twice with different values ("inference-config").
+        UnsupportedError: what is asked for cannot be done here, by name.
+    """
+    return InferenceEngine(model, _resolved(config, keys))
+
+
+def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
+    if isinstance(config, InferenceConfig):
+        if not keys:
+            return config
+        given: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    elif isinstance(config, str | Path):
+        given = json.loads(Path(config).read_text())
+    else:
+        given = dict(config or {})
+    twice = [name for name in keys if name in given and given[name] != keys[name]]
+    if twice:
+        raise PlanError(
+            ", ".join(f"{n} is {given[n]!r} in the configuration and {keys[n]!r} in the call" for n in twice),
+            code="inference-config",
+            fix="Give each key once.",
+        )
+    return load_config(InferenceConfig, {**given, **keys})
+
+
+class InferenceEngine(nn.Module):
+    """A module that answers. Unknown attributes are looked up in the module.
+
+    Attributes:
+        module: The model.
+        config: What was asked.
+    """
+
+    def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._check(model)
+        self.module = model
+        checkpoint = config.checkpoint or config.checkpoint_config.checkpoint_dir
+        if checkpoint is not None:
+            _load_into(model, checkpoint, config.base_dir or config.checkpoint_config.base_dir or "")
+        if config.dtype is not torch.float32 or any(p.dtype != torch.float32 for p in model.parameters()):
+            model.to(config.dtype)
+        if not config.keep_module_on_host and torch.cuda.is_available():
+            model.to(torch.device("cuda", torch.cuda.current_device()))
+        model.eval()
+        self._times: list[float] | None = None
+        self._generator: Generator | None = None
+        self.is_compiled = False
+
+    def _check(self, model: nn.Module) -> None:
+        config = self.config
+        size = config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
+        if size > 1 or config.injection_policy or config.injection_policy_tuple:
+            raise UnsupportedError(
+                f"init_inference over {size} ranks"
+                if size > 1
+                else "init_inference with an injection policy on one rank",
+                code="inference-ranks",
+                fix="Leave tensor_parallel.tp_size at 1 and injection_policy out.",
+            )
+        if config.enable_cuda_graph and not torch.cuda.is_available():
+            raise UnsupportedError(
+                "enable_cuda_graph is true, and this host has no CUDA device",
+                code="inference-cuda-graph",
+                fix="Leave it out on a CPU.",
+            )
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if config.replace_with_kernel_inject and kind not in FAMILIES:
+            raise UnsupportedError(
+                f"kernel injection into a {type(model).__name__} (model_type {kind!r}); declared are "
+                f"{', '.join(sorted(FAMILIES))}",
+                code="inference-family",
+                fix="Leave replace_with_kernel_inject out: the module then runs its own forward.",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The module's own forward, without gradients."""
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            out = self.module(*inputs, **keywords)
+        if self._times is not None:
+            self._wait()
+            self._times.append((time.perf_counter() - begin) * 1e3)
+        return out
+
+    def generate(self, *inputs: Any, **keywords: Any) -> Any:
+        """As the module's `generate`, for one beam; prompts may have at most `max_out_tokens` tokens.
+
+        With kernel injection: greedy or sampled (`do_sample`, `temperature`, `top_k`, `top_p`, `repetition_penalty`,
+        `num_return_sequences`), prompts padded on either side by `attention_mask`. The result is [rows, tokens], the prompts as
+        they came, padded behind with `pad_token_id`.
+        """
+        if keywords.get("num_beams", 1) > 1:
+            raise UnsupportedError(
+                f"generate with num_beams = {keywords['num_beams']}",
+                code="inference-beams",
+                fix="Use one beam, or samples.",
+            )
+        ids = keywords.get("input_ids", inputs[0] if inputs else None)
+        if isinstance(ids, Tensor) and ids.shape[-1] > self.config.max_out_tokens:
+            raise PlanError(
+                f"a prompt of {ids.shape[-1]} tokens; max_out_tokens is {self.config.max_out_tokens}",
+                code="inference-too-long",
+                fix="Raise max_out_tokens, or shorten the prompt.",
+            )
+        if not self.config.replace_with_kernel_inject or not isinstance(ids, Tensor):
+            with torch.inference_mode():
+                return self.module.generate(*inputs, **keywords)  # type: ignore[operator]
+        return self._paged(ids, {k: v for k, v in keywords.items() if k != "input_ids"})
+
+    def _paged(self, ids: Tensor, keywords: dict[str, Any]) -> Tensor:
+        mask = keywords.pop("attention_mask", None)
+        prompts = [
+            row[keep.bool()].tolist()
+            for row, keep in zip(ids, torch.ones_like(ids) if mask is None else mask, strict=True)
+        ]
+        how, pad = self._sampling(ids.shape[1], keywords)
+        if self._generator is None:
+            self._generator = load(self.module, cache_tokens=max(8192, 4 * self.config.max_out_tokens))
+        answers = self._generator.generate(prompts, how)
+        longest = max(len(answer.tokens) for answer in answers)
+        rows = ids.repeat_interleave(how.samples, 0)
+        out = torch.full((len(answers), ids.shape[1] + longest), pad, dtype=ids.dtype, device=ids.device)
+        out[:, : ids.shape[1]] = rows
+        for row, answer in zip(out, answers, strict=True):
+            row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(answer.tokens, dtype=ids.dtype)
+        return out
+
+    def _sampling(self, prompt: int, keywords: dict[str, Any]) -> tuple[Sampling, int]:
+        """From transformers' keywords, with the module's own generation configuration below them."""
+        own = getattr(self.module, "generation_config", None)
+        given = {**(own.to_diff_dict() if own is not None else {}), **keywords}
+        take = dict.fromkeys(
+            ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version", "num_beams")
+        )
+        end = given.pop("eos_token_id", None)
+        pad = given.pop("pad_token_id", None)
+        room = self.config.max_out_tokens - prompt
+        count = given.pop("max_new_tokens", None)
+        whole = given.pop("max_length", None)
+        if count is None:
+            count = (whole or 20) - prompt
+        sample = given.pop("do_sample", False)
+        ends = () if end is None else tuple(end) if isinstance(end, list | tuple) else (int(end),)
+        how = {
+            "max_new_tokens": max(1, min(count, room)),
+            "temperature": float(given.pop("temperature", 1.0)) if sample else 0.0,
+            "top_k": given.pop("top_k", 50) if sample else 0,
+            "top_p": float(given.pop("top_p", 1.0)) if sample else 1.0,
+            "repetition_penalty": float(given.pop("repetition_penalty", 1.0)),
+            "samples": given.pop("num_return_sequences", 1),
+            "stop_tokens": ends,
+            "ignore_end": "eos_token_id" in keywords,
+            "seed": int(torch.randint(1 << 31, ())) if sample else 0,
+        }
+        unknown = sorted(k for k, v in given.items() if k not in take and k in keywords and v is not None)
+        if unknown:
+            raise UnsupportedError(
+                f"generate with {', '.join(unknown)} through injected kernels",
+                code="inference-generate",
+                fix="Leave these out, or leave replace_with_kernel_inject out: the module's own generate takes everything.",
+            )
+        return Sampling(**how), int(pad if pad is not None else ends[0] if ends else 0)
+
+    # ---- measuring, compiling, ending
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """From now on the time of every forward is kept, until `model_times`."""
+        del use_cuda_events
+        self._times = []
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of every forward since the last call."""
+        if self._times is None:
+            raise PlanError(
+                "model_times() without profile_model_time()",
+                code="inference-order",
+                fix="Call profile_model_time() first.",
+            )
+        found, self._times = self._times, []
+        return found
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module's forward."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
+
+    def destroy(self) -> None:
+        """Give back the cache and the weights that were copied for it."""
+        self._generator = None
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _load_into(model: nn.Module, checkpoint: str | Mapping[str, Any], base: str) -> None:
+    """Weights of a folder or of a descriptor's files go into the module; tensors on meta become those that were read."""
+    files = _files(checkpoint, base)
+    missing = {name for name, _ in model.named_parameters()}
+    for file in files:
+        if file.suffix == ".safetensors":
+            state = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        missing -= set(state)
+        model.load_state_dict(state, strict=False, assign=True)
+    if hasattr(model, "tie_weights"):
+        cast(Any, model).tie_weights()
+    left = sorted(name for name, param in model.named_parameters() if param.is_meta)
+    if left:
+        raise CheckpointError(
+            f"the checkpoint has no values for {', '.join(left[:8])}"
+            + (f" and {len(left) - 8} more" if len(left) > 8 else ""),
+            code="inference-missing",
+            fix="Check that all files are there and that their names are the module's.",
+        )
+
+
+def _files(checkpoint: str | Mapping[str, Any], base: str) -> list[Path]:
+    if isinstance(checkpoint, str):
+        place = Path(base, checkpoint)
+        if place.is_dir():
+            found = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
+            if not found:
+                raise CheckpointError(
+                    f"{place} has neither *.safetensors nor *.bin", code="inference-folder", fix="Give another folder."
+                )
+            return found
+        descriptor: Mapping[str, Any] = json.loads(place.read_text())
+        base = base or str(place.parent)
+    else:
+        descriptor = checkpoint
+    kinds, names = descriptor.get("type"), descriptor.get("checkpoints", ())
+    if not isinstance(names, list | tuple) or descriptor.get("parallelization", "pp") != "pp":
+        raise UnsupportedError(
+            f"a descriptor of type {kinds!r} with files cut over ranks",
+            code="inference-descriptor",
+            fix="Give files that hold whole tensors (parallelization pp, checkpoints a list).",
+        )
+    return [Path(descriptor.get("base_dir", base) or base, name) for name in names]

@@ -1,0 +1,82 @@
+"""From a folder or a module to a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_inference.engine import Generator, Tokenizer
+from ds_inference.families import family_of
+from ds_inference.model import Decoder
+from ds_inference.scheduler import Budget
+from ds_inference.spec import Spec
+from ds_inference.weights import Folder, read_config, read_weights
+
+__all__ = ["load", "read_decoder"]
+
+
+def load(
+    source: str | PathLike[str] | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    cache_tokens: int = 8192,
+    block: int = 16,
+    budget: Budget | None = None,
+    share: bool = True,
+    speculate: int = 0,
+    tokenizer: Tokenizer | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Generator:
+    """A generator from a folder of safetensors or a Hugging Face module.
+
+    Args:
+        source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
+            device agree.
+        dtype: Of weights and cache; None: as they are.
+        cache_tokens: Room for keys and values of so many tokens, over all requests.
+        block: Tokens of a block.
+        budget, share, speculate, tokenizer: See `Generator`.
+        weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
+    Raises:
+        UnsupportedError: nobody declared this kind of model ("inference-family").
+        CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
+    """
+    decoder = read_decoder(source, dtype=dtype, device=device, weights=weights)
+    return Generator(
+        decoder,
+        blocks=-(-cache_tokens // block),
+        size=block,
+        budget=budget,
+        share=share,
+        speculate=speculate,
+        tokenizer=tokenizer,
+    )
+
+
+def read_decoder(
+    source: str | PathLike[str] | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Decoder:
+    """The runner of a folder or module; arguments and errors are those of `load`."""
+    if isinstance(source, nn.Module):
+        config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
+        checkpoint: Mapping[str, Tensor] = source.state_dict() if weights is None else weights
+    else:
+        config = read_config(source)
+        checkpoint = Folder(source) if weights is None else weights
+    family = family_of(config)
+    spec: Spec = family.spec(config)
+
+    def keep(role: str, tensor: Tensor) -> Tensor:
+        wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
+        return tensor.detach().to(device=device, dtype=wanted).contiguous()
+
+    return Decoder(spec, read_weights(spec, family.sources(config), checkpoint, keep))

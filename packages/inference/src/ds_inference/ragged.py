@@ -1,0 +1,199 @@
+"""The engine for callers that schedule themselves: `put` tokens of sequences, get the logits of their last ones.
+
+This is the face of DeepSpeed-FastGen's engine (`build_hf_engine`). The scheduler of this package is not used: the caller says
+what goes into a forward, and asks before whether it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from os import PathLike
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ds_config.errors import PlanError, UnsupportedError
+from ds_inference.attention import make_batch
+from ds_inference.blocks import BlockPool
+from ds_inference.config import RaggedConfig
+from ds_inference.loading import read_decoder
+from ds_inference.model import Cache, Decoder
+from ds_inference.scheduler import Chunk
+
+__all__ = ["RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"]
+
+_BLOCK = 128
+
+
+class SchedulingResult(Enum):
+    """Why a batch does not fit; `Success` if it does."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5
+
+
+class SchedulingError(PlanError):
+    """A batch was put that does not fit.
+
+    Attributes:
+        status: Why.
+    """
+
+    def __init__(self, status: SchedulingResult) -> None:
+        self.status = status
+        super().__init__(
+            f"the batch does not fit: {status.name}",
+            code="inference-put",
+            fix="Ask can_schedule() first, put fewer tokens, or flush sequences that are over.",
+        )
+
+
+@dataclass(slots=True)
+class _Sequence:
+    seen: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class RaggedEngine:
+    """Forwards over ragged batches. Made by `build_hf_engine`.
+
+    Attributes:
+        model: The decoder.
+        config: Limits.
+    """
+
+    def __init__(self, decoder: Decoder, config: RaggedConfig) -> None:
+        self.model, self.config = decoder, config
+        count = _blocks(decoder, config)
+        self._pool = BlockPool(count, _BLOCK)
+        self._cache = Cache(decoder.spec, count, _BLOCK, decoder.dtype, decoder.device)
+        self._known: dict[int, _Sequence] = {}
+        self._longest = min(config.state_manager.max_context, decoder.spec.longest)
+
+    @property
+    def free_blocks(self) -> Tensor:
+        """Blocks that no sequence has, int32 [1]."""
+        return torch.tensor([self._pool.free], dtype=torch.int32)
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """All layers share block numbers: one group."""
+        return 1
+
+    def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
+        """One forward. Each sequence's tokens follow what it had; unknown ones begin.
+
+        Args:
+            batch_tokens: int64 [.] each, prompts, parts of prompts or single tokens.
+            do_checks: Whether the batch is looked at before; without it, a batch that does not fit is an error in the middle.
+        Returns: fp32 [sequences, vocab], logits of each one's last token.
+        Raises:
+            SchedulingError: it does not fit; nothing was changed.
+        """
+        uids, tokens = list(batch_uids), [t.flatten().tolist() for t in batch_tokens]
+        status = self.can_schedule(uids, [len(t) for t in tokens]) if do_checks else SchedulingResult.Success
+        if status is not SchedulingResult.Success:
+            raise SchedulingError(status)
+        chunks = []
+        for uid, new in zip(uids, tokens, strict=True):
+            known = self._known.setdefault(uid, _Sequence())
+            missing = self._pool.needed(known.seen + len(new)) - len(known.blocks)
+            taken = self._pool.take(max(0, missing))
+            if taken is None:
+                raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
+            known.blocks += taken
+            chunks.append(Chunk(uid, tuple(new), known.seen, tuple(known.blocks), 1))
+        batch, order = make_batch(chunks, _BLOCK, self.model.device)
+        logits = self.model.forward(batch, self._cache)
+        for chunk in chunks:
+            self._known[chunk.request].seen += len(chunk.tokens)
+        row = {chunk.request: i for i, chunk in enumerate(order)}
+        return logits[[row[uid] for uid in uids]]
+
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
+        """(tokens, blocks) that the sequence could be given now, at most what is asked; (0, 0) if no sequence may begin."""
+        known = self._known.get(uid)
+        if known is None:
+            if len(self._known) >= self.config.state_manager.max_tracked_sequences:
+                return 0, 0
+            known = _Sequence()
+        blocks = min(max_request_blocks, self._pool.free)
+        room = (len(known.blocks) + blocks) * _BLOCK - known.seen
+        tokens = max(0, min(max_request_tokens, room, self._longest - known.seen))
+        return tokens, max(0, self._pool.needed(known.seen + tokens) - len(known.blocks))
+
+    def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
+        """Whether one forward can take so many tokens of these sequences."""
+        limits, asked = self.config.state_manager, list(zip(uids, lengths, strict=True))
+        new = sum(uid not in self._known for uid, _ in asked)
+        if len(self._known) + new > limits.max_tracked_sequences:
+            return SchedulingResult.EngineSequenceLimitExceeded
+        if len(asked) > limits.max_ragged_sequence_count:
+            return SchedulingResult.BatchSequenceLimitExceeded
+        if sum(length for _, length in asked) > limits.max_ragged_batch_size:
+            return SchedulingResult.BatchTokenLimitExceeded
+        blocks = 0
+        for uid, length in asked:
+            known = self._known.get(uid, _Sequence())
+            if known.seen + length > self._longest:
+                return SchedulingResult.SequenceTokenLimitExceeded
+            blocks += max(0, self._pool.needed(known.seen + length) - len(known.blocks))
+        return SchedulingResult.KVCacheLimitExceeded if blocks > self._pool.free else SchedulingResult.Success
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens that fit in the last block of a sequence."""
+        known = self._known.get(uid, _Sequence())
+        return len(known.blocks) * _BLOCK - known.seen
+
+    def flush(self, uid: int) -> None:
+        """A sequence is over. An unknown one is none of ours: nothing happens."""
+        known = self._known.pop(uid, None)
+        if known is not None:
+            self._pool.give_back(reversed(known.blocks))
+
+
+def build_hf_engine(
+    path: str | PathLike[str] | nn.Module,
+    engine_config: RaggedConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> RaggedEngine:
+    """The ragged engine of a Hugging Face folder or module.
+
+    Raises:
+        UnsupportedError: the family is not declared, or ranks were asked for ("inference-family", "inference-ranks").
+    """
+    config = engine_config or RaggedConfig()
+    if config.tensor_parallel.tp_size > 1:
+        raise UnsupportedError(
+            f"a ragged engine over {config.tensor_parallel.tp_size} ranks",
+            code="inference-ranks",
+            fix="Use tp_size 1, and one engine for each rank.",
+        )
+    return RaggedEngine(read_decoder(path, dtype=dtype), config)
+
+
+def _blocks(decoder: Decoder, config: RaggedConfig) -> int:
+    limits = config.state_manager
+    if limits.memory_config.mode == "allocate":
+        return limits.memory_config.size
+    device = decoder.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    each = Cache.bytes_of(decoder.spec, _BLOCK, decoder.dtype)
+    longest = min(limits.max_context, decoder.spec.longest)
+    wanted = limits.max_tracked_sequences * -(-longest // _BLOCK)  # more than this is never used
+    found: int = min(wanted, (free - limits.memory_config.size) // each)
+    if found < 1:
+        raise PlanError(
+            f"{free} bytes are free, {limits.memory_config.size} of them reserved: no room for a block of {each} bytes",
+            code="inference-cache",
+            fix="Reserve less (state_manager.memory_config.size).",
+        )
+    return found

@@ -1,0 +1,161 @@
+"""`init_inference` and the ragged engine, as DeepSpeed's users call them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_inference import RaggedConfig, SchedulingError, SchedulingResult, build_hf_engine, init_inference
+
+transformers = pytest.importorskip("transformers")
+
+
+def small(**more):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=61, n_positions=128, **more)
+    config.eos_token_id = config.bos_token_id = None
+    made = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_(0, 0.3)
+    return made
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_answers_are_the_modules(inject):
+    engine = init_inference(small(), dtype=torch.float32, replace_with_kernel_inject=inject)
+    wanted = small().generate(IDS, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert torch.equal(engine.generate(IDS, max_new_tokens=9, do_sample=False, pad_token_id=0), wanted)
+    assert torch.equal(engine(IDS).logits, small()(IDS).logits)
+
+
+def test_prompts_of_different_lengths_padded_on_the_left():
+    engine = init_inference(small(), {"dtype": "fp32", "kernel_inject": True})
+    ids, mask = torch.tensor([[0, 0, 7, 8], [9, 10, 11, 12]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    found = engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
+    for row, prompt in zip(found, ([7, 8], [9, 10, 11, 12]), strict=True):
+        alone = small().generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert row[4:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_an_end_token_pads_behind_it():
+    free = small().generate(IDS, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    end = int(free[0, 6])
+    wanted = small().generate(IDS, max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=end)
+    engine = init_inference(small(), dtype="fp32", replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(IDS, max_new_tokens=9, eos_token_id=end, pad_token_id=0), wanted)
+
+
+def test_half_precision_is_the_default():
+    assert next(init_inference(small()).module.parameters()).dtype == torch.float16
+
+
+def test_attributes_are_the_modules_and_times_are_kept():
+    engine = init_inference(small(), dtype=torch.float32)
+    assert engine.lm_head is engine.module.lm_head
+    with pytest.raises(PlanError, match="profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    engine(IDS)
+    assert len(engine.model_times()) == 1
+    assert engine.model_times() == []
+
+
+def test_weights_of_a_folder_go_into_a_module_on_meta(tmp_path):
+    small().save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = transformers.GPT2LMHeadModel(small().config)
+    engine = init_inference(empty, dtype=torch.float32, checkpoint=str(tmp_path))
+    assert torch.equal(engine(IDS).logits, small()(IDS).logits)
+    (tmp_path / "d.json").write_text(json.dumps({"type": "x", "checkpoints": ["model.safetensors"]}))
+    with torch.device("meta"):
+        empty = transformers.GPT2LMHeadModel(small().config)
+    engine = init_inference(empty, dtype=torch.float32, checkpoint=str(tmp_path / "d.json"))
+    assert torch.equal(engine(IDS).logits, small()(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "said"),
+    [
+        ({"dtpye": "fp16"}, ConfigError, "dtype"),
+        ({"dtype": "int7"}, ConfigError, "int7"),
+        ({"tensor_parallel": {"tp_size": 2}}, UnsupportedError, "2 ranks"),
+        ({"mp_size": 2}, UnsupportedError, "2 ranks"),
+        ({"enable_cuda_graph": True}, UnsupportedError, "no CUDA device"),
+        ({"save_mp_checkpoint_path": "x"}, UnsupportedError, "save_mp_checkpoint_path"),
+        ({"config": {"dtype": "fp16"}, "dtype": "fp32"}, PlanError, "fp16"),
+    ],
+)
+def test_what_cannot_be_is_said(keys, error, said):
+    if torch.cuda.is_available() and "enable_cuda_graph" in keys:
+        pytest.skip("this host has CUDA")
+    given = keys.pop("config", None) if "dtype" in keys else None
+    with pytest.raises(error, match=said):
+        init_inference(small(), given, **keys)
+
+
+def test_beams_and_long_prompts_are_refused():
+    engine = init_inference(small(), dtype=torch.float32, max_out_tokens=3)
+    with pytest.raises(UnsupportedError, match="num_beams = 4"):
+        engine.generate(IDS, num_beams=4)
+    with pytest.raises(PlanError, match="max_out_tokens is 3"):
+        engine.generate(IDS)
+
+
+def test_an_unknown_family_is_refused_only_with_injection():
+    plain = torch.nn.Linear(4, 4)
+    assert init_inference(plain, dtype=torch.float32)(torch.zeros(4)).shape == (4,)
+    with pytest.raises(UnsupportedError, match="Linear"):
+        init_inference(torch.nn.Linear(4, 4), replace_with_kernel_inject=True)
+
+
+# ---- the ragged engine
+
+
+def ragged(**limits):
+    given = {"memory_config": {"mode": "allocate", "size": 4}, **limits}
+    return build_hf_engine(small(), RaggedConfig(state_manager=given))
+
+
+def test_put_gives_the_logits_of_last_tokens():
+    engine, model = ragged(), small()
+    first = engine.put([3, 4], [torch.tensor([5, 6, 7]), torch.tensor([9])])
+    second = engine.put([4, 3], [torch.tensor([10, 11]), torch.tensor([8])])
+    with torch.no_grad():
+        wanted = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
+        other = model(torch.tensor([[9, 10, 11]])).logits[0]
+    for found, expected in ((first[0], wanted[2]), (first[1], other[0]), (second[1], wanted[3]), (second[0], other[2])):
+        assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_limits_are_said_before_and_nothing_is_changed():
+    engine = ragged(max_ragged_batch_size=200, max_ragged_sequence_count=2, max_tracked_sequences=3, max_context=120)
+    why = engine.can_schedule
+    assert why([0], [100]) is SchedulingResult.Success
+    assert why([0], [121]) is SchedulingResult.SequenceTokenLimitExceeded
+    assert why([0, 1], [101, 100]) is SchedulingResult.BatchTokenLimitExceeded
+    assert why([0, 1, 2], [1, 1, 1]) is SchedulingResult.BatchSequenceLimitExceeded
+    assert why([0, 1, 2, 3], [1] * 4) is SchedulingResult.EngineSequenceLimitExceeded
+    with pytest.raises(SchedulingError) as caught:
+        engine.put([0], [torch.zeros(121, dtype=torch.int64)])
+    assert caught.value.status is SchedulingResult.SequenceTokenLimitExceeded
+    assert int(engine.free_blocks) == 4
+    assert engine.query(7, 500, 9) == (120, 1)
+    engine.put([0], [torch.tensor([1, 2, 3])])
+    assert engine.get_remaining_block_capacity(0) == 125
+    assert int(engine.free_blocks) == 3
+    engine.flush(0)
+    engine.flush(0)
+    assert int(engine.free_blocks) == 4
+
+
+def test_a_full_cache_is_said():
+    engine = build_hf_engine(small(), RaggedConfig(state_manager={"memory_config": {"mode": "allocate", "size": 1}}))
+    engine.put([0], [torch.tensor([1])])
+    assert engine.can_schedule([1], [1]) is SchedulingResult.KVCacheLimitExceeded
