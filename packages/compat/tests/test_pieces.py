@@ -424,9 +424,18 @@ def test_tiles_of_a_linear_layer():
         deepspeed.zero.TiledLinear(10, 6, input_is_already_split=True)
 
 
+def test_inference_is_ds_inference():
+    engine = deepspeed.init_inference(nn.Linear(2, 2), dtype=torch.float32)
+    assert isinstance(engine, deepspeed.InferenceEngine)
+    assert deepspeed.default_inference_config()["max_out_tokens"] == 1024
+    from deepspeed.inference.v2 import InferenceEngineV2, RaggedInferenceEngineConfig, build_hf_engine
+
+    assert RaggedInferenceEngineConfig(manager={"max_context": 7}).state_manager.max_context == 7
+    assert callable(build_hf_engine)
+    assert InferenceEngineV2.put
+
+
 def test_not_here_at_the_top():
-    with pytest.raises(UnsupportedError, match="init_inference"):
-        deepspeed.init_inference(nn.Linear(1, 1))
     with pytest.raises(UnsupportedError, match="tp_size=2"):
         deepspeed.tp_model_init(nn.Linear(1, 1), tp_size=2, dtype=torch.float32)
     model = nn.Linear(1, 1)

@@ -41,7 +41,11 @@ def _not(missing: Missing, *names: str) -> dict[str, Missing]:
 
 # ---- why not ---------------------------------------------------------------------------------------------------------
 
-_INFERENCE = Missing("ds-inference is not built yet", "the model itself under torch.inference_mode()")
+_INFERENCE = Missing(
+    "layers are not replaced by class", "deepspeed.init_inference(model, replace_with_kernel_inject=True)"
+)
+_HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
+_SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
 _PIPELINE = Missing("pipeline stages are not built yet", "ZeRO stage 3, which needs no stages")
 _MOE = Missing("ds-moe is not built yet", "the model's own expert layers; ZeRO shards them as any module")
 _TENSOR = Missing("tensor parallelism is not built yet", "ZeRO stage 3")
@@ -205,6 +209,14 @@ _OFFLOAD = _from("deepspeed._ours.tiers", "OffloadDeviceEnum", "OffloadStateType
     DeepSpeedZeroOffloadParamConfig="OffloadParamConfig",
 )
 
+_RAGGED: Rows = {
+    **_from(
+        "ds_inference", "build_hf_engine", InferenceEngineV2="RaggedEngine", RaggedInferenceEngineConfig="RaggedConfig"
+    ),
+    **_from("ds_inference.config", DeepSpeedTPConfig="TensorParallelConfig"),
+    **_not(_SERIAL, "build_engine_from_ds_checkpoint"),
+}
+
 SURFACE: Mapping[str, Rows] = {
     "deepspeed": {
         **_from("deepspeed._ours.start", "add_config_arguments", "initialize", "tp_model_init"),
@@ -226,10 +238,9 @@ SURFACE: Mapping[str, Rows] = {
         "zero": "deepspeed.zero:",
         "checkpointing": "deepspeed.checkpointing:",
         "dist": "deepspeed.comm:",
-        **_not(
-            _INFERENCE, "DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "InferenceEngine", "default_inference_config",
-        ),
-        **_from("deepspeed._ours.start", "init_inference"),
+        **_not(_HYBRID, "DeepSpeedHybridEngine"),
+        **_from("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
+        **_from("deepspeed._ours.start", "default_inference_config"),
         **_not(_PIPELINE, "PipelineEngine", "PipelineModule"),
         **_not(_TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
         **_not(_INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
@@ -448,7 +459,18 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.state_dict_factory": {**_not(_INFERENCE, "MegatronSDLoader", "SDLoaderFactory")},
     "deepspeed.compression": {**_not(_COMPRESS, "compress", "helper", "scheduler")},
     "deepspeed.compression.compress": {**_not(_COMPRESS, "init_compression", "redundancy_clean")},
-    "deepspeed.inference": {**_not(_INFERENCE, "config", "engine", "quantization")},
+    "deepspeed.inference": {**_RAGGED, **_not(_INFERENCE, "quantization")},
+    "deepspeed.inference.config": {
+        **_from("ds_inference.config", DeepSpeedInferenceConfig="InferenceConfig", DeepSpeedTPConfig="TensorParallelConfig"),
+    },
+    "deepspeed.inference.engine": {**_from("ds_inference", "InferenceEngine")},
+    "deepspeed.inference.v2": _RAGGED,
+    "deepspeed.inference.v2.config_v2": {**_from("ds_inference", RaggedInferenceEngineConfig="RaggedConfig")},
+    "deepspeed.inference.v2.engine_v2": {**_from("ds_inference", InferenceEngineV2="RaggedEngine")},
+    "deepspeed.inference.v2.engine_factory": {
+        **_from("ds_inference", "build_hf_engine"), **_not(_SERIAL, "build_engine_from_ds_checkpoint"),
+    },
+    "deepspeed.inference.v2.scheduling_utils": {**_from("ds_inference", "SchedulingError", "SchedulingResult")},
     "deepspeed.model_implementations": {**_not(_INFERENCE, "DeepSpeedTransformerInference")},
     "deepspeed.autotuning": {**_not(_TUNING, "Autotuner")},
     "deepspeed.elasticity": {**_not(_ELASTIC, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config", "DSElasticAgent")},

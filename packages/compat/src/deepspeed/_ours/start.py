@@ -25,13 +25,14 @@ from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.build import Parts, assemble, shapes_of
 from ds_engine.degrees import with_degrees
 from ds_engine.loader import ResumableLoader
+from ds_inference import InferenceConfig
 from ds_zero.sharding import sharding_of
 
 __all__ = [
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
     "add_config_arguments",
-    "init_inference",
+    "default_inference_config",
     "initialize",
     "tp_model_init",
 ]
@@ -112,15 +113,6 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     return model.to(dtype)
 
 
-def init_inference(model: nn.Module, config: Any = None, **options: Any) -> None:
-    """Not here.
-
-    Raises:
-        UnsupportedError: always ("compat-missing").
-    """
-    del model, config, options
-    raise UnsupportedError(
-        "deepspeed.init_inference is not here: ds-inference is not built yet",
-        code="compat-missing",
-        fix="Use the model itself under torch.inference_mode().",
-    )
+def default_inference_config() -> dict[str, Any]:
+    """Every key of `init_inference` with its default."""
+    return InferenceConfig().model_dump()
