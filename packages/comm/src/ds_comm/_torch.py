@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names", "second_connection"]
+__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names", "named_group", "second_connection"]
 
 # torch 2.13 renamed both functions; the arguments did not change.
 ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,3 +26,27 @@ def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
     clone: dist.Store = store.clone()
     return clone
+
+
+def named_group(ranks: Sequence[int], name: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of `ranks` that only they make, under `name`.
+
+    torch's own way names such a group after its ranks and the number of groups that this process has: two members that have not
+    equally many wait for each other for ever, and a name that comes again finds the addresses of the group that had it before.
+    """
+    world: Any = dist.group.WORLD
+    default, store = c10d._world.pg_map[world]
+    kind = dist.Backend(backend or default)
+    options: Any = {
+        "timeout": c10d._get_default_timeout(kind),
+        "device_id": world.bound_device_id,
+        "group_desc": purpose,
+    }
+    members: Any = list(ranks)
+    group_name: Any = name
+    pg, _ = c10d._new_process_group_helper(
+        len(members), members.index(world.rank()), members, kind, store, group_name, **options
+    )
+    c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(members)}
+    made: dist.ProcessGroup = pg
+    return made

@@ -27,8 +27,9 @@ class Family:
         name: Short, the same on every rank: `"expert"`, `"tensor"`, `"tied"`.
         group: The ranks that hold these parameters with equal values. A gradient is summed over all of them.
         divisor: What that sum is divided by: the ranks that the batch is split over, whatever the size of `group`.
-        shards: The ranks of `group` over which state is cut; None: all of `group`.
-        copies: How many ranks outside `group` hold equal values and equal gradients of the same parameter, this one included: a
+        shards: The ranks of `group` over which state is cut; None: those of them that the model was given to. Other ranks of `group`
+            (a weight tied over pipeline stages) only take part in the sum, after the last backward of a step.
+        copies: How many groups like `group` hold equal values and equal gradients of the same parameter, this one included: a
             norm over all ranks counts each square once by dividing by it.
     """
 
@@ -80,7 +81,7 @@ _DENSE = Assignment()
 
 
 def assign(param: Tensor, assignment: Assignment) -> None:
-    """Say what `param` is. Before the model is sharded; the last word counts."""
+    """Say what a parameter or a buffer is. Before the model is sharded; the last word counts."""
     setattr(param, _MARK, assignment)
 
 

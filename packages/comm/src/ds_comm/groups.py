@@ -6,6 +6,7 @@ ProcessGroup, or None for the world) is looked up and becomes a Group, too.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ds_comm._torch import named_group
 from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
 
@@ -23,6 +25,7 @@ __all__ = [
     "as_group",
     "drop_group",
     "new_group",
+    "part_group",
     "single_group",
     "twin_group",
     "world_group",
@@ -153,19 +156,42 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
     return Group(name, members, members.index(world.global_rank), pg)
 
 
-def twin_group(group: GroupLike, name: str) -> Group:
-    """The same ranks over a process group of their own, for host tensors: another thread may use it at any time.
+def part_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
+    """A group that only its members make: other ranks may make others meanwhile, or none. Collective over `ranks`.
+
+    Every member makes its groups of these ranks in the same order. `drop_group` ends it; it may be made again.
+
+    Args:
+        ranks: Of the world, this one's among them; the group has them in this order.
+        backend: torch's name of another backend than the world's.
+    """
+    members = tuple(ranks)
+    world = world_group()
+    if world.global_rank not in members or any(rank not in world.ranks for rank in members):
+        raise CommError(
+            f"rank {world.global_rank} makes group {name!r} with ranks {_short(members)} in a world of {world.size}",
+            code="comm-rank",
+            fix="Make it on its members only, with ranks below the world size.",
+        )
+    place = members.index(world.global_rank)
+    if len(members) == 1 or world.pg is None:
+        return Group(name, members, place)
+    made = _made.setdefault(world.pg, {})
+    number = made[members] = made.get(members, 0) + 1
+    digest = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
+    return Group(name, members, place, named_group(members, f"part-{digest}", name, backend))
+
+
+def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:
+    """The same ranks over a process group of their own: another thread, or another order of operations, may use it at any time.
 
     Collective over `group` alone; a group of one is its own twin. `drop_group` ends it.
+
+    Args:
+        backend: For host tensors unless told; None: that of the world.
     """
     group = as_group(group)
-    if group.pg is None:
-        return group
-    # torch names a group that only its members make after its ranks and the number of groups this process has, which may
-    # differ between them; one of all ranks is named by a counter that does not.
-    part = len(group.ranks) < dist.get_world_size()
-    pg = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=part, group_desc=name)
-    return Group(name, group.ranks, group.rank, pg)
+    return group if group.pg is None else part_group(group.ranks, name, backend)
 
 
 def drop_group(group: Group) -> None:
@@ -173,6 +199,9 @@ def drop_group(group: Group) -> None:
     if group.pg is not None:
         dist.destroy_process_group(group.pg)
 
+
+# Of each world, how many groups its members made of the same ranks: a name is never used twice.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
 # Nothing here keeps a process group alive: destroy_process_group() ends it, and its channel with it.
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()

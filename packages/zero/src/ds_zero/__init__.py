@@ -24,7 +24,6 @@ from ds_zero.init import Init, MiCS_Init
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
-from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer, StepReport
 from ds_zero.plan import UnitBytes, ZeroPlan, in_nodes, passing_bytes, plan, plan_bytes
 from ds_zero.precision import LossScale, Precision, PrecisionRule
@@ -44,7 +43,6 @@ __all__ = [
     "Nodes",
     "Nonfinite",
     "NonfiniteSearch",
-    "NormScope",
     "Precision",
     "PrecisionRule",
     "Released",

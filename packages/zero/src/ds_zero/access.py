@@ -1,7 +1,7 @@
 """Reading and changing whole parameters, gradients and optimizer state of a sharded model.
 
-Words: *full* functions give or take a tensor in the parameter's true shape and are collective over the ranks that share
-the model: every rank calls them, in the same order. *local* functions give or take this rank's elements, 1-D, and
+Words: *full* functions give or take a tensor in the parameter's true shape (of a part of a logical tensor: that of the part) and are
+collective over the ranks that the parameter lives on: every one calls them, in the same order. *local* functions give or take this rank's elements, 1-D, and
 communicate nothing. A write goes to the shard in master format, so the next step starts from it.
 
 A gradient is what the next `step` would use before clipping: averaged over ranks, loss scale and divisor taken out.
@@ -84,7 +84,7 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
 
     Args:
         params: Parameters, or a module for all of its.
-        modifier_rank: This rank's changes (rank within the model's group) become everyone's.
+        modifier_rank: This rank's changes (rank within the group that the parameter's gradient is summed over) become everyone's.
         fwd_module: Accepted for compatibility; a parameter used outside its own module needs no registration here.
         enabled: False makes this do nothing.
         write: Keep changes that every rank made alike.
@@ -144,7 +144,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
     order = {s: i for i, s in enumerate(dict.fromkeys(p.sharding for p in places))}
     places.sort(key=lambda p: (order[p.sharding], p.unit.number, p.member))
     units = list(dict.fromkeys(p.unit for p in places))
-    channels = {p.unit: p.sharding.unforeseen() for p in places if p.unit.releases}
+    channels = {p.unit: p.unit.seat.unforeseen() for p in places if p.unit.releases}
     for unit in units:
         unit.unshard(channels.get(unit))
         unit.pins += 1
@@ -160,7 +160,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
             for place in places:
                 _spread(place, modifier_rank)
             changed = places
-        changed = _quiet(changed, modifier_rank is not None or write, {p.sharding for p in places})
+        changed = _quiet(changed, modifier_rank is not None or write, places)
         _keep([p for p in changed if p not in lost])
         for unit in units:
             unit.reshard(spare_aliases=True)
@@ -176,18 +176,18 @@ def _not_written(names: Sequence[str]) -> ShardedAccessError:
     )
 
 
-def _quiet(changed: list[_Place], told: bool, shardings: set[Sharding]) -> list[_Place]:
+def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[_Place]:
     """What may be written to shards now. In memory that ranks share, only when all of them are here to do the same."""
     if told:
-        for sharding in shardings:
-            sharding.quiet("GatheredParameters")
+        for sharding in dict.fromkeys(p.sharding for p in places):
+            sharding.quiet("GatheredParameters", [p.unit for p in places if p.sharding is sharding])
         return changed
-    return [p for p in changed if p.sharding.seat.host is None]  # those are adopted by the next step
+    return [p for p in changed if p.unit.host is None]  # those are adopted by the next step
 
 
 def _spread(place: _Place, rank: int) -> None:
     value = place.unit.views[place.member]
-    comm.broadcast(value, group=place.sharding.group, group_src=rank, unit=place.name)
+    comm.broadcast(value, group=place.unit.seat.family.group, group_src=rank, unit=place.name)
 
 
 def _keep(places: Sequence[_Place]) -> None:
@@ -351,7 +351,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 def _calm(param: Parameter) -> None:
     place = _place(param)
     if place is not None:
-        place.sharding.quiet(place.name)
+        place.sharding.quiet(place.name, [place.unit])
 
 
 def _publish(param: Parameter) -> None:
@@ -404,14 +404,14 @@ def safe_update_full_grad_vectorized(
             )
         for place in members:
             slot, param = unit.layout.slots[place.member], unit.params[place.member]
-            factor = place.sharding.grad_factor()
+            factor = place.sharding.grad_factor(unit)
             new = update_func(whole[slot.offset : slot.offset + slot.numel].view(slot.shape) * factor, param)
             safe_set_full_grad(param, new)
 
 
 def _factor(param: Tensor) -> float:
-    sharding = sharding_of(param)
-    return 1.0 if sharding is None else sharding.grad_factor()
+    place = _place(param)
+    return 1.0 if place is None else place.sharding.grad_factor(place.unit)
 
 
 def _scaled(param: Tensor, grad: Tensor | None) -> Tensor | None:

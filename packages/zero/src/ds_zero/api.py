@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from ds_comm import Group
 from ds_zero.layout import Kind
 from ds_zero.nodes import Nodes
-from ds_zero.norms import NormScope
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.precision import Precision
 from ds_zero.residency import Residency
@@ -26,7 +25,7 @@ class _Options(TypedDict, total=False):
     group: Group | dist.ProcessGroup | None
     precision: Precision | str | None
     clip: float | None
-    norm: NormScope | None
+    norm: Group | dist.ProcessGroup | None
     overlap: bool
     policy: UnitPolicy
     strict: bool

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from ds_comm import Group
 from ds_zero._torch import graph_task_id, has_saved_tensor_hooks
 from ds_zero.backward import Backward
 from ds_zero.calls import Call
@@ -40,21 +39,16 @@ class Gathering:
         units: In canonical order, the same on every rank.
         backward: Where the model's backward is.
         ahead_numel: Elements gathered before they are needed.
-        unforeseen: The channel for gathers that no sequence foresees; made when first asked for.
     Attributes:
-        push: Lets gathers go on that others may wait for, see `nodes.py`.
         released: Numbers of the units that are released between uses.
         complete: Whether a unit's gradients have all arrived in this backward; by its number.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], backward: Backward, ahead_numel: int, unforeseen: Callable[[], Group]
-    ) -> None:
-        self.units, self.unforeseen = list(units), unforeseen
+    def __init__(self, units: Sequence[Unit], backward: Backward, ahead_numel: int) -> None:
+        self.units = list(units)
         self.released = [i for i, u in enumerate(units) if u.releases]
         self.complete: Callable[[int], bool] = lambda number: True
-        route = units[0].seat.route if units else None
-        self.push: Callable[[], None] = (lambda: None) if route is None else route.push
+        self._routes = list(dict.fromkeys(u.seat.route for u in units if u.seat.route is not None))
         self._in_backward = backward
         self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
         self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
@@ -193,7 +187,7 @@ class Gathering:
                 self.units[other].start_unshard(again=True)
         elif unit.state in (Full.RELEASED, Full.STALE):
             order.seen.append(number)
-            unit.start_unshard(channel=self.unforeseen())
+            unit.start_unshard(channel=unit.seat.unforeseen())
         unit.finish_unshard()
 
     def _put_back(self, number: int) -> None:
@@ -215,7 +209,12 @@ class Gathering:
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
             self._put_back(number)
-        self.push()
+        self._push()
+
+    def _push(self) -> None:
+        """Let gathers go on that others may wait for, see `nodes.py`."""
+        for route in self._routes:
+            route.push()
 
     # ---- backward
 
@@ -261,7 +260,7 @@ class Gathering:
         number = self._backward.run_ahead()
         if number is not None:
             self.units[number].start_unshard(again=True)
-        self.push()
+        self._push()
 
     def entered(self, call: Call) -> None:
         """Watcher: the backward of a call begins."""

@@ -10,6 +10,8 @@ sequence foresees have a third channel, so that helping cannot come between them
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,21 +50,19 @@ class Runtime:
         model: Its root module.
         units: In canonical order, the same on every rank.
         schedule: How far to run ahead.
-        unforeseen: The channel for gathers that no sequence foresees; made when first asked for.
     Attributes:
         gathering, reducing: The two sides.
         begun: Called when a backward begins; what it raises ends that backward.
     """
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], schedule: Schedule, unforeseen: Callable[[], Group]
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule) -> None:
         self.begun: Callable[[], None] = lambda: None
+        self._keys = _keys(units)
         self._model, self._settled = model, False
         backward = Backward(self)
         # Without overlap every reduction is more than may be under way.
         ahead, inflight = (schedule.ahead_numel, schedule.inflight_bytes) if schedule.overlap else (0, -1)
-        self.gathering = Gathering(units, backward, ahead, unforeseen)
+        self.gathering = Gathering(units, backward, ahead)
         self.reducing = Reducing(units, backward, inflight)
         self.gathering.complete = self.reducing.complete
         if self.gathering.released:
@@ -115,15 +115,24 @@ class Runtime:
         if self._settled:
             return
         self._settled = True
+        # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
         seen = {"reduces": self.reducing.seen, **self.gathering.seen}
+        mine = {"seen": seen, "keys": self._keys, "shared": {self._keys[n] for n in self.gathering.shared}}
         everyone: list[Any] = [None] * group.size
-        all_gather_object(everyone, {"seen": seen, "shared": self.gathering.shared}, group, unit="settle")
-        if all(one["seen"] == seen for one in everyone):
+        all_gather_object(everyone, mine, group, unit="settle")
+        if all((one["seen"], one["keys"]) == (seen, self._keys) for one in everyone):
             self.reducing.adopt(seen["reduces"])
             self.gathering.adopt(seen)
-        self.gathering.share({n for one in everyone for n in one["shared"]})
+        shared = {key for one in everyone for key in one["shared"]}
+        self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 
     def stepped(self) -> None:
         """An update was made, or left out."""
         self.gathering.stepped()
         self.reducing.stepped()
+
+
+def _keys(units: Sequence[Unit]) -> list[tuple[str, int]]:
+    """(family, place among its units) of each unit."""
+    counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [(unit.spec.family, next(counters[unit.spec.family])) for unit in units]

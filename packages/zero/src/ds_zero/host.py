@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +47,9 @@ _NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What to allocate: (elements, dtype) of each unit's full buffer, and the bytes of a gradient slot."""
+    """What to allocate: (elements, dtype) of the full buffers by number of the unit, and the bytes of a gradient slot."""
 
-    fulls: tuple[tuple[int, torch.dtype], ...]
+    fulls: Mapping[int, tuple[int, torch.dtype]]
     slot_bytes: int
 
 
@@ -86,8 +86,8 @@ class HostMemory:
     def __init__(self, group: comm.Group, plan: HostPlan) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         places, end = [], Counters.nbytes_for(group.size)
-        for number, (numel, dtype) in enumerate(plan.fulls):
-            places.append(end + number % _STAGGERS * _STAGGER)
+        for place, (numel, dtype) in enumerate(plan.fulls.values()):
+            places.append(end + place % _STAGGERS * _STAGGER)
             end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self._overlaid = end
         slots = []
@@ -97,12 +97,13 @@ class HostMemory:
         self.nbytes = end
         segment, pids = self._meet(end)
         self._posted = _Posted(Counters(segment, 0, self.rank, pids))
-        self._homes = [segment.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        fulls = [(number, n, d, at) for (number, (n, d)), at in zip(plan.fulls.items(), places, strict=True)]
+        self._homes = {number: segment.tensor(n, d, at) for number, n, d, at in fulls}
         self._overlay = _Overlay(segment.fd, self._overlaid)
-        self._fulls = [self._overlay.tensor(n, d, at) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        self._fulls = {number: self._overlay.tensor(n, d, at) for number, n, d, at in fulls}
         self._slots = [segment.tensor(plan.slot_bytes, torch.uint8, at) for at in slots]
         self._rows: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
-        self._ranges = [(at, n * d.itemsize) for (n, d), at in zip(plan.fulls, places, strict=True)]
+        self._ranges = {number: (at, n * d.itemsize) for number, n, d, at in fulls}
         self._pending: Callable[[], None] | None = None
         self._number = 0
         self._marks: dict[int, int] = {}
@@ -118,7 +119,7 @@ class HostMemory:
         return mine or Segment.attach(told[0][0], nbytes), [pid for _, pid in told]
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
-        """(home, overlay) of a unit, by its place in the plan; both [numel], zero at first."""
+        """(home, overlay) of a unit; both [numel], zero at first."""
         return self._homes[number], self._fulls[number]
 
     def barrier(self, what: str) -> None:
@@ -188,7 +189,7 @@ class HostMemory:
             return []
         return [
             number
-            for number, (at, nbytes) in enumerate(self._ranges)
+            for number, (at, nbytes) in self._ranges.items()
             if any(at // _PAGE <= page <= (at + nbytes - 1) // _PAGE for page in pages)
         ]
 

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, drop_group
+from ds_comm import Group, drop_group, part_group
 from ds_config.errors import PlanError
 from ds_zero.layout import UnitLayout
-from ds_zero.replicas import part
 from ds_zero.store import Pool
 
 __all__ = ["Nodes", "Route", "Secondary", "split_nodes"]
@@ -213,6 +212,6 @@ def split_nodes(nodes: Nodes | None, shards: Group, pool: Pool) -> Route | None:
         _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
         return None
     node, index = divmod(shards.rank, nodes.size)
-    inside = part(shards.ranks[node * nodes.size : (node + 1) * nodes.size], "node")
-    across = part(shards.ranks[index :: nodes.size], "across")
+    inside = part_group(shards.ranks[node * nodes.size : (node + 1) * nodes.size], "node")
+    across = part_group(shards.ranks[index :: nodes.size], "across")
     return Route(nodes, inside, across, pool)

@@ -5,18 +5,17 @@ edits between steps work. Each of its parameter lists now holds *parts* of shard
 parameters of the unit have the same history; the first step in which only some of them were used cuts it up, so that each
 has its own state and step count, exactly as if it had never been joined.
 
-An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own, and
-the norm that clips them, alike on all ranks, is the root of the mean of the ranks' squared norms.
+An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
 
-Gradients are consumed by `step`. The averaged gradient is sum / (ranks x loss scale x divisor); that factor and clipping are
-one factor, see `stepping.py`.
+Gradients are consumed by `step`. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
+clipping are one factor, see `stepping.py`. Names in what is kept are those of logical tensors, see `families.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,17 +26,20 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_comm import LocalShard
+from ds_comm.family import Family
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
 from ds_zero.agreement import Facts, agree
 from ds_zero.elementwise import keeps_state, needed_layouts, owns_reduction, state_format
-from ds_zero.layout import Kind
+from ds_zero.layout import Kind, Piece
 from ds_zero.moving import KINDS
+from ds_zero.norms import weight_of
 from ds_zero.precision import Precision, ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding, ShardOptions, dtype_name
 from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
+from ds_zero.units import DENSE
 
 __all__ = ["ShardedOptimizer", "StepReport"]
 
@@ -98,7 +100,7 @@ class ShardedOptimizer(Optimizer):
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._check_scaled
-        self.sharding.grad_factor = self._average
+        self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
         self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
         for number, group in enumerate(inner.param_groups):
             group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
@@ -109,10 +111,15 @@ class ShardedOptimizer(Optimizer):
 
     # ---- one step
 
+    @property
+    def _divisor(self) -> int:
+        """Of the dense family: the ranks that the batch is split over."""
+        return self.sharding.families[DENSE].divisor
+
     def _average(self) -> float:
-        """What a summed gradient is multiplied by to be the gradient."""
+        """What a summed gradient is multiplied by to be the gradient; in some families it has a weight besides, see `norms.py`."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        return 1.0 / (self.sharding.seat.size * scale * self.divisor)
+        return 1.0 / (self._divisor * scale * self.divisor)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; the loss itself without one."""
@@ -137,24 +144,33 @@ class ShardedOptimizer(Optimizer):
         trained. Cost: every rank holds the whole model and its share of the state twice for a moment, and sees the state of one
         parameter at a time whole.
         """
-        mine, scalars = fragments(self.shards()), self.state_dict()
+        units = {unit: list(self._state_of(unit)) for unit in self.sharding.units}
+        mine, scalars = fragments(piece for pieces in units.values() for piece in pieces), self.state_dict()
         self.zero_grad()
-        model, options, group = self.sharding.model, self.sharding.options, self.sharding.group
+        model, options = self.sharding.model, self.sharding.options
         for unit in self.sharding.units:
             unit.gradients.clear()  # also those of units that were not trained
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         self.sharding.close()
         self.inner.state.clear()
         self._cut(model, options, self._layouts)
-        scalars["scalars"] = {k: {n: v for n, v in of.items() if n in trained} for k, of in scalars["scalars"].items()}
+        dropped = {self.sharding.logical[n].name for n, p in model.named_parameters() if not p.requires_grad}
+        scalars["scalars"] = {
+            k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
+        }
         self.load_state_dict(scalars)
-        known = names_of(mine, group) & trained
+        known = {
+            n for f in self.sharding.families.values() for n in names_of(mine, f.group, self._of_family(f))
+        } & trained
         for unit in self.sharding.units:
             members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known}
             if 0 < len(members) < len(unit.params):
                 self._split(unit)
             for member, name in members.items():
-                self._fill_state(unit, member, assemble(mine, name, group))
+                self._fill_state(unit, member, assemble(mine, name, unit.seat.family.group))
+
+    def _of_family(self, family: Family) -> set[str]:
+        return {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
 
     def _fill_state(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
         """Give one parameter the state it had under another plan."""
@@ -239,11 +255,10 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _agree(self) -> Facts:
-        group, options = self.sharding.group, self.sharding.options
-        wanted = options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
-        # Gradients that stay local: the root of the mean of their squares, which bounds the norm of their mean.
-        copies = group.size if owns_reduction(self.inner) else self.sharding.seat.replicas.size
-        return agree(self.sharding, wants_norm=wanted, copies=copies, riders=self.riders)
+        wanted = (
+            self.sharding.options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
+        )
+        return agree(self.sharding, wants_norm=wanted, riders=self.riders)
 
     def _skips(self, norm: float | None) -> bool:
         checks = self.sharding.precision.skip_nonfinite or self._scale is not None
@@ -251,18 +266,16 @@ class ShardedOptimizer(Optimizer):
 
     def _culprit(self, units: Sequence[Unit]) -> str | None:
         """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
-        names = [p.name for u in units for p in u.spec.params]
-        order = {name: i for i, name in enumerate(names)}
-        first = len(names)
+        order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
+        found: list[tuple[int, str]] = []
         for unit in units:
             for piece in self.sharding.pieces(unit):
                 grad = unit.gradients.view(piece.start, piece.stop)
                 if grad is not None and not grad.isfinite().all():
-                    first = min(first, order[piece.name])
-        told: list[int] = [first] * self.sharding.group.size
-        comm.all_gather_object(told, first, self.sharding.group, unit="step")
-        found = min(told)
-        return names[found] if found < len(names) else None
+                    found.append((order[piece.name], self.sharding.logical[piece.name].name))
+        told: list[tuple[int, str] | None] = [None] * self.sharding.everyone.size
+        comm.all_gather_object(told, min(found, default=None), self.sharding.everyone, unit="step")
+        return min((one for one in told if one is not None), default=(0, None))[1]
 
     def _clip(self, norm: float | None) -> float:
         clip = self.sharding.options.clip
@@ -272,6 +285,10 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         self.sharding.adopt_edits()
+        for unit in units:
+            if (weight := weight_of(unit, self._divisor)) != 1.0:
+                for grad in unit.gradients.sums or ():
+                    grad.mul_(weight)
         grads = [grad for u in units for grad in u.gradients.sums or ()]
         if any(grad.dtype != u.shard.dtype for u in units for grad in u.gradients.sums or ()):
             for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
@@ -328,24 +345,33 @@ class ShardedOptimizer(Optimizer):
         """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
         found = self.sharding.param_shards()
         for unit in self.sharding.units:
-            pieces = self.sharding.pieces(unit) if unit.parts else []
-            for part in unit.parts:
-                for key, value in self.inner.state.get(part.tensor, {}).items():
-                    if not isinstance(value, Tensor) or value.dim() == 0:
-                        continue
-                    if value.numel() != part.stop - part.start:
-                        name = unit.spec.params[part.members[0]].name
-                        whole = TensorShard.whole(f"optim/{name}/{key}", tuple(value.shape), dtype_name(value.dtype))
-                        found.append(LocalShard(whole, value.view(-1)))
-                        continue
-                    flat = value.view(-1)
-                    for piece in pieces:
-                        if part.start <= piece.start and piece.stop <= part.stop:
-                            shard = TensorShard.flat(
-                                f"optim/{piece.name}/{key}", piece.shape, dtype_name(value.dtype), piece.interval
-                            )
-                            found.append(LocalShard(shard, flat[piece.start - part.start : piece.stop - part.start]))
+            for key, piece, data in self._state_of(unit):
+                logical, dtype = self.sharding.logical[piece.name], dtype_name(data.dtype)
+                if data.numel() == piece.interval.numel:
+                    shard = logical.shard("optim", dtype, piece.interval, f"/{key}")
+                else:
+                    # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
+                    of = "" if logical.whole else f"@{','.join(map(str, logical.box.offset))}"
+                    shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
+                found.append(LocalShard(shard, data.view(-1)))
         return found
+
+    def _state_of(self, unit: Unit) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Tensors of the optimizer's state: (key, of which elements, as many values). What does not have the elements of its
+        parameter (the row sums of Adafactor) comes whole, with the parameter's first piece."""
+        pieces = self.sharding.pieces(unit) if unit.parts else []
+        for part in unit.parts:
+            inside = [piece for piece in pieces if part.start <= piece.start and piece.stop <= part.stop]
+            for key, value in self.inner.state.get(part.tensor, {}).items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    continue
+                if value.numel() != part.stop - part.start:
+                    name = unit.spec.params[part.members[0]].name
+                    yield key, next(piece for piece in inside if piece.name == name), value
+                    continue
+                flat = value.view(-1)
+                for piece in inside:
+                    yield key, piece, flat[piece.start - part.start : piece.stop - part.start]
 
     def materialize(self, state_names: Iterable[str]) -> None:
         """Create the optimizer's per-element state, zero, so that a load has something to fill.
@@ -385,7 +411,8 @@ class ShardedOptimizer(Optimizer):
                         continue
                     number = value.item() if isinstance(value, Tensor) else value
                     for member in part.members or range(len(unit.params)):
-                        scalars.setdefault(key, {})[unit.spec.params[member].name] = number
+                        name = self.sharding.logical[unit.spec.params[member].name].name
+                        scalars.setdefault(key, {})[name] = number
         return {
             "format": 1,
             "groups": groups,
@@ -397,8 +424,8 @@ class ShardedOptimizer(Optimizer):
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
         merged: dict[str, dict[str, float]] = {}
-        everyone: list[Any] = [None] * self.sharding.group.size
-        comm.all_gather_object(everyone, mine, self.sharding.group, unit="state_dict")
+        everyone: list[Any] = [None] * self.sharding.everyone.size
+        comm.all_gather_object(everyone, mine, self.sharding.everyone, unit="state_dict")
         for part in everyone:
             for key, values in part.items():
                 merged.setdefault(key, {}).update(values)
@@ -429,12 +456,12 @@ class ShardedOptimizer(Optimizer):
     def _load_scalars(self, unit: Unit, key: str, values: Mapping[str, float]) -> None:
         if not unit.parts:
             return
-        known = {values.get(p.name) for p in unit.spec.params}
-        if len(known) > 1:
+        names = [self.sharding.logical[p.name].name for p in unit.spec.params]
+        if len({values.get(name) for name in names}) > 1:
             self._split(unit)
         for part in unit.parts:
             members = part.members or tuple(range(len(unit.params)))
-            value = values.get(unit.spec.params[members[0]].name)
+            value = values.get(names[members[0]])
             if value is not None:
                 # torch's own optimizers count in tensors; those that name their state keep plain numbers.
                 kept = isinstance(value, float) and not hasattr(self.inner, "state_names")

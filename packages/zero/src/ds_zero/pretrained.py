@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
 from ds_zero.sharding import Sharding, sharding_of
 
@@ -71,6 +72,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     sharding.unloaded.clear()
     sharding.refresh()
     known = {alias for names in aliases.values() for alias in names} | {n for n, _ in model.named_buffers()}
+    known |= {logical.name for logical in sharding.logical.values()}
     return tuple(sorted(set(entries) - known))
 
 
@@ -79,15 +81,16 @@ def _params(
 ) -> list[str]:
     # Everything is checked before anything is written.
     found: dict[str, _Entry | None] = {}
-    for unit in sharding.units:
-        for slot in unit.layout.slots:
-            entry = found[slot.name] = next((entries[n] for n in aliases[slot.name] if n in entries), None)
-            if entry is not None and entry.shape != slot.shape:
-                raise CheckpointError(
-                    f"{slot.name} has shape {slot.shape}, the file says {entry.shape} ({entry.path.name})",
-                    code="pretrained-shape",
-                    fix="Build the model with the configuration that the weights were made with.",
-                )
+    for slot in (slot for unit in sharding.units for slot in unit.layout.slots):
+        logical = sharding.logical[slot.name]
+        names = aliases[slot.name] if logical.name == slot.name else [logical.name]
+        entry = found[slot.name] = next((entries[n] for n in names if n in entries), None)
+        if entry is not None and entry.shape != logical.shape:
+            raise CheckpointError(
+                f"{logical.name} has shape {logical.shape}, the file says {entry.shape} ({entry.path.name})",
+                code="pretrained-shape",
+                fix="Build the model with the configuration that the weights were made with.",
+            )
     missing = [name for name, entry in found.items() if entry is None]
     if missing and strict:
         return missing
@@ -96,7 +99,9 @@ def _params(
         for piece in sharding.pieces(unit):
             entry = found[piece.name]
             if entry is not None:
-                _read(entry, piece.interval.start, unit.shard[piece.start : piece.stop])
+                mine = sharding.logical[piece.name].shard("param", "", piece.interval)
+                for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
+                    _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
     return missing
 
 

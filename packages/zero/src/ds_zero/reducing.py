@@ -46,12 +46,14 @@ class Reducing:
         self.helping: Callable[[], AbstractContextManager[None]] = nullcontext
         self._deferred = False
         self._backward = backward
-        self._host = units[0].host if units else None
+        self._hosts = list(dict.fromkeys(u.host for u in units if u.host is not None))
+        # Gradients that are summed with ranks outside this backward wait for the step.
+        self._apart = [n for n in self.trained if self.units[n].seat.apart]
         self._missing = [set(range(len(u.params))) for u in units]
         self._again: set[int] = set()
         self._late: set[int] = set()
         self._known, self._any = False, False
-        self._order = ReduceOrder(list(reversed(self.trained)))
+        self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -81,8 +83,8 @@ class Reducing:
             if graph_task_id() != reducing._backward.task:
                 reducing._backward.enter()
             reducing._any = True
-            if reducing._host is not None:
-                reducing._host.finish_ready()
+            for host in reducing._hosts:
+                host.finish_ready()
             if member in missing:
                 missing.discard(member)
                 if not missing:
@@ -111,6 +113,8 @@ class Reducing:
                 self._reduce(number)
             self._late.update(missed)
             self._deferred = False
+            for number in self._apart:
+                self._gather_leftovers(number)
         elif self._any:
             for number in self.trained:
                 if self._late or self._again or self._missing[number]:
@@ -129,7 +133,7 @@ class Reducing:
         """All gradients of a unit have arrived, as far as this graph goes."""
         if self._backward.inside and not self._known:
             self._late.add(number)  # a checkpointed segment; another one may use the same parameters
-        if number not in self._late:
+        if number not in self._late and number not in self._apart:
             self._close(number)
         self.completed(number)
 
@@ -177,10 +181,9 @@ class Reducing:
             for number in self.trained:
                 found = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
                 self.unused[number] -= found
-        if self._deferred:
-            for number in reversed(self.trained):
-                self._gather_leftovers(number)
-                self._reduce(number)
+        for number in reversed(self.trained if self._deferred else self._apart):
+            self._gather_leftovers(number)
+            self._reduce(number)
         self._deferred = False
         self.drain()
 

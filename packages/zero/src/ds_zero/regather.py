@@ -6,7 +6,7 @@ not have the parameter's elements (the row and column sums of Adafactor). Whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, LocalShard
+from ds_comm import Group
+from ds_zero.layout import Piece
 
 __all__ = ["Fragment", "assemble", "fragments", "names_of"]
 
@@ -29,22 +30,20 @@ class Fragment:
     data: Tensor
 
 
-def fragments(shards: Iterable[LocalShard]) -> dict[str, list[Fragment]]:
-    """Copies of this rank's state by name of the parameter. Cost: the state's bytes on this rank."""
+def fragments(states: Iterable[tuple[str, Piece, Tensor]]) -> dict[str, list[Fragment]]:
+    """Copies of this rank's state, as (key, elements, values), by name of the parameter. Cost: the state's bytes on this rank."""
     found: dict[str, list[Fragment]] = {}
-    for local in shards:
-        kind, _, rest = local.shard.name.partition("/")
-        name, _, key = rest.rpartition("/")
-        if kind == "optim":
-            fragment = Fragment(key, local.shard.shape, local.shard.interval.start, local.data.clone())
-            found.setdefault(name, []).append(fragment)
+    for key, piece, data in states:
+        each = data.numel() == piece.interval.numel
+        shape, start = (piece.shape, piece.interval.start) if each else (tuple(data.shape), 0)
+        found.setdefault(piece.name, []).append(Fragment(key, shape, start, data.clone()))
     return found
 
 
-def names_of(mine: Mapping[str, list[Fragment]], group: Group) -> set[str]:
-    """Parameters of which some rank has state. Collective."""
+def names_of(mine: Mapping[str, list[Fragment]], group: Group, names: Collection[str]) -> set[str]:
+    """Parameters out of `names` of which some rank has state. Collective."""
     everyone: list[Any] = [None] * group.size
-    comm.all_gather_object(everyone, sorted(mine), group, unit="replan")
+    comm.all_gather_object(everyone, sorted(set(mine) & set(names)), group, unit="replan")
     return {name for part in everyone for name in part}
 
 

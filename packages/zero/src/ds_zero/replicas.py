@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from ds_comm import Group, drop_group, single_group
+from ds_comm import Group, drop_group, part_group, single_group
 from ds_config.errors import PlanError
 
-__all__ = ["Replicas", "part", "split_replicas"]
+__all__ = ["Replicas", "split_replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,6 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
     if size == 1:
         return Replicas(alone, group)
     number, place = divmod(group.rank, size)
-    shards = part(group.ranks[number * size : (number + 1) * size], "replica")
-    twins = part(group.ranks[place::size], "twins")
+    shards = part_group(group.ranks[number * size : (number + 1) * size], "replica")
+    twins = part_group(group.ranks[place::size], "twins")
     return Replicas(shards, twins, (shards, twins))
-
-
-def part(ranks: tuple[int, ...], name: str) -> Group:
-    """A group of some ranks, made by its members only. Collective over them; ends with `drop_group`."""
-    # Called by the members only; others make groups of their own at the same time.
-    pg = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
-    return Group(name, ranks, ranks.index(dist.get_rank()), pg)

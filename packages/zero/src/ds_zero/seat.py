@@ -1,28 +1,51 @@
-"""Data that both halves of a unit, its parameters (`unit.py`) and its gradients (`gradients.py`), are made from."""
+"""Where a unit communicates, and what both of its halves, parameters (`unit.py`) and gradients (`gradients.py`), are made from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
-from ds_zero.host import HostMemory
-from ds_zero.layout import UnitLayout
-from ds_zero.nodes import Route
+from ds_comm import Group, drop_group, twin_group
+from ds_comm.family import Family
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.families import cut
+from ds_zero.host import HostMemory, HostPlan, host_refusal
+from ds_zero.layout import UnitLayout, plan_layout
+from ds_zero.nodes import Nodes, Route, split_nodes
 from ds_zero.precision import Dtypes
+from ds_zero.replicas import Replicas
+from ds_zero.residency import Residency
 from ds_zero.store import Pool
-from ds_zero.units import UnitSpec
+from ds_zero.units import DENSE, UnitSpec
 
-__all__ = ["Members", "Seat"]
+__all__ = ["HostSpecs", "Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
+
+_log = logging.getLogger("ds_zero")
+
+HostSpecs = dict[int, tuple[UnitSpec, Dtypes]]
+"""Units by number, with their formats."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class _Unforeseen:
+    """A channel that is made when first asked for."""
+
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Seat:
-    """What the units of one model share.
+    """What the units of one family share.
 
     Attributes:
+        family: Over which ranks their gradients are summed, and how that sum counts.
+        apart: Some of those ranks do not run this backward; see `families.py`.
         shards: The ranks that hold the shards of a unit; a group of one holds it whole.
         gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
         replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
@@ -31,17 +54,32 @@ class Seat:
         route: How gathers go between nodes; None: flat.
     """
 
-    shards: comm.Group
-    gathers: comm.Group
-    replicas: comm.Group
+    family: Family
+    apart: bool
+    shards: Group
+    gathers: Group
+    replicas: Group
     pool: Pool
     host: HostMemory | None = None
     route: Route | None = None
+    _unforeseen: _Unforeseen = field(default_factory=_Unforeseen)
 
     @property
     def size(self) -> int:
-        """Ranks a gradient is averaged over."""
+        """Ranks a gradient is summed over."""
         return self.shards.size * self.replicas.size
+
+    @property
+    def counts(self) -> int:
+        """How often each element of a gradient is there, over all ranks."""
+        return self.replicas.size * self.family.copies
+
+    def unforeseen(self) -> Group:
+        """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
+        found = self._unforeseen
+        if found.group is None:
+            found.group = self.gathers if self.gathers is self.shards else twin_group(self.shards, "unforeseen", None)
+        return found.group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,3 +97,149 @@ class Members:
     layout: UnitLayout
     dtypes: Dtypes
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class SeatOptions:
+    """Of `ShardOptions` what decides about seats, and the device type of the model.
+
+    Attributes:
+        host: Whether all parameters are on the host.
+    """
+
+    residency: Residency
+    shard_size: int | None
+    nodes: Nodes | None
+    memory: str
+    host: bool
+
+
+class Seating:
+    """The seats of one model by family, and the groups made for them. Construction is collective over each family's group.
+
+    Args:
+        families: Dense first; the others in the same order on every rank.
+        specs: By family, its units with their formats by number: what memory of a host is planned from.
+    """
+
+    def __init__(
+        self, families: Mapping[str, Family], specs: Mapping[str, HostSpecs], pool: Pool, options: SeatOptions
+    ) -> None:
+        self.pool, self.options = pool, options
+        self._dense = families[DENSE].group
+        self._made: list[Group] = []
+        self._routes: list[Route] = []
+        self._replicas: list[Replicas] = []
+        self.seats: dict[str, Seat] = {}
+        by_ranks: dict[tuple[object, ...], Seat] = {}
+        for name, family in families.items():
+            # Families of the same ranks share groups, and so one shared memory.
+            key = (family.group.ranks, None if family.shards is None else family.shards.ranks)
+            known = by_ranks.get(key)
+            if known is None:
+                alike = [
+                    n
+                    for n, f in families.items()
+                    if (f.group.ranks, None if f.shards is None else f.shards.ranks) == key
+                ]
+                known = by_ranks[key] = self._make(family, [specs.get(n, {}) for n in alike])
+            self.seats[name] = replace(known, family=family)
+
+    def _make(self, family: Family, specs: Sequence[HostSpecs]) -> Seat:
+        apart = not set(family.group.ranks) <= set(self._dense.ranks)
+        if not self.options.residency.shard_optim:
+            alone = comm.single_group("alone", family.group.global_rank)
+            return Seat(family, apart, alone, alone, family.group, self.pool)
+        replicas = cut(family, self._dense, self.options.shard_size)
+        self._replicas.append(replicas)
+        shards = gathers = replicas.shards
+        host = self._host(shards, specs)
+        route = self._route(shards, host)
+        if self.options.residency.shard_params and shards.pg is not None and host is None:
+            gathers = twin_group(shards, "gather", None)
+            self._made.append(gathers)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, host, route)
+
+    def _host(self, group: Group, specs: Sequence[HostSpecs]) -> HostMemory | None:
+        if not any(specs) or not self.options.host or not wants_shared(self.options.memory, group):
+            return None
+        refusal = host_refusal(group)
+        if not refusal:
+            return HostMemory(group, _plan_host(specs, group.size))
+        if self.options.memory == "auto":
+            _log.info("zero: memory stays private: %s", refusal)
+            return None
+        raise UnsupportedError(
+            f"memory='shared' was asked for and is not possible: {refusal}",
+            code="zero-memory",
+            fix="Leave memory at 'auto', or shard over ranks of one host.",
+        )
+
+    def _route(self, shards: Group, host: HostMemory | None) -> Route | None:
+        nodes, residency = self.options.nodes, self.options.residency
+        if nodes is not None and not residency.shard_params:
+            raise PlanError(
+                f"nodes of {nodes.size} ranks were told with {residency}: no parameter is gathered in forward or backward",
+                code="zero-nodes",
+                fix="Use stage 3, or leave nodes out.",
+            )
+        if nodes is not None and host is not None:
+            _log.info(
+                "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
+            )
+            return None
+        if nodes is not None and self._replicas[0].shards.ranks != shards.ranks:
+            nodes = _near(nodes, self._dense, shards)
+        route = split_nodes(nodes, shards, self.pool)
+        self._routes += [] if route is None else [route]
+        return route
+
+    @property
+    def hosts(self) -> list[HostMemory]:
+        """Shared memories, each once, in the order of families."""
+        return list(dict.fromkeys(seat.host for seat in self.seats.values() if seat.host is not None))
+
+    def drop(self) -> None:
+        """Destroy the groups that were made. Collective."""
+        late = {id(s._unforeseen): s for s in self.seats.values()}
+        made = [s._unforeseen.group for s in late.values() if s.gathers is not s.shards]
+        for group in [*self._made, *(g for g in made if g is not None)]:
+            drop_group(group)
+        for route in self._routes:
+            route.drop()
+        for replicas in self._replicas:
+            replicas.drop()
+        self._made.clear()
+        self._routes.clear()
+        self._replicas.clear()
+
+
+def _plan_host(specs: Sequence[HostSpecs], world: int) -> HostPlan:
+    fulls, slot_bytes = {}, 0
+    for number, (spec, dtypes) in sorted((number, one) for of in specs for number, one in of.items()):
+        layout = plan_layout(spec.shapes, world, kind=spec.params[0].layout)
+        fulls[number] = (layout.numel, dtypes.param)
+        if spec.trained:
+            slot_bytes = max(slot_bytes, layout.numel * max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize))
+    return HostPlan(fulls, slot_bytes)
+
+
+def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
+    """The same nodes as a family sees them that lives on some of the ranks; None if not all have as many of them, side by side."""
+    places = [dense.ranks.index(rank) // nodes.size for rank in shards.ranks if rank in dense.ranks]
+    size = places.count(places[0]) if places else 0
+    if (
+        len(places) != shards.size
+        or size < 2
+        or places != sorted(places)
+        or any(places.count(p) != size for p in places)
+    ):
+        return None
+    return replace(nodes, size=size)
+
+
+def wants_shared(memory: str, group: Group) -> bool:
+    """Whether a model on the host is to have one copy for these ranks: asked for, or they communicate over shared memory."""
+    if group.pg is None or group.size == 1:
+        return False
+    return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))

@@ -6,11 +6,8 @@ optimizer (a frozen reference, inference) needs nothing more than this.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,28 +18,25 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_comm import Group, LocalShard
-from ds_comm.placement import Interval, TensorShard
+from ds_comm.family import Family
+from ds_comm.placement import Interval
 from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.families import family_name, find_families, logical_of
 from ds_zero.hooks import Runtime, Schedule
-from ds_zero.host import HostMemory, HostPlan, host_refusal
-from ds_zero.layout import Kind, Piece, plan_layout
+from ds_zero.layout import Kind, Piece
 from ds_zero.moving import KINDS, Away, bring_back, take_away
-from ds_zero.nodes import Nodes, Route, split_nodes
-from ds_zero.norms import NormScope
+from ds_zero.nodes import Nodes
 from ds_zero.precision import Precision
-from ds_zero.replicas import Replicas, split_replicas
 from ds_zero.residency import STAGES, Residency
 from ds_zero.rows import row_sum, tables
+from ds_zero.same import check_same, make_same
 from ds_zero.scattered import is_scattered
-from ds_zero.seat import Seat
+from ds_zero.seat import HostSpecs, Seating, SeatOptions
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Unit
-from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
+from ds_zero.units import DENSE, ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
 
-__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of", "wants_shared"]
-
-
-_log = logging.getLogger("ds_zero")
+__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +49,14 @@ class ShardOptions:
         precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
         clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
         overlap: Communicate while computing.
-        norm: Over which other ranks the norm goes, where tensor or pipeline parallelism cuts the model, too.
+        norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
+            norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
         policy: Sizes of units and of what stays gathered.
         strict: Raise on all ranks if the ranks of a step used different parameters.
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
             independently of each other, whole for one that needs whole parameters (found out by asking it).
         shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
-            over all ranks. None: all ranks share one copy.
+            over all ranks. None: all ranks share one copy. Of a family that lives on some of the ranks: of its ranks.
         nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
         sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
@@ -72,7 +67,7 @@ class ShardOptions:
     group: Group | dist.ProcessGroup | None = None
     precision: Precision | str | None = None
     clip: float | None = None
-    norm: NormScope | None = None
+    norm: Group | dist.ProcessGroup | None = None
     overlap: bool = True
     policy: UnitPolicy = field(default_factory=UnitPolicy)
     strict: bool = False
@@ -125,16 +120,28 @@ def describe(
         if group is not None:
             kind = layout if isinstance(layout, str) else layout[group]
         rule = precision.rule_of(name) if precision is not None else None
-        info = ParamInfo(name, tuple(param.shape), dtype_name(param.dtype), owner, group, layout=kind, rule=rule)
-        params.append(info)
+        shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
+        params.append(ParamInfo(name, shape, dtype, owner, group, family, kind, rule))
     return params, modules
+
+
+def _check_everyone(everyone: Group, families: Mapping[str, Family], options: ShardOptions) -> None:
+    wants = options.clip is not None or options.precision is not None
+    beyond = sorted({rank for f in families.values() for rank in f.group.ranks} - set(everyone.ranks))
+    if beyond and (wants or options.norm is not None):
+        raise PlanError(
+            f"gradients are summed with ranks {beyond}, and the norm goes over {everyone} only",
+            code="zero-norm",
+            fix="Pass norm= a group of all ranks that hold a part of the model.",
+        )
 
 
 class Sharding:
     """The units of one model and the hooks that drive them.
 
     Args:
-        model: Equal on every rank in shape; values are made equal to rank 0's.
+        model: Equal on every rank in shape; values are made equal to rank 0's. What is assigned to a family (`ds_comm.family`) is
+            equal on the family's ranks only.
         groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
         options: How.
         layouts: Layout by number of the optimizer group; by default that of the options for all.
@@ -157,28 +164,29 @@ class Sharding:
                 code="zero-sparse",
                 fix="Use stage 0, or leave it out.",
             )
+        self.families = find_families(model, self.group)
+        self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
+        _check_everyone(self.everyone, self.families, options)
         params, modules = describe(model, groups, layouts or options.layout or "flat", self.precision)
         self.specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
-        _check_same(self.specs, self.group)
+        self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
+        check_same(self.specs, self.logical, self.families)
         self.unloaded = {name for name, param in by_name.items() if param.is_meta}
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
-        _broadcast_differences([*ready, *model.buffers()], self.group)
+        for name, family in self.families.items():
+            make_same([t for t in (*ready, *model.buffers()) if family_name(t) == name], family.group)
         self.pool = Pool()
         self.away: list[Away] = []
-        self._replicas = split_replicas(self.group, options.shard_size if residency.shard_optim else None)
-        host = self._host(by_name, residency)
-        route = self._route(residency, host)
-        seat = replace(_seat(self.group, self._replicas, residency, self.pool, host), route=route)
-        self._own_groups = [] if seat.gathers is seat.shards else [seat.gathers]
-        self._unforeseen: Group | None = None
-        self.units = [self._unit(spec, by_name, seat, i) for i, spec in enumerate(self.specs)]
-        self.seat = seat
+        on_host = all(p.device.type == "cpu" for p in by_name.values())
+        chosen = SeatOptions(residency, options.shard_size, options.nodes, options.memory, on_host)
+        self.seating = Seating(self.families, self._specs_by_family(by_name), self.pool, chosen)
+        self.units = [self._unit(spec, by_name, i) for i, spec in enumerate(self.specs)]
         if options.sparse:
             names = tables(model)
             for unit in self.units:
                 unit.gradients.rows = row_sum(unit.layout, names, unit.spec.name)
-        if host is not None:
+        for host in self.seating.hosts:
             host.barrier("shard")
         largest = max((u.layout.numel for u in self.units), default=0)
         arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
@@ -186,71 +194,46 @@ class Sharding:
         # buffers are the gradients, so all may be under way.
         several = 2 if residency.shard_params else 1
         inflight = several * arena if residency.shard_optim else arena * len(self.units)
-        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight), self.unforeseen)
+        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight))
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
-        self.grad_factor: Callable[[], float] = lambda: 1.0 / self.group.size
+        self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
         self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
 
-    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], seat: Seat, number: int) -> Unit:
+    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], number: int) -> Unit:
         members = [params[p.name] for p in spec.params]
-        return Unit(spec, members, self.precision.resolve(members[0].dtype, spec.params[0].name), seat, number)
+        dtypes = self.precision.resolve(members[0].dtype, spec.params[0].name)
+        return Unit(spec, members, dtypes, self.seating.seats[spec.family], number)
 
-    def _route(self, residency: Residency, host: HostMemory | None) -> Route | None:
-        nodes = self.options.nodes
-        if nodes is not None and not residency.shard_params:
-            raise PlanError(
-                f"nodes of {nodes.size} ranks were told with {residency}: no parameter is gathered in forward or backward",
-                code="zero-nodes",
-                fix="Use stage 3, or leave nodes out.",
-            )
-        if nodes is not None and host is not None:
-            _log.info(
-                "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
-            )
-            return None
-        return split_nodes(nodes, self._replicas.shards, self.pool)
-
-    def _host(self, params: Mapping[str, Parameter], residency: Residency) -> HostMemory | None:
-        group = self._replicas.shards
-        if not residency.shard_optim or not wants_shared(self.options.memory, group, params.values()):
-            return None
-        refusal = host_refusal(group)
-        if refusal:
-            if self.options.memory == "auto":
-                _log.info("zero: memory stays private: %s", refusal)
-                return None
-            raise UnsupportedError(
-                f"memory='shared' was asked for and is not possible: {refusal}",
-                code="zero-memory",
-                fix="Leave memory at 'auto', or shard over ranks of one host.",
-            )
-        fulls, slot_bytes = [], 0
-        for spec in self.specs:
-            layout = plan_layout(spec.shapes, group.size, kind=spec.params[0].layout)
+    def _specs_by_family(self, params: Mapping[str, Parameter]) -> dict[str, HostSpecs]:
+        """Units by family, with their formats: what memory of a host is planned from."""
+        found: dict[str, HostSpecs] = {}
+        for number, spec in enumerate(self.specs):
             dtypes = self.precision.resolve(params[spec.params[0].name].dtype, spec.params[0].name)
-            fulls.append((layout.numel, dtypes.param))
-            if spec.trained:
-                width = max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize)
-                slot_bytes = max(slot_bytes, layout.numel * width)
-        return HostMemory(group, HostPlan(tuple(fulls), slot_bytes)) if fulls else None
-
-    def unforeseen(self) -> Group:
-        """The channel for gathers outside the recorded order. Made at the first call, which is collective."""
-        if self._unforeseen is None:
-            self._unforeseen = self.seat.gathers
-            if self.seat.gathers is not self.seat.shards:
-                self._unforeseen = _twin(self.seat.shards, "unforeseen")
-                self._own_groups.append(self._unforeseen)
-        return self._unforeseen
+            found.setdefault(spec.family, {})[number] = (spec, dtypes)
+        return found
 
     def keep_gradients_local(self) -> None:
-        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0."""
+        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
+
+        Their norm, alike on all ranks, is the root of the mean of the ranks' squared norms, which bounds the norm of their mean.
+
+        Raises:
+            UnsupportedError: some parameters are not on all ranks ("zero-family-local").
+        """
+        if len(self.families) > 1:
+            raise UnsupportedError(
+                f"the optimizer averages gradients itself, over {self.group}; the model has parameters of families "
+                f"{', '.join(sorted(set(self.families) - {DENSE}))}, which are averaged over other ranks",
+                code="zero-family-local",
+                fix="Use another optimizer for this model.",
+            )
         alone = comm.single_group("alone", self.group.global_rank)
-        self.seat = replace(self.seat, replicas=alone)
+        self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
         for unit in self.units:
-            unit.seat = unit.gradients.seat = self.seat
+            unit.seat = replace(unit.seat, family=self.families[DENSE], replicas=alone)
+            unit.gradients.seat = unit.seat
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number in it; None for a parameter of another model."""
@@ -266,33 +249,35 @@ class Sharding:
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
         kept = [u for u in self.units if not u.releases]
-        host = self.seat.host
-        if host is not None:
-            for unit in kept:
-                unit.publish()
+        shared, private = [u for u in kept if u.host is not None], [u for u in kept if u.host is None]
+        for unit in shared:
+            unit.publish()
+        for host in self.seating.hosts:
             host.barrier("update")
-            for unit in kept:
-                unit.published()
-            return
-        for unit in kept:
+        for unit in shared:
+            unit.published()
+        for unit in private:
             unit.start_unshard()
             if not self.options.overlap:
                 unit.finish_unshard()
-        for unit in kept:
+        for unit in private:
             unit.finish_unshard()
 
     def adopt_edits(self) -> None:
         """Parameters that every rank edited alike since the last update go into the shards. Before an update, on all ranks."""
         for unit in self.units:
             unit.adopt_edits()
-        if self.seat.host is not None:
-            for number in self.seat.host.edited():
+        for host in self.seating.hosts:
+            for number in host.edited():
                 self.units[number].adopt_overlay()
 
-    def quiet(self, what: str) -> None:
-        """Return when no rank is still in a forward or backward of this model, where others could see a write. Collective."""
-        if self.seat.host is not None:
-            self.seat.host.barrier(what)
+    def quiet(self, what: str, units: Iterable[Unit] | None = None) -> None:
+        """Return when no rank is still in a forward or backward of this model, where others could see a write to `units` (all
+        of them). Collective over their ranks."""
+        hosts = {unit.host for unit in (self.units if units is None else units)}
+        for host in self.seating.hosts:
+            if host in hosts:
+                host.barrier(what)
 
     def suspend(
         self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True, state: Iterable[Tensor] = ()
@@ -327,7 +312,7 @@ class Sharding:
         for unit in self.units:
             dtype = dtype_name(unit.shard.dtype)
             for piece in self.pieces(unit):
-                shard = TensorShard.flat(f"param/{piece.name}", piece.shape, dtype, piece.interval)
+                shard = self.logical[piece.name].shard("param", dtype, piece.interval)
                 found.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
         return found
 
@@ -356,14 +341,7 @@ class Sharding:
         self.units.clear()
         self._where.clear()
         self.pool.drop()
-        for group in self._own_groups:
-            if group.pg is not None:
-                dist.destroy_process_group(group.pg)
-        self._own_groups.clear()
-        if self.seat.route is not None:
-            self.seat.route.drop()
-        self._replicas.drop()
-        self._unforeseen = None
+        self.seating.drop()
 
 
 _TICKET = "_ds_zero_ticket"
@@ -385,87 +363,3 @@ def sharding_of(param: Tensor) -> Sharding | None:
     """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
     ticket = getattr(param, _TICKET, None)
     return None if ticket is None or ticket.owner is None else ticket.owner()
-
-
-def wants_shared(memory: str, group: Group, params: Iterable[Tensor]) -> bool:
-    """Whether a model on these ranks is to have one copy a host: asked for, or the group communicates over shared memory."""
-    if group.pg is None or group.size == 1 or any(p.device.type != "cpu" for p in params):
-        return False
-    return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))
-
-
-def _seat(group: Group, replicas: Replicas, residency: Residency, pool: Pool, host: HostMemory | None) -> Seat:
-    if not residency.shard_optim:
-        alone = comm.single_group("alone", group.global_rank)
-        return Seat(alone, alone, group, pool)
-    shards = gathers = replicas.shards
-    if residency.shard_params and shards.pg is not None and host is None:
-        gathers = _twin(shards, "gather")
-    return Seat(shards, gathers, replicas.twins, pool, host)
-
-
-def _twin(group: Group, purpose: str) -> Group:
-    """The same ranks over a channel of their own. Collective over the group."""
-    # Only the members call this. torch then names the group after its ranks, a name that may only be used once at a time,
-    # so a group of all ranks, which needs no such thing, is named by a counter.
-    part = len(group.ranks) < dist.get_world_size()
-    pg = dist.new_group(list(group.ranks), use_local_synchronization=part)
-    return Group(f"{group.name}-{purpose}", group.ranks, group.rank, pg)
-
-
-def _check_same(specs: Sequence[UnitSpec], group: Group) -> None:
-    if group.pg is None:
-        return
-    mine = torch.tensor([hash_of(repr(specs))], dtype=torch.int64)
-    all_of = torch.empty(group.size, dtype=torch.int64)
-    comm.all_gather_single(all_of, mine, group, unit="shard")
-    if len(set(all_of.tolist())) > 1:
-        raise PlanError(
-            f"the ranks hold different models: {sum(len(s.params) for s in specs)} parameters in {len(specs)} units here, "
-            f"digests by rank {all_of.tolist()}",
-            code="zero-models-differ",
-            fix="Build the same model and the same optimizer groups on every rank.",
-        )
-
-
-def hash_of(text: str) -> int:
-    """A 63-bit digest, the same in every process (Python's own hash is not)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _broadcast_differences(tensors: Sequence[Tensor], group: Group) -> None:
-    """Make `tensors` equal to rank 0's. Compares digests first, so equal ranks send 16 bytes a tensor."""
-    if group.pg is None:
-        return
-    with torch.no_grad():
-        mine = _digests([t.detach() for t in tensors])
-        all_of = torch.empty(group.size * mine.numel(), dtype=torch.int64)
-        comm.all_gather_single(all_of, mine.flatten(), group, unit="shard")
-        table = all_of.view(group.size, -1, 2)
-        differs = (table != table[0]).flatten(2).any(2).any(0)
-        for i in differs.nonzero().flatten().tolist():
-            value = tensors[i].detach().contiguous()
-            comm.broadcast(value, group=group, group_src=0, unit="shard")
-            tensors[i].data.copy_(value)
-
-
-def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    # Two sums over the bit patterns of each, one of them weighted by position, so that permuted rows differ: [tensors, 2]. One
-    # pass over memory; the sums of all tensors are made together, because an operation on a few numbers takes long, too.
-    parts = [_row_sums(tensor) for tensor in tensors]
-    sums = torch.cat([torch.empty(0, dtype=torch.int64), *(part for pair in parts for part in pair)])
-    lengths = torch.tensor([sum(map(len, pair)) for pair in parts], dtype=torch.int64)
-    of = torch.repeat_interleave(lengths)
-    place = torch.arange(1, len(sums) + 1) - (lengths.cumsum(0) - lengths)[of]
-    return torch.zeros(len(parts), 2, dtype=torch.int64).index_add_(0, of, torch.stack([sums, sums * place], 1))
-
-
-def _row_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the rows of a square of its words, and the words that do not fill one."""
-    words = tensor.contiguous().view(-1).view(torch.uint8)
-    if pad := -words.numel() % 8:
-        words = torch.nn.functional.pad(words, (0, pad))
-    words = words.view(torch.int64)
-    width = max(1, math.isqrt(words.numel()))
-    square = words.numel() // width * width
-    return words[:square].view(-1, width).sum(1).cpu(), words[square:].cpu()

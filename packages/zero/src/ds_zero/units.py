@@ -1,7 +1,7 @@
 """Which parameters travel together: from records about parameters and modules to `UnitSpec`s. Pure; no tensor.
 
 Words: parameters may share a unit when their *key* is equal: element format, optimizer group, whether they are trained,
-ranks they are averaged over, and whether they stay gathered. A unit *belongs* to the module whose forward needs it.
+family, and whether they stay gathered. A unit *belongs* to the module whose forward needs it.
 
 Without sharded parameters nothing is gathered during forward, so a unit is a run of parameters in registration order, cut
 at `max_numel`. With sharded parameters a unit is a module's subtree, split further while it is above `max_numel`; a
@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from ds_zero.layout import Kind
 from ds_zero.residency import Residency
 
-__all__ = ["ModuleInfo", "ParamInfo", "UnitPolicy", "UnitSpec", "plan_units"]
+__all__ = ["DENSE", "ModuleInfo", "ParamInfo", "UnitPolicy", "UnitSpec", "plan_units"]
+
+DENSE = "dense"
+"""The family of parameters that nobody assigned to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class ParamInfo:
         dtype: Format name of the element (`"float32"`).
         module: Qualified name of the module that owns it (`""` for the root).
         group: Number of the optimizer group that updates it; None when no optimizer does.
-        ranks: Name of the group of ranks it is averaged over.
+        family: Name of the set of ranks it lives on and is averaged over, see `families.py`.
         layout: How its unit is laid out.
         rule: Number of the precision rule that applies to it; None for the general one.
     """
@@ -40,7 +43,7 @@ class ParamInfo:
     dtype: str
     module: str
     group: int | None
-    ranks: str = "data"
+    family: str = DENSE
     layout: Kind = "flat"
     rule: int | None = None
 
@@ -96,6 +99,10 @@ class UnitSpec:
         return self.params[0].trained
 
     @property
+    def family(self) -> str:
+        return self.params[0].family
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {p.name: p.shape for p in self.params}
 
@@ -127,7 +134,7 @@ def plan_units(
 
 
 def _key(param: ParamInfo) -> tuple[object, ...]:
-    return param.dtype, param.group, param.ranks, param.layout, param.rule
+    return param.dtype, param.group, param.family, param.layout, param.rule
 
 
 def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:

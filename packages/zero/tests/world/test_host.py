@@ -59,7 +59,7 @@ def test_edits_of_every_rank_count_once(edit, precision):
 
 @world(2)
 def test_an_edit_of_one_rank_is_seen_by_no_other():
-    host = HostMemory(comm.as_group(None), HostPlan(((5000, torch.float32), (10, torch.float32)), 0))
+    host = HostMemory(comm.as_group(None), HostPlan({0: (5000, torch.float32), 1: (10, torch.float32)}, 0))
     (home, mine), (_, second) = host.full(0), host.full(1)
     if host.rank == 0:
         home[:2500] = 1.0
@@ -89,7 +89,7 @@ def test_an_edit_of_one_rank_is_seen_by_no_other():
 
 @world(3)
 def test_slots_sum_in_rank_order_while_one_rank_is_ahead():
-    host = HostMemory(comm.as_group(None), HostPlan((), 4 * 12))
+    host = HostMemory(comm.as_group(None), HostPlan({}, 4 * 12))
     sums = []
     for step in range(50):
         if (step + host.rank) % 7 == 0:
@@ -112,7 +112,7 @@ def test_parameters_exist_once_and_steady_steps_take_nothing(stage):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters()), stage=stage, memory="shared")
-    pool, host = optimizer.sharding.pool, optimizer.sharding.seat.host
+    pool, host = optimizer.sharding.pool, optimizer.sharding.units[0].seat.host
 
     def step():
         net(torch.randn(4, 64)).sum().backward()
@@ -151,17 +151,17 @@ def test_gathered_writes_reach_every_rank():
 def test_private_is_the_default_on_gloo_and_shared_on_one_rank_is_refused_by_nothing():
     net = nn.Linear(4, 4)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3)
-    assert optimizer.sharding.seat.host is None
+    assert optimizer.sharding.units[0].seat.host is None
     optimizer.close()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, group=alone, memory="shared")
-    assert optimizer.sharding.seat.host is None
+    assert optimizer.sharding.units[0].seat.host is None
     optimizer.close()
 
 
 @world(2)
 def test_what_cannot_be_shared_is_told(monkeypatch):
-    monkeypatch.setattr("ds_zero.sharding.host_refusal", lambda group: "the ranks are on 2 hosts")
+    monkeypatch.setattr("ds_zero.seat.host_refusal", lambda group: "the ranks are on 2 hosts")
     net = nn.Linear(4, 4)
     with pytest.raises(UnsupportedError, match="2 hosts"):
         ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, memory="shared")

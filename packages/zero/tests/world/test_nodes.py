@@ -99,7 +99,7 @@ def test_what_goes_over_which_link(way, node, across, flat):
         optimizer.step()
 
     step(), step()
-    name = optimizer.sharding.seat.gathers.name
+    name = optimizer.sharding.units[0].seat.gathers.name
     assert sent(step) == {k: v * psi for k, v in {"node": node, "across": across, name: flat}.items() if v}
     if way == "secondary":  # of four gathers only the first leaves the node
         assert sent(lambda: step(2)) == {"node": 3 * 0.5 * psi, name: 0.75 * psi}
@@ -175,5 +175,5 @@ def test_nodes_that_do_not_fit_are_refused_and_whole_ones_need_nothing(bench):
     for size in (1, 4, 8):
         net = bench.model("plain")
         optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, nodes=ds_zero.Nodes(size, secondary=True))
-        assert optimizer.sharding.seat.route is None
+        assert optimizer.sharding.units[0].seat.route is None
         optimizer.close()
