@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import SecretStr
 from torch import nn
 
 import ds_ckpt.config
@@ -177,8 +178,9 @@ BASES: dict[str, Mapping[str, Any]] = {
     "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
     **{name: {name: {"enabled": True}} for name in (
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
-        "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "expert_parallel", "autotuning",
+        "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "autotuning",
         "weight_quantization")},
+    "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
     "tensor_parallel.partition_config.layer_specs": {
         "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}
     },
@@ -286,7 +288,7 @@ def candidates(key: Key, current: Any) -> Iterator[Any]:
         elif kind is float:
             number = default if isinstance(default, int | float) else 0.0
             yield from (number / 2 + 0.03, number / 2, number + 1.5)
-        elif kind is str:
+        elif kind in (str, SecretStr):
             yield "other"
         elif kind is tuple:
             members = get_args(option.type)
@@ -297,6 +299,8 @@ def candidates(key: Key, current: Any) -> Iterator[Any]:
                 named = literals(options(members[0])) if members else []
                 yield named[:1] or ([3] if int in inner else [0.25] if float in inner else ["other"])
             yield []
+        elif kind is type(None):
+            yield 1
         elif kind in (Mapping, dict, Any):
             yield from ({"enabled": True}, {})
 
@@ -334,7 +338,8 @@ def effect(key: Key, made: list[Made], stderr: Stderr) -> str:
             after = observed(put(base, key.path, value), made)
         except DsError as error:
             named = [str(part) for part in key.path if part not in ("*", 0)]
-            meant = error.code not in ("config-value", "config-invalid")  # otherwise the value was no good
+            only_null = all(option.type is type(None) for option in of_field(key.model.model_fields[key.field]))
+            meant = only_null or error.code not in ("config-value", "config-invalid")  # otherwise the value was no good
             if meant and any(name in str(error) for name in named):
                 return "raises"
             continue

@@ -29,6 +29,7 @@ from ds_config.shape import (
     coerce,
     describe,
     inner,
+    is_secret,
     keys,
     known_names,
     literals,
@@ -177,7 +178,7 @@ def _value(work: _Pass, found: Sequence[Option], value: Any, path: KeyPath) -> A
     if isinstance(value, str) and value == "auto" and not accepts_auto(found):
         return _resolved(work, found, path)
     if isinstance(value, bool) and refuses_bool(found):
-        work.problem("config-value", path, f"found {shown(value)}, expected {describe(found)}.")
+        work.problem("config-value", path, f"found {_seen(found, value)}, expected {describe(found)}.")
         return _DROPPED
     return coerce(found, value)
 
@@ -319,7 +320,11 @@ def _message(detail: _Detail, found: list[Option], value: Any) -> str:
         text = str(detail.get("ctx", {}).get("error", detail["msg"])).strip()
         return text if text.endswith((".", "?", "!")) else f"{text}."
     extra = "" if any(sign in detail["type"] for sign in _PLAIN) else f" ({detail['msg']})"
-    return f"found {shown(value)}, expected {expected}{extra}."
+    return f"found {_seen(found, value)}, expected {expected}{extra}."
+
+
+def _seen(found: Sequence[Option], value: Any) -> str:
+    return "a value that is not shown" if is_secret(found) else shown(value)
 
 
 def _close_values(found: Sequence[Option], value: Any) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from ds_config.fields import Alias, Dead, Deprecated, Retired, Unbuilt
@@ -30,6 +30,7 @@ __all__ = [
     "coerce",
     "describe",
     "inner",
+    "is_secret",
     "keys",
     "known_names",
     "literals",
@@ -154,6 +155,7 @@ def coerce(found: Sequence[Option], value: Any) -> Any:
 
 
 _KINDS = {
+    SecretStr: "a text",
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -187,6 +189,11 @@ def describe(found: Sequence[Option]) -> str:
             parts.append(getattr(kind, "__name__", str(kind)))
     unique = sorted(dict.fromkeys(parts), key="null".__eq__)
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}" if unique else "nothing"
+
+
+def is_secret(found: Sequence[Option]) -> bool:
+    """Whether the value is one that is never written or shown."""
+    return any(option.type is SecretStr for option in found)
 
 
 _LIMITS = {

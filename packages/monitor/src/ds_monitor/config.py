@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import SecretStr
+
 from ds_config import StrictModel
 from ds_monitor.api import Sink
 from ds_monitor.sinks import CometSink, CsvSink, TensorBoardSink, WandbSink
@@ -57,7 +59,7 @@ class CometConfig(StrictModel):
     samples_log_interval: int = 100
     project: str | None = None
     workspace: str | None = None
-    api_key: str | None = None
+    api_key: SecretStr | None = None
     experiment_name: str | None = None
     experiment_key: str | None = None
     online: bool | None = None
@@ -107,5 +109,8 @@ def make_sinks(config: MonitorConfig, *, rank: int = 0) -> list[Sink]:
         section = config.wandb
         sinks.append(WandbSink(axis="samples", project=section.project, group=section.group, entity=section.team))
     if config.comet.enabled:
-        sinks.append(CometSink(axis="samples", **config.comet.model_dump(exclude={"enabled"})))
+        options = config.comet.model_dump(exclude={"enabled"})
+        key = config.comet.api_key
+        options["api_key"] = None if key is None else key.get_secret_value()
+        sinks.append(CometSink(axis="samples", **options))
     return sinks
