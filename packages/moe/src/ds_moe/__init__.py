@@ -1,9 +1,12 @@
 """Mixture of experts: routing, dispatch over ranks, experts; no token is dropped unless asked."""
 
+from ds_moe.autoep import Cut, cut_experts
 from ds_moe.experts import Experts
+from ds_moe.files import load_experts, whole_state
 from ds_moe.gates import GateRule, gate, top1gating, top2gating, topkgating
 from ds_moe.layer import MoE, MOELayer, TopKGate
 from ds_moe.load import LayerLoad, expert_load, report_load
+from ds_moe.lora import attach_lora
 from ds_moe.losses import balance_bias, balance_loss, z_loss
 from ds_moe.noise import Stream, gumbel, jitter
 from ds_moe.places import Places, make_places, place_ranks
@@ -13,6 +16,7 @@ from ds_moe.routed import Routed, capacity_of
 from ds_moe.selection import Selection, select
 
 __all__ = [
+    "Cut",
     "Experts",
     "GateRule",
     "LayerLoad",
@@ -25,13 +29,16 @@ __all__ = [
     "Stream",
     "Tape",
     "TopKGate",
+    "attach_lora",
     "balance_bias",
     "balance_loss",
     "capacity_of",
+    "cut_experts",
     "expert_load",
     "gate",
     "gumbel",
     "jitter",
+    "load_experts",
     "make_places",
     "place",
     "place_ranks",
@@ -42,5 +49,6 @@ __all__ = [
     "top1gating",
     "top2gating",
     "topkgating",
+    "whole_state",
     "z_loss",
 ]

@@ -1,0 +1,149 @@
+"""Experts of a model that was written for one rank, cut over ranks: found, replaced, and given back.
+
+cut = cut_experts(model, ExpertParallelConfig(enabled=True, autoep_size=2))
+...                           # ds_zero.shard(model, optimizer), train
+cut.undo()                    # the model as it was, all experts on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import Mesh, broadcast
+from ds_config.errors import UnsupportedConfigError
+from ds_moe.config import ExpertParallelConfig
+from ds_moe.listed import ListedBlock
+from ds_moe.packed import PackedExperts, gather_experts
+from ds_moe.places import Places, alone, make_places
+from ds_moe.recognise import Found, recognise
+from ds_moe.selection import weigh
+
+__all__ = ["Cut", "cut_experts"]
+
+Layer = PackedExperts | ListedBlock
+
+
+@dataclass(slots=True, eq=False)
+class Cut:
+    """What `cut_experts` made.
+
+    Attributes:
+        layers: What runs in place of the model's own modules, by their names.
+        found: What was recognised.
+    """
+
+    model: nn.Module
+    layers: dict[str, Layer]
+    found: tuple[Found, ...]
+    places: Places
+    _hooks: list[Any] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Give the model back as it was, with trained values; all experts on every rank. Collective.
+
+        Parameters must be whole: close ZeRO before.
+        """
+        for name, layer in self.layers.items():
+            _put(self.model, name, _whole(layer, self.places))
+        for hook in self._hooks:
+            hook.remove()
+        self.places.close()
+        self.layers, self._hooks = {}, []
+
+
+def cut_experts(
+    model: nn.Module, section: ExpertParallelConfig, mesh: Mesh | None = None, *, data_first: bool = False
+) -> Cut:
+    """Replace the blocks with experts of `model` by ones that have this rank's experts only.
+
+    Args:
+        model: With the same values on every rank; or on the meta device, to be loaded (`ds_moe.load_experts`).
+        mesh: The groups of this rank; None: all ranks split the batch.
+        data_first: Ranks with the same experts are neighbours.
+
+    Raises:
+        PlanError: nothing was recognised, experts or ranks do not divide ("moe-model", "moe-router", "moe-places").
+        UnsupportedConfigError: experts themselves are to be cut ("moe-unbuilt").
+    Everything is looked at before anything is changed. Collective over the world; no values are sent.
+    """
+    if section.expert_tensor_parallel_size > 1:
+        raise UnsupportedConfigError(
+            f"expert_tensor_parallel_size = {section.expert_tensor_parallel_size}: experts are cut by number only",
+            code="moe-unbuilt",
+            fix="Use 1 and a larger autoep_size: tensor-parallel ranks take a part of the tokens each.",
+        )
+    found = recognise(model, section)
+    ready = [(one, _ready(model, one)) for one in found]
+    places = (
+        alone()
+        if section.autoep_size == 1 and mesh is None
+        else make_places(section.autoep_size, mesh, data_first=data_first)
+    )
+    for one in found:
+        places.local(one.experts)
+    cut = Cut(model, {}, found, places)
+    for one, layer in ready:
+        layer.how = replace(
+            layer.how, weigh_first=section.score_apply == "pre", compare=section.validate_folding_routing
+        )
+        _put(model, one.name, layer)
+        layer.settle(places, one.name)
+        cut.layers[one.name] = layer
+        if isinstance(layer, PackedExperts):
+            cut._hooks.append(model.get_submodule(one.router).register_forward_hook(_replayed(layer, one)))
+    return cut
+
+
+def _ready(model: nn.Module, one: Found) -> Layer:
+    module = model.get_submodule(one.name)
+    if one.parts is None or one.rule is None:
+        return PackedExperts(module, one.experts)
+    return ListedBlock(module, one.parts, one.rule, one.family is None or one.family.returns_logits)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent).register_module(child, module)
+
+
+def _replayed(layer: PackedExperts, one: Found) -> Callable[..., Any]:
+    """A hook on the family's own router: while a tape runs, its choices are the tape's, weighed by the current scores."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        track = layer.track
+        if track is None or not track.playing or one.rule is None:
+            return None
+        logits: Tensor = output[0]
+        given = track.given(logits.shape[0])
+        if given is None:
+            return None
+        raw = logits.float()
+        scores = {"sigmoid": raw.sigmoid, "softmax": lambda: raw.softmax(-1), "softmax_of_chosen": lambda: raw}
+        weights = weigh(scores[one.rule.score](), given, one.rule).to(output[1].dtype)
+        return (logits, weights, given)
+
+    return hook
+
+
+def _whole(layer: Layer, places: Places) -> nn.Module:
+    """The module that was replaced, with the values of all experts."""
+    original: nn.Module = layer.original[0]
+    if isinstance(layer, PackedExperts):
+        for param in layer.parameters(recurse=False):
+            param.data = gather_experts(param, places)
+        return original
+    if places.expert.size == 1:
+        return original
+    mine = next(iter(layer.get_submodule(layer.parts.experts).children()))
+    for number, expert in enumerate(original.get_submodule(layer.parts.experts).children()):
+        owner = number // (layer.num_experts // places.expert.size)
+        for param, like in zip(expert.parameters(), mine.parameters(), strict=True):
+            if owner != places.expert.rank:
+                param.data = torch.empty_like(like)
+            broadcast(param.detach(), group_src=owner, group=places.expert, unit="experts")
+    return original

@@ -1,0 +1,101 @@
+"""Families of Hugging Face models with experts, as data: how their routers choose, and what their experts are called in files.
+
+Two generations of code exist. Since transformers 5 the experts of a block are one module with packed weights [E, ...] that is called
+with (tokens, chosen experts, weights): only that module is replaced here, and the family's own router stays. Before, experts
+were a list of modules and the block looped over it: there the block is replaced, and its router is the `Selection` of this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_moe.selection import GroupScore, Score, Selection
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family.
+
+    Attributes:
+        name: `model_type` of its configuration.
+        score: What its router makes of logits.
+        normalize: Whether weights are divided by their sum; a string is the attribute of the configuration that says so.
+        scaled: Whether weights are multiplied by `routed_scaling_factor`.
+        grouped: What a group of experts is worth, where `n_group` and `topk_group` limit them.
+        grouped_if: Only if the configuration's `topk_method` is this.
+        epsilon: Added to the sum of weights.
+        k_attr: Attribute: experts a token.
+        count_attrs: Attributes: experts in all, the first that is there.
+        files: In files of the family, the names of an expert's gate, up and down; empty: files hold packed weights.
+        block_in_files: (name of a block in memory, in files).
+        returns_logits: Whether a block of the older code returns (output, router logits).
+    """
+
+    name: str
+    score: Score = "softmax"
+    normalize: bool | str = True
+    scaled: bool = False
+    grouped: GroupScore | None = None
+    grouped_if: str | None = None
+    epsilon: float = 0.0
+    k_attr: str = "num_experts_per_tok"
+    count_attrs: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    files: tuple[str, ...] = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    block_in_files: tuple[str, str] | None = None
+    returns_logits: bool = True
+
+    def selection(self, config: Any) -> Selection:
+        """The router's rule, for a model of this configuration."""
+        normalize = getattr(config, self.normalize, False) if isinstance(self.normalize, str) else self.normalize
+        limited = self.grouped is not None and getattr(config, "n_group", None) is not None
+        if self.grouped_if is not None and getattr(config, "topk_method", None) != self.grouped_if:
+            limited = False
+        return Selection(
+            k=int(getattr(config, self.k_attr)),
+            score=self.score,
+            normalize=bool(normalize),
+            scale=float(getattr(config, "routed_scaling_factor", 1.0)) if self.scaled else 1.0,
+            groups=int(config.n_group) if limited else 1,
+            limited_groups=int(config.topk_group) if limited else 1,
+            group_score=self.grouped or "max",
+            epsilon=self.epsilon,
+        )
+
+
+_MIXTRAL_FILES = ("w1.weight", "w3.weight", "w2.weight")
+_V3 = Family(
+    "deepseek_v3", "sigmoid", "norm_topk_prob", scaled=True, grouped="top2", epsilon=1e-20, returns_logits=False
+)
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family("mixtral", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
+        Family("minimax", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
+        Family("qwen2_moe", normalize="norm_topk_prob"),
+        Family("qwen3_moe", normalize="norm_topk_prob"),
+        Family("olmoe", normalize="norm_topk_prob"),
+        Family("flex_olmo", normalize="norm_topk_prob"),
+        Family(
+            "deepseek_v2",
+            normalize=False,
+            scaled=True,
+            grouped="max",
+            grouped_if="group_limited_greedy",
+            returns_logits=False,
+        ),
+        _V3,
+        replace(_V3, name="glm4_moe"),
+        replace(_V3, name="dots1"),
+        Family("gpt_oss", score="softmax_of_chosen", normalize=False, files=()),
+    )
+}
+
+
+def family_of(config: Any) -> Family | None:
+    """The family of a model's configuration; None if this table does not have it."""
+    return FAMILIES.get(str(getattr(config, "model_type", "")))
