@@ -1,0 +1,207 @@
+"""How one dim of a weight is cut over tensor-parallel ranks. Pure arithmetic.
+
+Words: a dim is one or several *parts* behind each other (a fused QKV has three, of unequal sizes). A part is made of equal
+*units* that no rank may get a fraction of: a query head, a key-value head, a grain. A *cut* says which stretch of every part
+each rank holds. Ranks with equal stretches of a part are its *sharers*: key-value heads fewer than ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ds_config.errors import PlanError
+
+__all__ = ["Cut", "HeadCounts", "Part", "Unit", "cut_dim", "spread"]
+
+Stretch = tuple[int, int]
+"""`start <= i < stop` of a dim, in elements of the uncut tensor."""
+
+
+class Unit(Enum):
+    """What a part is made of."""
+
+    QUERY = "query heads"
+    KEY_VALUE = "key-value heads"
+    GROUP = "groups of a key-value head and its query heads"
+    GRAIN = "even"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a dim.
+
+    Attributes:
+        unit: What no rank gets a fraction of.
+        size: In elements; None: what the others leave, in proportion to the heads of those that say nothing either.
+    """
+
+    unit: Unit = Unit.GRAIN
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """Heads of one attention module, `key_value` dividing `query`.
+
+    Attributes:
+        query: Query heads.
+        key_value: Key-value heads, equal to `query` without grouping.
+    """
+
+    query: int
+    key_value: int
+
+    def __post_init__(self) -> None:
+        if self.key_value < 1 or self.query % self.key_value:
+            raise PlanError(
+                f"{self.query} query heads cannot share {self.key_value} key-value heads evenly",
+                code="tensor-heads",
+                fix="Check the model's head counts.",
+            )
+
+    def stretches(self, degree: int) -> tuple[tuple[Stretch, Stretch], ...]:
+        """For each rank its query heads and its key-value heads. Query heads stay with the key-value head they use.
+
+        As many ranks as key-value heads or fewer: whole groups, the first ranks take what is left over. More ranks: a
+        key-value head is held by several of them, among which its query heads are divided.
+
+        Raises:
+            PlanError: a rank would have no query head ("tensor-heads").
+        """
+        group = self.query // self.key_value
+        if degree <= self.key_value:
+            return tuple(((a * group, b * group), (a, b)) for a, b in spread(self.key_value, degree))
+        found: list[tuple[Stretch, Stretch]] = []
+        for head, (first, last) in enumerate(spread(degree, self.key_value)):
+            if last - first > group:
+                raise PlanError(
+                    f"{self.query} query heads cannot be given to {degree} tensor-parallel ranks: each needs one at least, "
+                    f"and each of the {self.key_value} key-value heads serves {group}",
+                    code="tensor-heads",
+                    fix=f"Use at most {self.query} tensor-parallel ranks, of which each key-value head's share is at most {group}.",
+                )
+            for a, b in spread(group, last - first):
+                found.append(((head * group + a, head * group + b), (head, head + 1)))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dim, cut.
+
+    Attributes:
+        dim: Which.
+        size: Of the uncut dim.
+        parts: For every part, the stretch of each rank.
+    """
+
+    dim: int
+    size: int
+    parts: tuple[tuple[Stretch, ...], ...]
+
+    def stretches(self, rank: int) -> tuple[Stretch, ...]:
+        """What `rank` holds of every part, in the parts' order."""
+        return tuple(part[rank] for part in self.parts)
+
+    def width(self, rank: int) -> int:
+        """Elements of the dim that `rank` holds."""
+        return sum(stop - start for start, stop in self.stretches(rank))
+
+    def sharers(self, part: int, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same stretch of `part` as `rank`, it included."""
+        mine = self.parts[part][rank]
+        return tuple(other for other, stretch in enumerate(self.parts[part]) if stretch == mine)
+
+    @property
+    def shared(self) -> bool:
+        """Whether some stretch is held by several ranks."""
+        return any(len(set(part)) < len(part) for part in self.parts)
+
+
+def spread(units: int, over: int) -> tuple[Stretch, ...]:
+    """`units` in order over `over` takers, as evenly as whole units allow; the first takers have one more."""
+    each, left = divmod(units, over)
+    bounds = [index * each + min(index, left) for index in range(over + 1)]
+    return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def cut_dim(
+    size: int, dim: int, parts: Sequence[Part], degree: int, *, heads: HeadCounts | None = None, grain: int = 1
+) -> Cut:
+    """Cut a dim of `size` elements over `degree` ranks.
+
+    Args:
+        parts: Its parts in order; sizes that are not given are worked out.
+        heads: Needed by parts of heads.
+        grain: Elements that stay together in parts without heads; what is left of a part goes to its last rank.
+    Raises:
+        PlanError: parts do not fill the dim or are no whole number of units ("tensor-parts"); heads do not fit ("tensor-heads").
+    """
+    sizes = _sizes(size, parts, heads)
+    found, start = [], 0
+    for part, length in zip(parts, sizes, strict=True):
+        found.append(tuple((start + a, start + b) for a, b in _stretches(part.unit, length, degree, heads, grain)))
+        start += length
+    return Cut(dim, size, tuple(found))
+
+
+def _stretches(unit: Unit, length: int, degree: int, heads: HeadCounts | None, grain: int) -> list[Stretch]:
+    if unit is Unit.GRAIN:
+        if length < grain * degree:
+            grain = 1
+        if length < degree:
+            raise PlanError(
+                f"{length} elements cannot be cut over {degree} ranks", code="tensor-parts", fix="Skip this layer."
+            )
+        bounds = [(a * grain, b * grain) for a, b in spread(length // grain, degree)]
+        return [*bounds[:-1], (bounds[-1][0], length)]
+    counts = _need(heads)
+    count = counts.query if unit is Unit.QUERY else counts.key_value
+    if unit is Unit.GROUP and degree > count:
+        raise PlanError(
+            f"{count} {unit.value}, interleaved in one weight, cannot be given to {degree} tensor-parallel ranks",
+            code="tensor-heads",
+            fix=f"Use at most {count} tensor-parallel ranks for this model.",
+        )
+    if length % count:
+        raise PlanError(
+            f"a part of {length} elements is no whole number for each of {count} {unit.value}",
+            code="tensor-parts",
+            fix="Give the sizes of the parts, or skip this layer.",
+        )
+    each, which = length // count, 0 if unit is Unit.QUERY else 1
+    return [(pair[which][0] * each, pair[which][1] * each) for pair in counts.stretches(degree)]
+
+
+def _sizes(size: int, parts: Sequence[Part], heads: HeadCounts | None) -> list[int]:
+    """Every part's elements. Parts without a size share what is left, as they have heads, or equally without any."""
+    left = size - sum(part.size or 0 for part in parts)
+    open_parts = [part for part in parts if part.size is None]
+    weights = {part.unit: _weight(part.unit, open_parts, heads) for part in open_parts}
+    total = sum(weights[part.unit] for part in open_parts)
+    if left < 0 or (not open_parts and left) or (open_parts and left % total):
+        raise PlanError(
+            f"a dim of {size} elements is not what its {len(parts)} parts add up to: {[part.size for part in parts]}",
+            code="tensor-parts",
+            fix="Give sizes that add up, with at most one left open.",
+        )
+    return [left // total * weights[part.unit] if part.size is None else part.size for part in parts]
+
+
+def _weight(unit: Unit, parts: Sequence[Part], heads: HeadCounts | None) -> int:
+    if all(part.unit is unit for part in parts):
+        return 1
+    counts = _need(heads)
+    return counts.query if unit is Unit.QUERY else counts.key_value
+
+
+def _need(heads: HeadCounts | None) -> HeadCounts:
+    if heads is None:
+        raise PlanError(
+            "a layer is cut by heads, and how many there are is not known",
+            code="tensor-heads",
+            fix="Give sizes of its parts in partition_config, or skip it.",
+        )
+    return heads
