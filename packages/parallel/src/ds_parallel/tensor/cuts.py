@@ -135,7 +135,8 @@ def cut_dim(
     Args:
         parts: Its parts in order; sizes that are not given are worked out.
         heads: Needed by parts of heads.
-        grain: Elements that stay together in parts without heads; what is left of a part goes to its last rank.
+        grain: Elements that stay together in parts without heads, fewer where ranks would have none; what is left of a part
+            goes to its last rank.
     Raises:
         PlanError: parts do not fill the dim or are no whole number of units ("tensor-parts"); heads do not fit ("tensor-heads").
     """
@@ -149,8 +150,8 @@ def cut_dim(
 
 def _stretches(unit: Unit, length: int, degree: int, heads: HeadCounts | None, grain: int) -> list[Stretch]:
     if unit is Unit.GRAIN:
-        if length < grain * degree:
-            grain = 1
+        while grain > 1 and length < grain * degree:
+            grain //= 2
         if length < degree:
             raise PlanError(
                 f"{length} elements cannot be cut over {degree} ranks", code="tensor-parts", fix="Skip this layer."

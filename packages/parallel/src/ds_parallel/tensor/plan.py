@@ -18,6 +18,8 @@ from ds_parallel.tensor.rules import Kind, LayerSpec, Rule, first_match, rules_o
 
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
+_EXPERT_GRAIN = 8  # grouped matrix products want rows of whole 16 bytes
+
 
 @dataclass(frozen=True, slots=True)
 class TensorOptions:
@@ -174,7 +176,8 @@ def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorO
 def _cuts(layer: Layer, kind: Kind, rule: Rule, attention: Attention | None, options: TensorOptions) -> dict[str, Cut]:
     def cut(size: int, dim: int, parts: tuple[Part, ...]) -> Cut:
         heads = attention.heads if attention is not None else None
-        return cut_dim(size, dim, parts, options.degree, heads=heads, grain=options.grain)
+        grain = max(options.grain, _EXPERT_GRAIN) if kind is Kind.EXPERTS else options.grain
+        return cut_dim(size, dim, parts, options.degree, heads=heads, grain=grain)
 
     if kind is Kind.EXPERTS:
         return _expert_cuts(layer, cut)

@@ -1,0 +1,425 @@
+"""Cut a model as a plan says, and put its parts together again.
+
+    plan = make_tensor_plan(facts_of(model), TensorOptions(degree=4))
+    cut = cut_model(model, plan, mesh["tensor"])     # weights become this rank's parts; the model's code stays
+    ...                                              # train
+    cut.state_dict()                                 # the model's own names, whole tensors
+"""
+
+from __future__ import annotations
+
+import copy as copying
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import ds_comm
+from ds_comm import Assignment, Box, Family, Group, assign
+from ds_comm.differentiable import gather
+from ds_config.errors import PlanError
+from ds_parallel.tensor.cuts import Cut
+from ds_parallel.tensor.facts import KEY_VALUE_COUNTS, QUERY_COUNTS
+from ds_parallel.tensor.layers import Fan, Part, cut_class, part_names
+from ds_parallel.tensor.plan import Decision, TensorPlan
+from ds_parallel.tensor.rules import Kind
+from ds_parallel.trees import tensors_in
+
+__all__ = ["CutModel", "Held", "cut_model"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A parameter that is one part of a logical tensor.
+
+    Attributes:
+        param: On this rank.
+        name: Of the logical tensor: the parameter's name in the uncut model.
+        shape: Of the logical tensor.
+        cut: How it is cut.
+        part: Which of the cut's parts this is.
+    """
+
+    param: nn.Parameter
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    part: int
+
+    def box(self, rank: int) -> Box:
+        """What `rank` holds of it."""
+        start, stop = self.cut.parts[self.part][rank]
+        dim = self.cut.dim
+        offset, size = [0] * len(self.shape), list(self.shape)
+        offset[dim], size[dim] = start, stop - start
+        return Box(tuple(offset), tuple(size))
+
+
+class CutModel:
+    """What `cut_model` did.
+
+    Attributes:
+        model: The model, cut in place.
+        plan: How.
+        group: The tensor-parallel ranks.
+        held: Its parameters that are parts, by their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
+        self.model, self.plan, self.group = model, plan, group
+        self.held: dict[str, Held] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def assign(self, data: Group | None = None, divisor: int = 1) -> None:
+        """Tell ds-zero and checkpoints what every parameter of the model is.
+
+        Args:
+            data: The ranks with this rank's part of the model, over which gradients are summed and state is cut; None says
+                nothing of families: only names, shapes and boxes.
+            divisor: What such a sum is divided by: data-parallel (times sequence-parallel) ranks.
+        """
+        rank, degree = self.group.rank, self.group.size
+        parts = {id(held.param): held for held in self.held.values()}
+        families: dict[int, Family] = {}
+
+        def family(copies: int) -> Family | None:
+            if data is None:
+                return None
+            if copies not in families:
+                families[copies] = Family(f"tensor-{copies}" if copies > 1 else "tensor", data, divisor, copies=copies)
+            return families[copies]
+
+        for param in self.model.parameters():
+            held = parts.get(id(param))
+            if held is None:
+                assign(param, Assignment(family(degree)))
+            else:
+                copies = len(held.cut.sharers(held.part, rank))
+                assign(param, Assignment(family(copies), held.name, held.shape, held.box(rank)))
+
+    def whole(self, name: str) -> Tensor:
+        """The logical tensor of parameter `name` as far as this parameter is a part of it, put together. Collective.
+
+        Returns:
+            The logical shape; zeros where other parts are.
+        """
+        held = self.held[name]
+        out = torch.zeros(held.shape, dtype=held.param.dtype, device=held.param.device)
+        self._fill(out, held)
+        return out
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """The model's state under its own names, whole tensors. Collective: every rank of the group calls it.
+
+        Args:
+            keep: Whether this rank wants the result; the others get an empty one.
+        Cost: the largest tensor twice besides the result.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            held = self.held.get(name)
+            if held is None:
+                if keep:
+                    found[name] = tensor.detach()
+                continue
+            out = found.get(held.name)
+            if out is None:
+                out = torch.empty(held.shape, dtype=tensor.dtype, device=tensor.device)
+                if keep:
+                    found[held.name] = out
+            self._fill(out, held)
+        return found
+
+    def _fill(self, out: Tensor, held: Held) -> None:
+        dim, stretches = held.cut.dim, held.cut.parts[held.part]
+        widths = [stop - start for start, stop in stretches]
+        with torch.no_grad():
+            pieces = gather(held.param.detach(), self.group, dim, widths).split(widths, dim)
+            for (start, stop), piece in zip(stretches, pieces, strict=True):
+                out.narrow(dim, start, stop - start).copy_(piece)
+
+    def close(self) -> None:
+        """Take back hooks; the model stays cut."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
+    """Cut `model` in place: each rank keeps its part of every weight, and frees the rest. Parameters may be on meta.
+
+    Every rank holds the whole model with equal values, or its shapes; ranks decide alike, nothing is communicated.
+
+    Raises:
+        PlanError: the plan is for another number of ranks, or a tied parameter is cut in two ways ("tensor-tied").
+        UnsupportedError: a layer cannot be cut ("tensor-layer"). The model is then as it was.
+    Cost: one copy of this rank's part, layer by layer.
+    """
+    if plan.degree != group.size:
+        raise PlanError(
+            f"the plan is for {plan.degree} tensor-parallel ranks, the group has {group.size}",
+            code="tensor-degree",
+            fix="Make the plan with the degree of the group.",
+        )
+    result = CutModel(model, plan, group)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_tied(model, plan)
+    classes = {d.name: _class_of(modules[d.name], d) for d in plan.cut}  # all of them before anything changes
+    fans: dict[str, Fan] = {}
+    made: dict[int, list[nn.Parameter]] = {}
+    olds: list[nn.Parameter] = []
+    for decision in plan.cut:
+        module = modules[decision.name]
+        if isinstance(getattr(module, "_ds_part", None), Part):
+            continue  # a module under two names
+        for name in decision.cuts:
+            _replace(result, decision, module, name, made, olds)
+        above = decision.name.rpartition(".")[0]
+        fan = fans.setdefault(above, Fan(group))
+        cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
+        part = Part(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
+        vars(module)["_ds_part"] = part
+        module.__class__ = classes[decision.name]
+        _resize(module, decision, cut, group.rank)
+    _follow_ties(result, olds, made)
+    _follow_heads(result, modules)
+    _sum_gradients(result, modules)
+    if group.size > 1:
+        result._handles.append(_InputsAgree(group).watch(model))
+    return result
+
+
+def _class_of(module: nn.Module, decision: Decision) -> type[nn.Module]:
+    names = {name: part_names(name, cut) for name, cut in decision.cuts.items()}
+    dims = {name: cut.dim for name, cut in decision.cuts.items()}
+    if getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
+        raise PlanError(
+            f"{decision.name}: an embedding with max_norm or sparse gradients cannot be cut",
+            code="tensor-parts",
+            fix="Skip this layer.",
+        )
+    return cut_class(type(module), decision.kind, names, dims)
+
+
+def _replace(
+    result: CutModel,
+    decision: Decision,
+    module: nn.Module,
+    name: str,
+    made: dict[int, list[nn.Parameter]],
+    olds: list[nn.Parameter],
+) -> None:
+    """Put this rank's parts in the place of parameter `name`."""
+    old, cut = module._parameters[name], decision.cuts[name]
+    if old is None:
+        return
+    names = part_names(name, cut)
+    if id(old) not in made:
+        olds.append(old)  # kept until all ties are followed, so that no id is used again
+        stretches = cut.stretches(result.group.rank)
+        made[id(old)] = [
+            nn.Parameter(
+                old.detach().narrow(cut.dim, start, stop - start).clone(memory_format=torch.contiguous_format),
+                requires_grad=old.requires_grad,
+            )
+            for start, stop in stretches
+        ]
+    shape = tuple(old.shape)
+    del module._parameters[name]
+    for index, (own, param) in enumerate(zip(names, made[id(old)], strict=True)):
+        module.register_parameter(own, param)
+        result.held[f"{decision.name}.{own}"] = Held(param, f"{decision.name}.{name}", shape, cut, index)
+
+
+def _resize(module: nn.Module, decision: Decision, cut: Cut, rank: int) -> None:
+    """Whole numbers that a module says of itself."""
+    width, own = cut.width(rank), vars(module)
+    column = decision.kind is Kind.COLUMN
+    keys = {
+        Kind.COLUMN: ("out_features", "nf"),
+        Kind.ROW: ("in_features", "nx"),
+        Kind.VOCABULARY: ("num_embeddings",),
+        Kind.FEATURES: ("embedding_dim",),
+        Kind.EXPERTS: (),
+    }[decision.kind]
+    for key in keys:
+        if key in own and not (column and decision.gather_output):
+            own[key] = width
+    if decision.kind is Kind.EXPERTS:
+        inner = cut.size // 2
+        for key, value in list(own.items()):
+            if key in ("intermediate_dim", "intermediate_size", "ffn_dim", "expert_dim") and value == inner:
+                own[key] = decision.cuts["down_proj"].width(rank)
+    if decision.kind is Kind.VOCABULARY and own.get("padding_idx") is not None:
+        start, stop = cut.parts[0][rank]
+        own["padding_idx"] = own["padding_idx"] - start if start <= own["padding_idx"] < stop else None
+
+
+def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
+    cuts: dict[str, Cut] = {f"{d.name}.{key}": cut for d in plan.cut for key, cut in d.cuts.items()}
+    places: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(param), []).append(name)
+    for names in places.values():
+        found = {name: cuts.get(name) for name in names}
+        if len(set(found.values())) == 1:
+            continue
+        loose = [name for name, cut in found.items() if cut is None and not _holder(name, found)]
+        if loose or len({cut for cut in found.values() if cut is not None}) > 1:
+            said = ", ".join(f"{name}: {'whole' if cut is None else f'dim {cut.dim}'}" for name, cut in found.items())
+            raise PlanError(
+                f"a tied parameter would be cut in several ways ({said})",
+                code="tensor-tied",
+                fix="Give all layers that share it rules that cut it alike, or skip them all.",
+            )
+
+
+def _holder(name: str, found: Mapping[str, Cut | None]) -> bool:
+    """Whether `name` only holds a bias for a layer below it (`cls.predictions.bias` for `cls.predictions.decoder.bias`)."""
+    above, _, key = name.rpartition(".")
+    return key == "bias" and any(
+        cut is not None and other.startswith(f"{above}.") and other != name for other, cut in found.items()
+    )
+
+
+def _follow_ties(result: CutModel, olds: list[nn.Parameter], made: Mapping[int, list[nn.Parameter]]) -> None:
+    """Modules that only hold a parameter of another one hold its part, too."""
+    first = {id(held.param): held for held in result.held.values() if held.part == 0}
+    replaced = {id(old): made[id(old)][0] for old in olds}
+    for name, module in result.model.named_modules(remove_duplicate=False):
+        for key, param in list(module._parameters.items()):
+            if param is not None and id(param) in replaced:
+                part = module._parameters[key] = replaced[id(param)]
+                held = first[id(part)]
+                own = f"{name}.{key}" if name else key
+                result.held[own] = Held(part, own, held.shape, held.cut, 0)
+
+
+def _follow_heads(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
+    """Attention modules compute with this rank's heads."""
+    plan, rank = result.plan, result.group.rank
+    for name, heads in plan.heads.items():
+        module = modules[name]
+        for key, values in plan.attributes[name].items():
+            vars(module)[key] = values[rank]
+        (first, last), (key_first, key_last) = heads[rank]
+        code = getattr(type(module).forward, "__code__", None)
+        config = getattr(module, "config", None)
+        if config is not None and code is not None and set(code.co_names) & {"num_attention_heads", *KEY_VALUE_COUNTS}:
+            local = copying.copy(config)
+            for key in QUERY_COUNTS:
+                if isinstance(getattr(config, key, None), int) and key != "encoder_attention_heads":
+                    setattr(local, key, last - first)
+            for key in KEY_VALUE_COUNTS:
+                if isinstance(getattr(config, key, None), int):
+                    setattr(local, key, key_last - key_first)
+            vars(module)["config"] = local
+        if plan.head_arguments:
+            total = heads[-1][0][1]
+            hook = _HeadArguments(plan.head_arguments, total, (first, last))
+            result._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadArguments:
+    """Gives an attention module its heads' part of arguments that hold something for every head."""
+
+    names: tuple[str, ...]
+    total: int
+    mine: tuple[int, int]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = dict(kwargs)
+        for name in self.names:
+            value = kwargs.get(name)
+            if isinstance(value, Tensor):
+                changed[name] = self._part(value)
+        return args, changed
+
+    def _part(self, value: Tensor) -> Tensor:
+        start, stop = self.mine
+        if value.dim() == 4:  # [batch, heads or 1, queries, keys]
+            return value[:, start:stop] if value.shape[1] == self.total > 1 else value
+        folded = value.view(-1, self.total, *value.shape[1:])  # [batch * heads, ...]
+        return folded[:, start:stop].flatten(0, 1)
+
+
+def _sum_gradients(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
+    """Sum gradients of what several ranks hold alike and use for different parts of an activation.
+
+    A hook on the parameter: it sees the whole gradient of a backward once, before whoever accumulates or shards it.
+    """
+    group = result.group
+    for decision in result.plan.decisions:
+        if decision.sum_gradient:
+            for param in modules[decision.name].parameters(recurse=False):
+                if param.requires_grad:
+                    result._handles.append(param.register_hook(_Sum(group)))
+    seen: set[int] = set()
+    for held in result.held.values():
+        stretches = held.cut.parts[held.part]
+        distinct = sorted(set(stretches))
+        if len(distinct) < group.size and held.param.requires_grad and id(held.param) not in seen:
+            seen.add(id(held.param))
+            hook = _Sum(group, distinct.index(stretches[group.rank]), len(distinct))
+            result._handles.append(held.param.register_hook(hook))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    """Sums a gradient over the ranks that hold the same of `slots` stretches, which are of one size.
+
+    All ranks take part, each with its own stretch filled in: a group for every set of sharers would have to be made by the
+    whole world. Cost: an all-reduce of `slots` times the gradient's bytes.
+    """
+
+    group: Group
+    slot: int = 0
+    slots: int = 1
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        total = grad.new_zeros((self.slots, *grad.shape))
+        total[self.slot].copy_(grad)
+        ds_comm.all_reduce(total, group=self.group)
+        return total[self.slot]
+
+
+class _InputsAgree:
+    """Compares the first batch on all ranks: tensor-parallel ranks that read different data train nonsense, silently."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        return self._handle
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        mine = {str(index): _digest(value) for index, value in enumerate(args)}
+        mine |= {key: _digest(value) for key, value in kwargs.items()}
+        everyones: list[Any] = [None] * self.group.size
+        ds_comm.all_gather_object(everyones, mine, group=self.group)
+        differing = sorted(key for key in mine if any(other.get(key) != mine[key] for other in everyones))
+        missing = sorted({key for other in everyones for key in other} - set(mine))
+        if differing or missing:
+            raise PlanError(
+                f"tensor-parallel ranks were given different batches: arguments {', '.join(differing + missing)} differ "
+                f"between ranks {list(self.group.ranks)}",
+                code="tensor-inputs",
+                fix="Give all ranks of a tensor-parallel group the same samples: sample by the data-parallel rank.",
+            )
+
+
+def _digest(value: Any) -> list[Any]:
+    found: list[Any] = []
+    for tensor in tensors_in(value):
+        local = tensor.detach().cpu().contiguous()
+        found.append([list(local.shape), str(local.dtype), zlib.crc32(local.view(-1).view(torch.uint8).numpy())])
+    return found
