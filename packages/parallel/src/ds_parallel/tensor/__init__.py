@@ -1,0 +1,29 @@
+"""Tensor parallelism: layers of a model cut over ranks. Decide (`make_tensor_plan`), then do (`cut_model`)."""
+
+from ds_parallel.tensor.apply import CutModel, cut_model
+from ds_parallel.tensor.cuts import Cut, HeadCounts, Part, Unit
+from ds_parallel.tensor.facts import ModelFacts, facts_of
+from ds_parallel.tensor.losses import causal_loss, vocabulary_cross_entropy
+from ds_parallel.tensor.plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
+from ds_parallel.tensor.rules import Kind, Rule
+from ds_parallel.tensor.weights import load_parts
+
+__all__ = [
+    "Cut",
+    "CutModel",
+    "Decision",
+    "HeadCounts",
+    "Kind",
+    "ModelFacts",
+    "Part",
+    "Rule",
+    "TensorOptions",
+    "TensorPlan",
+    "Unit",
+    "causal_loss",
+    "cut_model",
+    "facts_of",
+    "load_parts",
+    "make_tensor_plan",
+    "vocabulary_cross_entropy",
+]

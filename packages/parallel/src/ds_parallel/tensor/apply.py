@@ -66,12 +66,15 @@ class CutModel:
         model: The model, cut in place.
         plan: How.
         group: The tensor-parallel ranks.
-        held: Its parameters that are parts, by their names in the model.
+        held: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
+        replaced: Parameters in several parts, and what took their place: for optimizers that were made before.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         self.model, self.plan, self.group = model, plan, group
         self.held: dict[str, Held] = {}
+        self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+        self._were: list[_Was] = []
         self._handles: list[RemovableHandle] = []
 
     def assign(self, data: Group | None = None, divisor: int = 1) -> None:
@@ -147,6 +150,49 @@ class CutModel:
         while self._handles:
             self._handles.pop().remove()
 
+    def undo(self) -> None:
+        """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
+        self.close()
+        whole: dict[int, Tensor] = {}
+        for held in self.held.values():
+            key = id(self._origin(held))
+            if key not in whole:
+                whole[key] = held.param.new_empty(held.shape)
+            self._fill(whole[key], held)
+        origins = {id(self._origin(held)): self._origin(held) for held in self.held.values()}
+        for key, origin in origins.items():
+            origin.data, origin.grad = whole[key], None
+            assign(origin, Assignment())
+        for was in reversed(self._were):
+            was.restore()
+        self.held.clear()
+        self._were.clear()
+
+    def _origin(self, held: Held) -> nn.Parameter:
+        return next((old for old, parts in self.replaced.items() if any(p is held.param for p in parts)), held.param)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Was:
+    """What a module was before it was cut."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    own: Mapping[str, Any]
+    params: Mapping[str, nn.Parameter | None]
+
+    @classmethod
+    def note(cls, module: nn.Module) -> _Was:
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        return cls(module, type(module), own, dict(module._parameters))
+
+    def restore(self) -> None:
+        vars(self.module).pop("_ds_part", None)
+        self.module.__class__ = self.kind
+        vars(self.module).update(self.own)
+        self.module._parameters.clear()
+        self.module._parameters.update(self.params)
+
 
 def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
     """Cut `model` in place: each rank keeps its part of every weight, and frees the rest. Parameters may be on meta.
@@ -169,22 +215,22 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
     _check_tied(model, plan)
     classes = {d.name: _class_of(modules[d.name], d) for d in plan.cut}  # all of them before anything changes
     fans: dict[str, Fan] = {}
-    made: dict[int, list[nn.Parameter]] = {}
-    olds: list[nn.Parameter] = []
+    sliced: set[int] = set()
     for decision in plan.cut:
         module = modules[decision.name]
-        if isinstance(getattr(module, "_ds_part", None), Part):
-            continue  # a module under two names
+        first = not isinstance(getattr(module, "_ds_part", None), Part)  # a module may have two names
+        if first:
+            result._were.append(_Was.note(module))
         for name in decision.cuts:
-            _replace(result, decision, module, name, made, olds)
-        above = decision.name.rpartition(".")[0]
-        fan = fans.setdefault(above, Fan(group))
-        cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
-        part = Part(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
-        vars(module)["_ds_part"] = part
-        module.__class__ = classes[decision.name]
-        _resize(module, decision, cut, group.rank)
-    _follow_ties(result, olds, made)
+            _replace(result, decision, module, name, sliced)
+        if first:
+            cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
+            fan = fans.setdefault(decision.name.rpartition(".")[0], Fan(group))
+            part = Part(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
+            vars(module)["_ds_part"] = part
+            module.__class__ = classes[decision.name]
+            _resize(module, decision, cut, group.rank)
+    _note_holders(result)
     _follow_heads(result, modules)
     _sum_gradients(result, modules)
     if group.size > 1:
@@ -204,34 +250,37 @@ def _class_of(module: nn.Module, decision: Decision) -> type[nn.Module]:
     return cut_class(type(module), decision.kind, names, dims)
 
 
-def _replace(
-    result: CutModel,
-    decision: Decision,
-    module: nn.Module,
-    name: str,
-    made: dict[int, list[nn.Parameter]],
-    olds: list[nn.Parameter],
-) -> None:
-    """Put this rank's parts in the place of parameter `name`."""
-    old, cut = module._parameters[name], decision.cuts[name]
-    if old is None:
+def _replace(result: CutModel, decision: Decision, module: nn.Module, name: str, sliced: set[int]) -> None:
+    """Put this rank's parts in the place of parameter `name`. One part: the parameter stays who it is, wherever it is tied."""
+    cut, full = decision.cuts[name], f"{decision.name}.{name}"
+    shape = decision.layer.shapes.get(name)
+    if shape is None:
         return
     names = part_names(name, cut)
-    if id(old) not in made:
-        olds.append(old)  # kept until all ties are followed, so that no id is used again
-        stretches = cut.stretches(result.group.rank)
-        made[id(old)] = [
-            nn.Parameter(
-                old.detach().narrow(cut.dim, start, stop - start).clone(memory_format=torch.contiguous_format),
-                requires_grad=old.requires_grad,
-            )
-            for start, stop in stretches
+    old = next((old for old, parts in result.replaced.items() if parts[0] is module._parameters.get(names[0])), None)
+    if old is None:
+        old = module._parameters.get(name)
+    if old is None:
+        return
+    if id(old) not in sliced:
+        sliced.add(id(old))
+        pieces = [
+            old.detach().narrow(cut.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+            for start, stop in cut.stretches(result.group.rank)
         ]
-    shape = tuple(old.shape)
-    del module._parameters[name]
-    for index, (own, param) in enumerate(zip(names, made[id(old)], strict=True)):
-        module.register_parameter(own, param)
-        result.held[f"{decision.name}.{own}"] = Held(param, f"{decision.name}.{name}", shape, cut, index)
+        if len(names) == 1:
+            old.data = pieces[0]
+        else:
+            result.replaced[old] = [nn.Parameter(piece, requires_grad=old.requires_grad) for piece in pieces]
+            old.data = old.new_empty(0)
+        old.grad = None
+    params = result.replaced.get(old, [old])
+    if len(names) > 1:
+        module._parameters.pop(name, None)
+        for own, param in zip(names, params, strict=True):
+            module.register_parameter(own, param)
+    for index, (own, param) in enumerate(zip(names, params, strict=True)):
+        result.held[f"{decision.name}.{own}"] = Held(param, full, shape, cut, index)
 
 
 def _resize(module: nn.Module, decision: Decision, cut: Cut, rank: int) -> None:
@@ -285,17 +334,13 @@ def _holder(name: str, found: Mapping[str, Cut | None]) -> bool:
     )
 
 
-def _follow_ties(result: CutModel, olds: list[nn.Parameter], made: Mapping[int, list[nn.Parameter]]) -> None:
+def _note_holders(result: CutModel) -> None:
     """Modules that only hold a parameter of another one hold its part, too."""
-    first = {id(held.param): held for held in result.held.values() if held.part == 0}
-    replaced = {id(old): made[id(old)][0] for old in olds}
-    for name, module in result.model.named_modules(remove_duplicate=False):
-        for key, param in list(module._parameters.items()):
-            if param is not None and id(param) in replaced:
-                part = module._parameters[key] = replaced[id(param)]
-                held = first[id(part)]
-                own = f"{name}.{key}" if name else key
-                result.held[own] = Held(part, own, held.shape, held.cut, 0)
+    first = {id(held.param): held for held in result.held.values()}
+    for name, param in result.model.named_parameters(remove_duplicate=False):
+        held = first.get(id(param))
+        if held is not None and name not in result.held:
+            result.held[name] = Held(held.param, name, held.shape, held.cut, held.part)
 
 
 def _follow_heads(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
@@ -303,6 +348,7 @@ def _follow_heads(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
     plan, rank = result.plan, result.group.rank
     for name, heads in plan.heads.items():
         module = modules[name]
+        result._were.append(_Was.note(module))
         for key, values in plan.attributes[name].items():
             vars(module)[key] = values[rank]
         (first, last), (key_first, key_last) = heads[rank]
