@@ -90,7 +90,12 @@ def test_shapes_that_say_nothing_are_refused() -> None:
 
 
 def test_a_models_own_plan() -> None:
-    plan = {"layers.*.q": "colwise", "layers.*.o": "rowwise", "head": "colwise_gather_output", "layers.*.n": "replicated"}
+    plan = {
+        "layers.*.q": "colwise",
+        "layers.*.o": "rowwise",
+        "head": "colwise_gather_output",
+        "layers.*.n": "replicated",
+    }
     rules = rules_of_tp_plan(plan, ("", "model."))
     assert first_match(rules, "model.layers.11.q").kind is Kind.COLUMN
     assert first_match(rules, "layers.0.o").kind is Kind.ROW

@@ -1,6 +1,6 @@
-"""Activation checkpointing. Tensor and sequence parallelism come with later versions.
+"""Activation checkpointing; `ds_parallel.tensor` holds tensor parallelism. Sequence parallelism comes with later versions.
 
-`ds_parallel.config` holds the section `activation_checkpointing` of the configuration; it is imported by whoever needs it.
+`ds_parallel.config` holds the sections of the configuration; it is imported by whoever needs it.
 """
 
 from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current

@@ -1,15 +1,23 @@
-"""The section `activation_checkpointing`."""
+"""The sections `activation_checkpointing` and `tensor_parallel`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_config import StrictModel
+from ds_config import Alias, StrictModel, Unbuilt
 from ds_parallel.keeping import Keeping
+from ds_parallel.tensor.plan import TensorOptions
+from ds_parallel.tensor.rules import Kind
 
-__all__ = ["ActivationCheckpointingConfig"]
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "LayerSpecConfig",
+    "PartitionConfig",
+    "TensorParallelConfig",
+    "TensorParallelDegreeConfig",
+]
 
 
 class ActivationCheckpointingConfig(StrictModel):
@@ -54,4 +62,110 @@ class ActivationCheckpointingConfig(StrictModel):
             slots=self.number_checkpoints if self.contiguous_memory_optimization else None,
             synchronize=self.synchronize_checkpoint_boundary,
             profile=self.profile,
+        )
+
+
+class LayerSpecConfig(StrictModel):
+    """One rule of `tensor_parallel.partition_config.layer_specs`; the first that matches a layer counts."""
+
+    patterns: tuple[str, ...] = Field(
+        description="Regular expressions, matched from the start of a parameter's path (`.*\\.o_proj\\.weight$`)."
+    )
+    partition_type: Literal["column", "row", "skip"] = Field(
+        default="column", description="Output features are cut, input features are cut, or the layer stays whole."
+    )
+    shape: tuple[int | tuple[int, ...], ...] | None = Field(
+        default=None,
+        description="Parts of a fused weight: `[3, -1]` three equal ones, `[[q, k, v], -1]` parts of these sizes.",
+    )
+    partition_dim: int | None = Field(default=None, description="The dim that has the parts; 0 for column, 1 for row.")
+    model_types: tuple[str, ...] | None = Field(default=None, description="Only for models of these `model_type`s.")
+    gather_output: bool = Field(default=False, description="A column layer's whole output is made on every rank.")
+    grad_allreduce: bool = Field(
+        default=False,
+        description="For skip: each rank sees a part of the activations, so gradients are summed over the ranks.",
+    )
+
+
+class PartitionConfig(StrictModel):
+    """`tensor_parallel.partition_config`: which layer is cut how."""
+
+    tp_size: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Must be autotp_size, if given.")
+    layer_specs: tuple[LayerSpecConfig, ...] = Field(default=(), description="Rules, tried in order.")
+    embedding_partition_dim: Literal[0, 1] = Field(
+        default=1,
+        description="Token embeddings are cut by features (1, given explicitly) or by vocabulary (0, and when left out).",
+    )
+    lm_head_patterns: tuple[str, ...] = Field(
+        default=("lm_head", "embed_out"),
+        description="Names of last layers: cut by vocabulary, logits put together on every rank.",
+    )
+    use_default_specs: bool = Field(
+        default=True, description="After these rules, ask the preset, the model's own plan and its structure."
+    )
+    strict_mode: bool = Field(default=False, description="A linear layer that no rule matches is an error.")
+
+
+class TensorParallelDegreeConfig(StrictModel):
+    """`tensor_parallel.tp`."""
+
+    tp_size: Annotated[int, Field(gt=0)] = Field(default=1, description="Must be 1 or autotp_size.")
+    tp_grain_size: Annotated[int, Field(gt=0)] = Field(
+        default=1, description="Elements that stay together where a dim is cut evenly."
+    )
+    mpu: Annotated[Any, Unbuilt("leave it out: the engine makes the groups from autotp_size")] = None
+    tp_group: Annotated[Any, Unbuilt("leave it out: the engine makes the groups from autotp_size")] = None
+
+
+class TensorParallelConfig(StrictModel):
+    """`tensor_parallel`: layers of the model are cut over ranks."""
+
+    autotp_size: Annotated[int, Field(ge=0)] = Field(default=0, description="Tensor-parallel ranks; 0 and 1 are off.")
+    dtype: str = Field(
+        default="torch.float16", description="If given, it must be the format that the precision sections say."
+    )
+    tp_overlap_comm: Annotated[
+        bool, Unbuilt("leave it out: the layers that read one input sum its gradient in one all-reduce")
+    ] = False
+    tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
+    injection_policy_tuple: Annotated[tuple[str, ...] | None, Unbuilt("partition_config.layer_specs")] = None
+    preset_model: str | None = Field(
+        default=None,
+        description="Use the rules of this family (llama, phi3, ...) instead of those of the model's type.",
+    )
+    partition_config: PartitionConfig | None = Field(default=None, description="Which layer is cut how.")
+    keep_module_on_host: Annotated[
+        bool, Unbuilt("build the model on meta and read weights with ds_parallel.tensor.load_parts")
+    ] = False
+    replace_with_kernel_inject: Annotated[
+        bool, Alias("kernel_inject"), Unbuilt("leave it out: it is an option of inference")
+    ] = False
+
+    @property
+    def degree(self) -> int:
+        """Tensor-parallel ranks."""
+        return max(self.autotp_size, 1) if self.autotp_size else self.tp.tp_size
+
+    @property
+    def other_degrees(self) -> dict[str, int]:
+        """Keys that name another number of ranks than `autotp_size`."""
+        told = {"tp.tp_size": self.tp.tp_size} if self.tp.tp_size > 1 else {}
+        if self.partition_config is not None and self.partition_config.tp_size is not None:
+            told["partition_config.tp_size"] = self.partition_config.tp_size
+        return {key: value for key, value in told.items() if value != self.degree}
+
+    @property
+    def options(self) -> TensorOptions:
+        """The same as what `make_tensor_plan` takes."""
+        part = self.partition_config or PartitionConfig()
+        by_features = "embedding_partition_dim" in part.model_fields_set and part.embedding_partition_dim == 1
+        return TensorOptions(
+            degree=self.degree,
+            specs=part.layer_specs,
+            preset=self.preset_model,
+            defaults=part.use_default_specs,
+            heads=part.lm_head_patterns,
+            grain=self.tp.tp_grain_size,
+            strict=part.strict_mode,
+            embeddings=Kind.FEATURES if by_features else Kind.VOCABULARY,
         )

@@ -121,6 +121,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+
 def make_tiny(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with the same random weights on every rank, and a batch with labels."""
     torch.manual_seed(3)

@@ -13,10 +13,34 @@ from ds_config.errors import PlanError, set_place
 from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
 from ds_testing import world
 
-FAMILIES = (
-    "llama llama-uneven llama-tied mistral qwen2 qwen3 gemma gemma3 phi phi3 glm mixtral qwen3-moe gpt2 gpt-neox opt bloom "
-    "falcon-groups falcon-multi-query falcon-alibi bert roberta t5 vit whisper chatglm"
-).split()
+FAMILIES = [
+    "llama",
+    "llama-uneven",
+    "llama-tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3",
+    "phi",
+    "phi3",
+    "glm",
+    "mixtral",
+    "qwen3-moe",
+    "gpt2",
+    "gpt-neox",
+    "opt",
+    "bloom",
+    "falcon-groups",
+    "falcon-multi-query",
+    "falcon-alibi",
+    "bert",
+    "roberta",
+    "t5",
+    "vit",
+    "whisper",
+    "chatglm",
+]
 Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
 
 

@@ -1,15 +1,13 @@
 """Cut a model as a plan says, and put its parts together again.
 
-    plan = make_tensor_plan(facts_of(model), TensorOptions(degree=4))
-    cut = cut_model(model, plan, mesh["tensor"])     # weights become this rank's parts; the model's code stays
-    ...                                              # train
-    cut.state_dict()                                 # the model's own names, whole tensors
+plan = make_tensor_plan(facts_of(model), TensorOptions(degree=4))
+cut = cut_model(model, plan, mesh["tensor"])     # weights become this rank's parts; the model's code stays
+...                                              # train
+cut.state_dict()                                 # the model's own names, whole tensors
 """
 
 from __future__ import annotations
 
-import copy as copying
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import ds_comm
 from ds_comm import Assignment, Box, Family, Group, assign
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
 from ds_parallel.tensor.cuts import Cut
-from ds_parallel.tensor.facts import KEY_VALUE_COUNTS, QUERY_COUNTS
+from ds_parallel.tensor.following import InputsAgree, follow_heads, sum_over
 from ds_parallel.tensor.layers import Fan, Part, cut_class, part_names
 from ds_parallel.tensor.plan import Decision, TensorPlan
 from ds_parallel.tensor.rules import Kind
-from ds_parallel.trees import tensors_in
 
 __all__ = ["CutModel", "Held", "cut_model"]
 
@@ -187,9 +183,9 @@ class _Was:
         return cls(module, type(module), own, dict(module._parameters))
 
     def restore(self) -> None:
-        vars(self.module).pop("_ds_part", None)
+        self.module.__dict__.pop("_ds_part", None)
         self.module.__class__ = self.kind
-        vars(self.module).update(self.own)
+        self.module.__dict__.update(self.own)
         self.module._parameters.clear()
         self.module._parameters.update(self.params)
 
@@ -227,14 +223,15 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
             cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
             fan = fans.setdefault(decision.name.rpartition(".")[0], Fan(group))
             part = Part(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
-            vars(module)["_ds_part"] = part
+            module.__dict__["_ds_part"] = part
             module.__class__ = classes[decision.name]
             _resize(module, decision, cut, group.rank)
     _note_holders(result)
-    _follow_heads(result, modules)
+    result._were += [_Was.note(modules[name]) for name in plan.heads]
+    result._handles += follow_heads(plan, group.rank, modules)
     _sum_gradients(result, modules)
     if group.size > 1:
-        result._handles.append(_InputsAgree(group).watch(model))
+        result._handles.append(InputsAgree(group).watch(model))
     return result
 
 
@@ -285,7 +282,7 @@ def _replace(result: CutModel, decision: Decision, module: nn.Module, name: str,
 
 def _resize(module: nn.Module, decision: Decision, cut: Cut, rank: int) -> None:
     """Whole numbers that a module says of itself."""
-    width, own = cut.width(rank), vars(module)
+    width, own = cut.width(rank), module.__dict__
     column = decision.kind is Kind.COLUMN
     keys = {
         Kind.COLUMN: ("out_features", "nf"),
@@ -343,129 +340,15 @@ def _note_holders(result: CutModel) -> None:
             result.held[name] = Held(held.param, name, held.shape, held.cut, held.part)
 
 
-def _follow_heads(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
-    """Attention modules compute with this rank's heads."""
-    plan, rank = result.plan, result.group.rank
-    for name, heads in plan.heads.items():
-        module = modules[name]
-        result._were.append(_Was.note(module))
-        for key, values in plan.attributes[name].items():
-            vars(module)[key] = values[rank]
-        (first, last), (key_first, key_last) = heads[rank]
-        code = getattr(type(module).forward, "__code__", None)
-        config = getattr(module, "config", None)
-        if config is not None and code is not None and set(code.co_names) & {"num_attention_heads", *KEY_VALUE_COUNTS}:
-            local = copying.copy(config)
-            for key in QUERY_COUNTS:
-                if isinstance(getattr(config, key, None), int) and key != "encoder_attention_heads":
-                    setattr(local, key, last - first)
-            for key in KEY_VALUE_COUNTS:
-                if isinstance(getattr(config, key, None), int):
-                    setattr(local, key, key_last - key_first)
-            vars(module)["config"] = local
-        if plan.head_arguments:
-            total = heads[-1][0][1]
-            hook = _HeadArguments(plan.head_arguments, total, (first, last))
-            result._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _HeadArguments:
-    """Gives an attention module its heads' part of arguments that hold something for every head."""
-
-    names: tuple[str, ...]
-    total: int
-    mine: tuple[int, int]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = dict(kwargs)
-        for name in self.names:
-            value = kwargs.get(name)
-            if isinstance(value, Tensor):
-                changed[name] = self._part(value)
-        return args, changed
-
-    def _part(self, value: Tensor) -> Tensor:
-        start, stop = self.mine
-        if value.dim() == 4:  # [batch, heads or 1, queries, keys]
-            return value[:, start:stop] if value.shape[1] == self.total > 1 else value
-        folded = value.view(-1, self.total, *value.shape[1:])  # [batch * heads, ...]
-        return folded[:, start:stop].flatten(0, 1)
-
-
 def _sum_gradients(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
-    """Sum gradients of what several ranks hold alike and use for different parts of an activation.
-
-    A hook on the parameter: it sees the whole gradient of a backward once, before whoever accumulates or shards it.
-    """
+    """What several ranks hold alike and use for different parts of an activation."""
     group = result.group
     for decision in result.plan.decisions:
         if decision.sum_gradient:
             for param in modules[decision.name].parameters(recurse=False):
-                if param.requires_grad:
-                    result._handles.append(param.register_hook(_Sum(group)))
-    seen: set[int] = set()
-    for held in result.held.values():
+                result._handles += sum_over(param, group)
+    for held in {id(held.param): held for held in result.held.values()}.values():
         stretches = held.cut.parts[held.part]
         distinct = sorted(set(stretches))
-        if len(distinct) < group.size and held.param.requires_grad and id(held.param) not in seen:
-            seen.add(id(held.param))
-            hook = _Sum(group, distinct.index(stretches[group.rank]), len(distinct))
-            result._handles.append(held.param.register_hook(hook))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sum:
-    """Sums a gradient over the ranks that hold the same of `slots` stretches, which are of one size.
-
-    All ranks take part, each with its own stretch filled in: a group for every set of sharers would have to be made by the
-    whole world. Cost: an all-reduce of `slots` times the gradient's bytes.
-    """
-
-    group: Group
-    slot: int = 0
-    slots: int = 1
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        total = grad.new_zeros((self.slots, *grad.shape))
-        total[self.slot].copy_(grad)
-        ds_comm.all_reduce(total, group=self.group)
-        return total[self.slot]
-
-
-class _InputsAgree:
-    """Compares the first batch on all ranks: tensor-parallel ranks that read different data train nonsense, silently."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._handle: RemovableHandle | None = None
-
-    def watch(self, model: nn.Module) -> RemovableHandle:
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
-        return self._handle
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        mine = {str(index): _digest(value) for index, value in enumerate(args)}
-        mine |= {key: _digest(value) for key, value in kwargs.items()}
-        everyones: list[Any] = [None] * self.group.size
-        ds_comm.all_gather_object(everyones, mine, group=self.group)
-        differing = sorted(key for key in mine if any(other.get(key) != mine[key] for other in everyones))
-        missing = sorted({key for other in everyones for key in other} - set(mine))
-        if differing or missing:
-            raise PlanError(
-                f"tensor-parallel ranks were given different batches: arguments {', '.join(differing + missing)} differ "
-                f"between ranks {list(self.group.ranks)}",
-                code="tensor-inputs",
-                fix="Give all ranks of a tensor-parallel group the same samples: sample by the data-parallel rank.",
-            )
-
-
-def _digest(value: Any) -> list[Any]:
-    found: list[Any] = []
-    for tensor in tensors_in(value):
-        local = tensor.detach().cpu().contiguous()
-        found.append([list(local.shape), str(local.dtype), zlib.crc32(local.view(-1).view(torch.uint8).numpy())])
-    return found
+        if len(distinct) < group.size:
+            result._handles += sum_over(held.param, group, distinct.index(stretches[group.rank]), len(distinct))

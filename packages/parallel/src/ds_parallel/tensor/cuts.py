@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from ds_config.errors import PlanError
 
@@ -124,7 +125,7 @@ def spread(units: int, over: int) -> tuple[Stretch, ...]:
     """`units` in order over `over` takers, as evenly as whole units allow; the first takers have one more."""
     each, left = divmod(units, over)
     bounds = [index * each + min(index, left) for index in range(over + 1)]
-    return tuple(zip(bounds, bounds[1:], strict=False))
+    return tuple(pairwise(bounds))
 
 
 def cut_dim(

@@ -21,7 +21,12 @@ QUERY_COUNTS = (
     "num_attention_heads_per_partition",
     "encoder_attention_heads",
 )
-KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_multi_query_groups_per_partition", "multi_query_group_num")
+KEY_VALUE_COUNTS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "num_multi_query_groups_per_partition",
+    "multi_query_group_num",
+)
 GROUP_SIZES = ("num_key_value_groups",)
 WIDTHS = ("split_size", "inner_dim", "all_head_size", "embed_dim", "hidden_size", "projection_size")
 _HEAD_WIDTHS = (
@@ -111,7 +116,7 @@ class ModelFacts:
 def facts_of(model: nn.Module) -> ModelFacts:
     """Read a model. Parameters may be on the meta device."""
     config = getattr(model, "config", None)
-    plain = config.to_dict() if hasattr(config, "to_dict") else {}
+    plain = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     flags = {key: value for key, value in plain.items() if isinstance(value, str | int | float | bool | None)}
     places: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -23,6 +23,7 @@ from torch.nn import functional
 from ds_comm import Group
 from ds_comm.differentiable import copy, gather, reduce, split
 from ds_config.errors import UnsupportedError
+from ds_parallel._torch import version_of
 from ds_parallel.tensor.cuts import Cut
 from ds_parallel.tensor.rules import Kind
 
@@ -45,10 +46,10 @@ class Fan:
         if self._last is not None:
             source, made, version = self._last
             found = made()
-            if source() is x and found is not None and version == x._version:
+            if source() is x and found is not None and version == version_of(x):
                 return found
         result = copy(x, self.group)
-        self._last = (weakref.ref(x), weakref.ref(result), x._version)
+        self._last = (weakref.ref(x), weakref.ref(result), version_of(x))
         return result
 
 
@@ -161,7 +162,7 @@ class _Vocabulary(_Front):
         local = ids - start
         outside = (local < 0) | (local >= stop - start)
         rows = functional.embedding(local.masked_fill(outside, 0), self.weight, self.padding_idx)
-        return reduce(rows.masked_fill(outside.unsqueeze(-1), 0), part.group)  # type: ignore[no-any-return]
+        return reduce(rows.masked_fill(outside.unsqueeze(-1), 0), part.group)
 
 
 class _Features(_Front):
@@ -171,7 +172,7 @@ class _Features(_Front):
     def forward(self, ids: Tensor) -> Tensor:
         part = self._ds_part
         found = functional.embedding(ids, self.weight, self.padding_idx)
-        return gather(found, part.group, -1, part.widths(0)) if part.gather_output else found  # type: ignore[no-any-return]
+        return gather(found, part.group, -1, part.widths(0)) if part.gather_output else found
 
 
 class _Experts(_Front):
@@ -184,12 +185,12 @@ class _Experts(_Front):
             is_read = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
             return copy(value, part.group) if is_read else value
 
-        vars(self)["_held_gate_up_proj"] = self.gate_up_proj  # type: ignore[attr-defined]
+        self.__dict__["_held_gate_up_proj"] = self.gate_up_proj  # type: ignore[attr-defined]
         try:
             out = super().forward(*map(fanned, args), **{key: fanned(value) for key, value in kwargs.items()})  # type: ignore[misc]
         finally:
-            del vars(self)["_held_gate_up_proj"]
-        return reduce(out, part.group)  # type: ignore[no-any-return]
+            del self.__dict__["_held_gate_up_proj"]
+        return reduce(out, part.group)
 
 
 class _VocabularyEmbedding(_Vocabulary, nn.Embedding):

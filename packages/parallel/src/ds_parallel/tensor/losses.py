@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose vocabulary is cut over ranks: no rank ever has a whole row.
 
-    loss = log(sum exp(x)) - x[label]; the maximum, the sum and x[label] are each reduced over the ranks, [tokens] in fp32.
-    gradient: softmax(x) - onehot(label), of this rank's columns. (Shoeybi et al., arXiv:1909.08053, section 3)
+loss = log(sum exp(x)) - x[label]; the maximum, the sum and x[label] are each reduced over the ranks, [tokens] in fp32.
+gradient: softmax(x) - onehot(label), of this rank's columns. (Shoeybi et al., arXiv:1909.08053, section 3)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def vocabulary_cross_entropy(
             fix="Give the columns of every rank.",
         )
     start = sum(sizes[: group.rank])
-    return _CrossEntropy.apply(logits, labels, start, ignore_index, group)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits, labels, start, ignore_index, group)
 
 
 class CausalLoss:

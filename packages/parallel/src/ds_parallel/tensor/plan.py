@@ -1,6 +1,6 @@
 """The tensor-parallel plan: for every layer what becomes of it, who said so, and what each rank holds. Pure.
 
-    print(make_tensor_plan(facts_of(model), TensorOptions(degree=4)))
+print(make_tensor_plan(facts_of(model), TensorOptions(degree=4)))
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class TensorOptions:
         specs: The user's own rules; they come first.
         preset: A family's rules by name; None: by the model's type.
         defaults: Whether preset, the model's own plan and its structure are asked at all.
+        heads: Names of last layers, cut by vocabulary if no rule speaks of them.
         rules: More rules, asked last: what an analysis of the model's structure found.
         grain: Elements that stay together where a dim is cut evenly.
         strict: A linear layer that no rule matches is an error.
@@ -42,6 +43,7 @@ class TensorOptions:
     specs: tuple[LayerSpec, ...] = ()
     preset: str | None = None
     defaults: bool = True
+    heads: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     grain: int = 1
     strict: bool = False
@@ -73,6 +75,19 @@ class Decision:
     @property
     def name(self) -> str:
         return self.layer.name
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Elements of activations that are summed over the tensor-parallel ranks for every token.
+
+    Attributes:
+        forward: By row layers, experts and embeddings.
+        backward: Of the inputs of column layers.
+    """
+
+    forward: int
+    backward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,26 @@ class TensorPlan:
                 held += count if cut is None else count // cut.size * cut.width(rank)
         return held, total
 
+    def traffic(self) -> Traffic:
+        """What is summed over the ranks for every token."""
+        forward = backward = 0
+        read: set[tuple[str, int]] = set()  # layers below one module that read one input sum its gradient once
+        for decision in self.cut:
+            if decision.kind is Kind.EXPERTS:
+                hidden = decision.layer.shapes["down_proj"][1]
+                forward, backward = forward + hidden, backward + hidden
+                continue
+            whole, inner = decision.layer.features
+            if decision.kind is Kind.ROW:
+                forward += whole
+            elif decision.kind is Kind.VOCABULARY:
+                forward += inner
+            elif decision.kind is Kind.COLUMN:
+                fan = (decision.name.rpartition(".")[0], inner)
+                backward += 0 if fan in read else inner
+                read.add(fan)
+        return Traffic(forward, backward)
+
     def __str__(self) -> str:
         rows: Counter[tuple[str, ...]] = Counter()
         for decision in self.decisions:
@@ -141,6 +176,10 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
             head_arguments = preset.head_arguments
         elif facts.tp_plan:
             rules += rules_of_tp_plan(facts.tp_plan)
+        rules += [
+            Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, "lm_head_patterns", (Part(),), gather_output=True)
+            for name in options.heads
+        ]
         rules += options.rules
     decisions = tuple(_decide(layer, rules, facts, options) for layer in facts.layers)
     _check(decisions, facts, options)
@@ -157,7 +196,11 @@ def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorO
     kind = options.embeddings if rule.kind is Kind.VOCABULARY else rule.kind
     if kind is Kind.SKIP or options.degree == 1:
         return Decision(layer, Kind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
-    roles = {"linear": (Kind.COLUMN, Kind.ROW), "embedding": (Kind.VOCABULARY, Kind.FEATURES), "experts": (Kind.EXPERTS,)}
+    roles = {
+        "linear": (Kind.COLUMN, Kind.ROW),
+        "embedding": (Kind.VOCABULARY, Kind.FEATURES),
+        "experts": (Kind.EXPERTS,),
+    }
     if kind not in roles.get(layer.role, ()):
         return Decision(layer, Kind.SKIP, {}, f"{rule.source}: a layer of this sort cannot be cut by {kind.value}")
     attention = facts.attention_of(layer.name)
@@ -168,9 +211,7 @@ def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorO
     own = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
     gather = rule.gather_output and (options.gather_logits or kind is not Kind.COLUMN)
     gather |= kind is Kind.FEATURES and rule.parts is None  # its readers expect all of it
-    return Decision(
-        layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=own
-    )
+    return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=own)
 
 
 def _cuts(layer: Layer, kind: Kind, rule: Rule, attention: Attention | None, options: TensorOptions) -> dict[str, Cut]:
@@ -264,7 +305,7 @@ def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOp
 
 
 def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
 
 def _describe(decision: Decision) -> str:

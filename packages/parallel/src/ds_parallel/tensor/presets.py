@@ -277,7 +277,7 @@ def preset_named(name: str, flags: Mapping[str, Scalar]) -> Preset:
         known = sorted({preset.name for preset in PRESETS} | set(_ALIASES))
         close = nearest(name, known)
         raise PlanError(
-            f"there is no preset {name!r} for tensor parallelism; there are {', '.join(known)}",
+            f"preset_model = {name!r}: there are rules for {', '.join(known)}",
             code="tensor-preset",
             fix=f"Did you mean {close[0]!r}?" if close else "Describe the layers in partition_config.",
         )

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Protocol
 
 from ds_config.errors import PlanError
-from ds_parallel.tensor.cuts import Part, Unit
+from ds_parallel.tensor.cuts import Part
 
 __all__ = ["Kind", "LayerSpec", "Rule", "first_match", "rules_of_specs", "rules_of_tp_plan"]
 
@@ -90,6 +90,12 @@ def rules_of_specs(specs: Iterable[LayerSpec], model_type: str | None) -> list[R
         if spec.model_types is not None and model_type not in spec.model_types:
             continue
         kind = Kind(spec.partition_type)
+        if spec.grad_allreduce and kind is not Kind.SKIP:
+            raise PlanError(
+                f"partition_config: {list(spec.patterns)} are {kind.value} layers with grad_allreduce",
+                code="tensor-parts",
+                fix="grad_allreduce is for layers that are skipped; those that are cut sum what needs to be.",
+            )
         parts = None if spec.shape is None or kind is Kind.SKIP else _parts_of_shape(spec, kind)
         for pattern in spec.patterns:
             found.append(
@@ -134,18 +140,18 @@ def _parts_of_shape(spec: LayerSpec, kind: Kind) -> tuple[Part, ...]:
     return tuple(Part() for _ in range(equal))
 
 
-_STYLES: Mapping[str, tuple[Kind, Mapping[str, bool]]] = {
-    "colwise": (Kind.COLUMN, {}),
-    "colwise_rep": (Kind.COLUMN, {"gather_output": True}),
-    "colwise_gather_output": (Kind.COLUMN, {"gather_output": True}),
-    "rowwise": (Kind.ROW, {}),
-    "rowwise_split_input": (Kind.ROW, {"split_input": True}),
-    "embedding_rowwise": (Kind.VOCABULARY, {}),
-    "replicated_with_grad_allreduce": (Kind.SKIP, {"sum_gradient": True}),
-    "moe_tp_experts": (Kind.EXPERTS, {}),
-    "replicated": (Kind.SKIP, {}),
+_FLAGS = ("gather_output", "split_input", "sum_gradient")
+_STYLES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
+    "colwise": (Kind.COLUMN, ()),
+    "colwise_rep": (Kind.COLUMN, ("gather_output",)),
+    "colwise_gather_output": (Kind.COLUMN, ("gather_output",)),
+    "rowwise": (Kind.ROW, ()),
+    "rowwise_split_input": (Kind.ROW, ("split_input",)),
+    "embedding_rowwise": (Kind.VOCABULARY, ()),
+    "replicated_with_grad_allreduce": (Kind.SKIP, ("sum_gradient",)),
+    "moe_tp_experts": (Kind.EXPERTS, ()),
+    "replicated": (Kind.SKIP, ()),
 }
-_INSIDE_EXPERTS = ("packed_colwise", "packed_rowwise", "rowwise")
 
 
 def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -> list[Rule]:
@@ -172,5 +178,5 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
             continue
         kind, said = _STYLES[style]
         stem = re.escape(name).replace(r"\*", r"[^.]+")
-        found.append(Rule(f"(?:{begin}){stem}", kind, "tp_plan", **said))
+        found.append(Rule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in said for flag in _FLAGS)))
     return found

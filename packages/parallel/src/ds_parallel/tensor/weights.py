@@ -1,9 +1,9 @@
 """Pretrained weights from safetensors straight into parts: each rank reads the bytes of its own boxes.
 
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    cut = cut_model(model, plan, group)      # shapes only
-    load_parts(cut, "llama/", device)        # now memory is taken, for this rank's part
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+cut = cut_model(model, plan, group)      # shapes only
+load_parts(cut, "llama/", device)        # now memory is taken, for this rank's part
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Files:
         """The stored name: itself, without its first part, or with the one all stored names begin with."""
         if name in self._places:
             return name
-        head, _, rest = name.partition(".")
+        rest = name.partition(".")[2]
         if rest in self._places:
             return rest
         firsts = {stored.partition(".")[0] for stored in self._places}
