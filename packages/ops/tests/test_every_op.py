@@ -31,6 +31,7 @@ from ds_ops.catalog import every_op
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
+from ds_ops.partials import View, partial_attention, partial_attention_grad
 from ds_ops.places import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.rotary import rotary_tables, rotate
@@ -236,6 +237,22 @@ CASES: dict[str, list[Case]] = {
         Case(
             lambda d: (d.tensor(d.rows, d.n, 3), d.tensor(d.rows, 1, 3, dtype=torch.float32) > 0),
             lambda s, m: (masked_softmax(s, m, causal=True),),
+        )
+    ],
+    "partial_attention": [
+        Case(
+            lambda d: tuple(d.tensor(d.rows, 2, d.n, 8, seed=i) for i in range(3)),
+            lambda q, k, v: [t.to(q.dtype) for t in partial_attention(q, k, v, View(causal=True))],
+        )
+    ],
+    "partial_attention_grad": [
+        Case(
+            lambda d: (
+                *(d.tensor(d.rows, 2, d.n, 8, seed=i) for i in range(5)),
+                d.tensor(d.rows, 2, d.n, dtype=torch.float32) + 9,
+            ),
+            lambda dout, q, k, v, out, lse: partial_attention_grad(dout, (q, k, v), out, lse),
+            grads=False,
         )
     ],
     "permute": [with_permutation(permute, 1, weights=False)],
