@@ -10,8 +10,9 @@ from torch import Tensor
 from ds_config.errors import KernelError
 from ds_ops import _call
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
+from ds_ops.rotary_scaling import Rope, rotary_frequencies
 
-__all__ = ["rotary_tables", "rotate"]
+__all__ = ["rotary_tables", "rotate", "scaled_tables"]
 
 
 def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -24,6 +25,16 @@ def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tupl
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
     angles = positions.double()[..., None] / base**exponents
     return angles.cos().float(), angles.sin().float()
+
+
+def scaled_tables(positions: Tensor, rope: Rope, *, length: int = 0) -> tuple[Tensor, Tensor]:
+    """`rotary_tables` of a rotary embedding with linear, dynamic, YaRN, longrope or llama3 scaling.
+
+    length: positions in use; what "dynamic" and "longrope" choose by (not read from `positions`, which may be on a device).
+    """
+    frequencies = rotary_frequencies(rope, length)
+    angles = positions.double()[..., None] * frequencies.angles.to(positions.device)
+    return tuple((t * frequencies.magnitude).float() for t in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
