@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 from deepspeed._errors import UnsupportedImportError, UnsupportedNameError, missing
-from deepspeed._surface import SURFACE, Missing
+from deepspeed._surface import SURFACE, Constant, Missing
 
 __all__ = ["TableFinder", "fill", "install", "resolve"]
 
@@ -48,9 +48,7 @@ def resolve(module: str, name: str) -> object:
     if isinstance(row, Missing):
         raise missing(UnsupportedNameError, path, row)
     if row is not None:
-        home, _, attribute = row.partition(":")
-        found: object = importlib.import_module(home)
-        value = getattr(found, attribute) if attribute else found
+        value = row.value if isinstance(row, Constant) else _at(row)
         setattr(sys.modules[module], name, value)
         return value
     if path not in SURFACE:
@@ -59,6 +57,12 @@ def resolve(module: str, name: str) -> object:
     if refused is not None:
         raise missing(UnsupportedNameError, path, refused)
     return importlib.import_module(path)  # which makes it an attribute, too
+
+
+def _at(row: str) -> object:
+    home, _, attribute = row.partition(":")
+    found: object = importlib.import_module(home)
+    return getattr(found, attribute) if attribute else found
 
 
 def _refused(module: str) -> Missing | None:
@@ -87,7 +91,7 @@ class TableFinder:
         if refused is not None:
             raise missing(UnsupportedImportError, fullname, refused)
         if fullname in SURFACE or (name == "__main__" and "main" in SURFACE.get(home, {})):
-            return ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")
+            return ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
         return None
 
 

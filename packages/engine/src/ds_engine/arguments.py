@@ -8,14 +8,17 @@ __all__ = ["add_config_arguments"]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, `--deepspeed_config FILE` and `--local_rank` to a script's parser, and return it.
+    """Add `--deepspeed` and `--deepspeed_config FILE` to a script's parser, and return it. `--deepspeed` changes nothing.
 
-    Launchers of the DeepSpeed family pass them. `--deepspeed` changes nothing: passing the configuration is what counts.
+    Launchers of the DeepSpeed family also pass `--local_rank=N`. A script may have that option itself, added before or after
+    this; where it has none, N is taken all the same and is `args.local_rank`.
     """
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility, changes nothing")
     group.add_argument("--deepspeed_config", metavar="FILE", help="JSON or HJSON configuration")
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", metavar="FILE", help=argparse.SUPPRESS)
-    group.add_argument("--local_rank", type=int, default=-1, help="accepted for compatibility; LOCAL_RANK is used")
+    # A longer name: argparse takes `--local_rank` for its abbreviation, unless the script has an option of just that name.
+    names = ("--local_rank_of_launcher", "--local-rank-of-launcher")
+    group.add_argument(*names, dest="local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

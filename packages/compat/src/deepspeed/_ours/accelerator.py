@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 import ds_accel
+from deepspeed._ours.builders import BUILDERS
 from ds_accel import Accelerator
-from ds_config.errors import UnsupportedError
 
 __all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported"]
 
@@ -21,6 +23,7 @@ class FacadeAccelerator:
     def __init__(self, ours: Accelerator) -> None:
         self.ours = ours
         self._name = ours.name
+        self._compile_backend = ours.compile_backend
 
     def __getattr__(self, name: str) -> Any:
         # What torch's device module has under the same name (Stream, Event, current_stream, ...) is upstream's, too.
@@ -54,8 +57,9 @@ class FacadeAccelerator:
         return self.device_name(self.ours.current_index())
 
     def device_count(self) -> int:
-        """How many this process sees."""
-        return self.ours.device_count()
+        """How many this process sees; on the CPU, the ranks that a launcher put on this host (LOCAL_SIZE)."""
+        told = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
+        return max(told, 0) or self.ours.device_count()
 
     def is_available(self) -> bool:
         """Whether there is one."""
@@ -69,6 +73,14 @@ class FacadeAccelerator:
         """Whether time is read on the host."""
         return self.ours.facts.host_timers or self.ours.facts.synchronous
 
+    def resolves_data_dependency(self) -> bool:
+        """Whether streams wait for each other by themselves: where operations are done when they return."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Whether the allocator waits for memory by itself: the same."""
+        return self.is_synchronized_device()
+
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for everything."""
         self.ours.synchronize(device_index)
@@ -79,7 +91,7 @@ class FacadeAccelerator:
 
     def get_compile_backend(self) -> str:
         """torch.compile's backend."""
-        return self.ours.compile_backend
+        return self._compile_backend
 
     def is_triton_supported(self) -> bool:
         """Whether Triton kernels run."""
@@ -171,10 +183,25 @@ class FacadeAccelerator:
         """Give unused memory back."""
         self.ours.empty_cache()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True) -> torch.Tensor:
-        """A pinned copy; the tensor itself where the device needs none."""
-        del align_bytes, make_copy
-        return tensor.pin_memory() if self.ours.facts.pinned else tensor
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, align_bytes: int = 1
+    ) -> torch.Tensor:
+        """A pinned copy; the tensor itself where the device needs none.
+
+        Args:
+            make_copy: False gives memory of that size, whatever is in it.
+            match_shape: False gives it flat.
+            align_bytes: Every allocation is aligned to a page.
+        """
+        del align_bytes
+        pinned = tensor.contiguous().pin_memory() if self.ours.facts.pinned else tensor
+        if not make_copy and pinned is tensor:
+            pinned = torch.empty_like(tensor)
+        return pinned if match_shape else pinned.reshape(-1)
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: pinned memory goes with its last tensor."""
+        del tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it is."""
@@ -196,19 +223,104 @@ class FacadeAccelerator:
         """Send work to a stream inside; None does nothing."""
         return self.ours.on_stream(stream)
 
+    # ---- graphs of work
+
+    def create_graph(self) -> Any:
+        """An empty one; None where the device has none."""
+        made = getattr(self.ours.module, "CUDAGraph", None)
+        return None if made is None else made()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """Record what is launched inside; nothing is recorded where the device has no graphs."""
+        if graph is None:
+            return nullcontext()
+        found: AbstractContextManager[Any] = self.ours.module.graph(graph, pool, stream)
+        return found
+
+    def replay_graph(self, graph: Any) -> None:
+        """Launch what was recorded."""
+        if graph is not None:
+            graph.replay()
+
+    # ---- what else upstream's interface names
+
+    def default_generator(self, device_index: int | None = None) -> torch.Generator:
+        """The one that random operations use."""
+        if self._name == "cpu":
+            return torch.default_generator
+        found: torch.Generator = self.ours.module.default_generators[device_index or 0]
+        return found
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """What the device's allocator counts; of the host, the bytes in use."""
+        stats = getattr(self.ours.module, "memory_stats", None)
+        return {"allocated_bytes.all.current": self.memory_allocated()} if stats is None else dict(stats(device_index))
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call it when the device is ready: now."""
+        return callback()
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """Whether a grouped product in Triton is the better one: torch's own is used."""
+        return False
+
+    def op_builder_dir(self) -> str:
+        """The module of the builders."""
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of a builder, by its name; None for an unknown one. See `deepspeed.ops.op_builder`."""
+        return BUILDERS.get(class_name)
+
     def create_op_builder(self, class_name: str) -> Any:
-        """Nothing is compiled at run time.
+        """A builder, by its class's name; None for an unknown one."""
+        found = BUILDERS.get(class_name)
+        return None if found is None else found()
+
+    def build_extension(self) -> Any:
+        """torch's command that compiles extensions; nothing here calls it."""
+        from torch.utils.cpp_extension import BuildExtension  # imports a compiler's tools
+
+        return BuildExtension
+
+    def export_envs(self) -> list[str]:
+        """Beginnings of variables that go to other hosts."""
+        return ["NCCL"] if self._name == "cuda" else []
+
+    def visible_devices_envs(self) -> list[str]:
+        """Variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Iterable[int]
+    ) -> None:
+        """Write them."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose torch.compile's backend.
 
         Raises:
-            UnsupportedError: always ("compat-missing").
+            ValueError: torch knows none of this name.
         """
-        raise UnsupportedError(
-            f"get_accelerator().create_op_builder({class_name!r})",
-            code="compat-missing",
-            fix="Use ds_ops, whose operations are compiled when it is built.",
-        )
+        if backend not in torch._dynamo.list_backends(exclude_tags=()):
+            raise ValueError(
+                f"{backend!r} is no backend of torch.compile: {torch._dynamo.list_backends(exclude_tags=())}"
+            )
+        self._compile_backend = backend
 
-    get_op_builder = create_op_builder
+
+def _constructor(dtype: torch.dtype) -> property:
+    # What `torch.FloatTensor(...)` was for; of this accelerator's device.
+    return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=self.device()))
+
+
+for _name, _dtype in {
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.double, "FloatTensor": torch.float,
+    "HalfTensor": torch.half, "IntTensor": torch.int, "LongTensor": torch.long,
+}.items():  # fmt: skip
+    setattr(FacadeAccelerator, _name, _constructor(_dtype))
 
 
 @functools.cache

@@ -8,17 +8,30 @@ by `ds_engine.load_config`, which refuses what it does not know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from deepspeed._ours.raising import raising
+from deepspeed._ours.sections import get_bfloat16_config, get_float16_config, get_monitor_config, get_zero_config
 from ds_comm import world_group
 from ds_config import keys, nearest, read
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine import Config, load_config, resolve_batch
+from ds_engine.batch import BatchRequest
 from ds_engine.config import source_of
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "accepted", "dict_raise_error_on_duplicate_keys", "raw_config"]
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "accepted",
+    "dict_raise_error_on_duplicate_keys",
+    "get_gradient_allreduce_op",
+    "get_gradient_clipping",
+    "get_log_level",
+    "raw_config",
+]
 
 _log = logging.getLogger("DeepSpeed")
 _AUTO = "auto"
@@ -36,7 +49,12 @@ def raw_config(config: Source | None, config_params: Source | None = None, args:
         ConfigError: none was given, or more than one ("config-source"); it cannot be read.
     """
     source = source_of(config, config_params, args)
-    return source if isinstance(source, dict) else dict(read(source).data)
+    return source if isinstance(source, dict) else dict(read(_path(source)).data)
+
+
+def _path(source: Any) -> Source:
+    # Any path-like, py.path among them.
+    return os.fspath(source) if hasattr(source, "__fspath__") else source
 
 
 def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,6 +68,8 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
             _log.warning("configuration key %r is unknown%s and was left out, as upstream does", key, hint)
     if isinstance(kept.get("zero_optimization"), Mapping):
         kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
+    if "gradient_allreduce_op" in kept:
+        kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
     return kept
 
 
@@ -61,6 +81,63 @@ def _without_auto(section: Mapping[str, Any], path: tuple[str, ...]) -> dict[str
         else:
             found[key] = _without_auto(value, (*path, key)) if isinstance(value, Mapping) else value
     return found
+
+
+# ---- one key at a time
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Largest norm of the gradient; 0 does not clip."""
+    return float(param_dict.get("gradient_clipping", Config.model_fields["gradient_clipping"].default))
+
+
+_NOT_WITH_SUM: tuple[tuple[str, Callable[[Mapping[str, Any]], bool]], ...] = (
+    ("ZeRO stage 3", lambda raw: _section(raw, "zero_optimization").get("stage") == 3),
+    ("ZenFlow", lambda raw: _section(raw, "zero_optimization").get("zenflow") is not None),
+    ("DeepCompile", lambda raw: _section(raw, "compile").get("deepcompile") is True),
+)
+"""What sums of gradients do not go with where programs come from, and how to see it."""
+
+
+def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
+    """ "mean" or "sum".
+
+    Raises:
+        ConfigError: anything else, or a sum with what divides gradients in its own way ("compat-argument").
+    """
+    found = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
+    clash = next((name for name, there in _NOT_WITH_SUM if found == "sum" and there(param_dict)), None)
+    if found not in ("mean", "sum"):
+        raise ConfigError(
+            f"Invalid gradient_allreduce_op {found!r}", code="compat-argument", fix='Write "mean" or "sum".'
+        )
+    if clash is not None:
+        raise ConfigError(
+            f"gradient_allreduce_op = sum is not supported with {clash}", code="compat-argument", fix='Use "mean".'
+        )
+    return found
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> int | None:
+    """`log_level` as logging's number; None where it is not given.
+
+    Raises:
+        ConfigError: no level has this name ("compat-argument").
+    """
+    name = param_dict.get("log_level")
+    if name is None:
+        return None
+    level = logging.getLevelNamesMapping().get(str(name).upper())
+    if level is None:
+        raise ConfigError(
+            f"log_level {name!r}", code="compat-argument", fix="Use debug, info, warning, error or critical."
+        )
+    return level
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,37 +157,91 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
     return found
 
 
+# ---- the whole
+
+_TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
+    "zero_config": lambda c: get_zero_config(c._param_dict),
+    "zero_optimization_stage": lambda c: c.model.zero_optimization.stage,
+    "zero_enabled": lambda c: c.model.zero_optimization.stage > 0,
+    "mics_shard_size": lambda c: c.model.zero_optimization.mics_shard_size,
+    "float16_config": lambda c: get_float16_config(c._param_dict),
+    "bfloat16_config": lambda c: get_bfloat16_config(c._param_dict),
+    "monitor_config": lambda c: get_monitor_config(c._param_dict),
+    "fp16_enabled": lambda c: c.model.fp16.enabled,
+    "bfloat16_enabled": lambda c: c.model.bf16.enabled,
+    "amp_enabled": lambda c: False,
+    "torch_autocast_enabled": lambda c: c.model.torch_autocast.enabled,
+    "optimizer_name": lambda c: None if c.model.optimizer is None else c.model.optimizer.type.lower(),
+    "optimizer_params": lambda c: _section(c._param_dict, "optimizer").get("params"),
+    "scheduler_name": lambda c: None if c.model.scheduler is None else c.model.scheduler.type,
+    "scheduler_params": lambda c: _section(c._param_dict, "scheduler").get("params"),
+    "sparse_gradients_enabled": lambda c: c.model.sparse_gradients,
+    "activation_checkpointing_config": lambda c: c.model.activation_checkpointing,
+    "flops_profiler_config": lambda c: c.model.flops_profiler,
+    "comms_config": lambda c: c.model.comms_logger,
+    "checkpoint_config": lambda c: c.model.checkpoint,
+    "elasticity_enabled": lambda c: c.model.elasticity.enabled,
+    "eigenvalue_enabled": lambda c: bool(_section(c._param_dict, "eigenvalue").get("enabled", False)),
+    "eigenvalue_verbose": lambda c: bool(_section(c._param_dict, "eigenvalue").get("verbose", False)),
+    "pld_enabled": lambda c: bool(_section(c._param_dict, "progressive_layer_drop").get("enabled", False)),
+    "pld_params": lambda c: dict(_section(c._param_dict, "progressive_layer_drop")) or False,
+    "grad_accum_dtype": lambda c: c.model.data_types.grad_accum_dtype,
+}
+"""Attributes that upstream names otherwise than the keys of the configuration."""
+
+
 class DeepSpeedConfig:
     """A checked configuration with upstream's attribute names for what clients read; `model` is the whole of it.
 
     Args:
         config: A dict, a path, or base64.
         mpu, mesh_device: Not supported.
+        model: The same, read already.
+    Raises:
+        ConfigError, PlanError: both are AssertionErrors, too.
     """
 
-    def __init__(self, config: Source, mpu: object = None, mesh_device: object = None) -> None:
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+
+    @raising(AssertionError)
+    def __init__(
+        self, config: Source, mpu: object = None, mesh_device: object = None, *, model: Config | None = None
+    ) -> None:
         if mpu is not None or mesh_device is not None:
             raise ConfigError(
                 "DeepSpeedConfig was given groups of another library", code="compat-mpu", fix="Leave mpu= out."
             )
-        self.raw = raw_config(config)
-        self.model = load_config(accepted(self.raw))
-        batch = resolve_batch(self.model.batch, world_group().size)
+        self._param_dict = raw_config(config)
+        self.model = load_config(accepted(self._param_dict)) if model is None else model
+        self.world_size = world_group().size
+        self._take(self.model.batch)
+
+    def _take(self, asked: BatchRequest) -> None:
+        batch = resolve_batch(asked, self.world_size)
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
 
-    @property
-    def zero_config(self) -> Any:
-        """The `zero_optimization` section."""
-        return self.model.zero_optimization
+    @raising(AssertionError)
+    def _configure_train_batch_size(self) -> None:
+        """Work out those of the three batch keys that are None.
+
+        Raises:
+            PlanError: they do not fit together; an AssertionError, too.
+        """
+        self._take(
+            BatchRequest(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        )
 
     @property
-    def zero_optimization_stage(self) -> int:
-        """Its stage."""
-        return self.model.zero_optimization.stage
+    def raw(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._param_dict
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":
+        if name in ("model", "_param_dict"):
             raise AttributeError(name)
-        return getattr(self.model, name)
+        tells = _TOLD.get(name)
+        return getattr(self.model, name) if tells is None else tells(self)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
+from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated
@@ -40,7 +41,7 @@ def _of_zero(name: str) -> Callable[[DeepSpeedEngine], Any]:
 
 def _of_config(*path: str) -> Callable[[DeepSpeedEngine], Any]:
     def read(engine: DeepSpeedEngine) -> Any:
-        found: Any = engine.plan.config
+        found: Any = engine._config
         for name in path:
             found = getattr(found, name)
         return found
@@ -134,16 +135,13 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
         super().__init__(plan, components)
-        self._config = {} if config is None else config
+        self._config = DeepSpeedConfig({} if config is None else config, model=plan.config)
         self._boundary: bool | None = None
         self._compiled = False
         self.mpu: Any = None
         mark(self.sharding)
 
     def __getattr__(self, name: str) -> Any:
-        tells = ACCESSORS.get(name)
-        if tells is not None:
-            return lambda: tells(self)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -157,7 +155,7 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as it was given."""
-        return self._config
+        return self._config.raw
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
@@ -389,3 +387,16 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the boundary, update. Collective there."""
         return super().step(lr_kwargs)
+
+
+def _accessor(name: str, tells: Callable[[DeepSpeedEngine], Any]) -> Callable[[DeepSpeedEngine], Any]:
+    def accessor(self: DeepSpeedEngine) -> Any:
+        return tells(self)
+
+    accessor.__name__ = name
+    accessor.__qualname__ = f"DeepSpeedEngine.{name}"
+    return accessor
+
+
+for _name, _tells in ACCESSORS.items():
+    setattr(DeepSpeedEngine, _name, _accessor(_name, _tells))

@@ -15,10 +15,6 @@ __all__ = [
     "ADAM_OPTIMIZER",
     "LAMB_OPTIMIZER",
     "MUON_OPTIMIZER",
-    "ROUTE_EVAL",
-    "ROUTE_PREDICT",
-    "ROUTE_TRAIN",
-    "AsyncIOBuilder",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",
@@ -28,8 +24,6 @@ __all__ = [
 ]
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
-__compatible_ops__: dict[str, bool] = {}
 _NO_AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
 
 
@@ -227,14 +221,3 @@ class FusedLamb(Lamb):
             min_coeff=min_coeff,
             eps_inside_sqrt=eps_inside_sqrt,
         )
-
-
-class AsyncIOBuilder:
-    """Name of the operation, and whether it can be used: what clients ask before they offer offloading to files."""
-
-    NAME: ClassVar[str] = "async_io"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether this machine can; upstream's builder compiles, here nothing is."""
-        del verbose
-        return False

@@ -11,13 +11,7 @@ from ds_engine import schedules
 from ds_engine.schedules import SCHEDULES, Scheduler
 
 __all__ = [
-    "LR_RANGE_TEST",
-    "LR_SCHEDULE",
-    "ONE_CYCLE",
     "VALID_LR_SCHEDULES",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LR",
     "LRRangeTest",
     "OneCycle",
     "WarmupCosineLR",
@@ -26,9 +20,6 @@ __all__ = [
     "add_tuning_arguments",
 ]
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
-WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
@@ -83,7 +74,7 @@ class WarmupCosineLR(_Attached):
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--lr_schedule` and one argument for each parameter of a schedule, all None unless given; returns the parser."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="LR schedule for training.")
+    group.add_argument("--lr_schedule", type=str, default=None, help="LR schedule for training.")
     known: set[str] = set()
     for schedule in SCHEDULES.values():
         for name, field in schedule.model_fields.items():

@@ -15,6 +15,7 @@ from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distribute
 from deepspeed._ours.config import accepted, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
+from deepspeed._ours.raising import raising
 from deepspeed._ours.tools import logger
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
@@ -41,6 +42,7 @@ DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
+@raising(AssertionError)
 def initialize(
     args: argparse.Namespace | Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
@@ -61,7 +63,7 @@ def initialize(
     A model that another engine still holds is given back by that engine first.
 
     Raises:
-        PlanError, ConfigError, UnsupportedError: before anything is changed.
+        PlanError, ConfigError, UnsupportedError: before anything is changed. They are AssertionErrors, too, as upstream's are.
     """
     if model is None:
         raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")

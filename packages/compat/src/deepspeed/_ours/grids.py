@@ -1,0 +1,232 @@
+"""Which ranks form which groups, as upstream numbers them; and which of a checkpoint's files hold what. Arithmetic only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_config.errors import CheckpointError, PlanError
+
+__all__ = [
+    "ZeROCheckpoint",
+    "expert_parallel_ranks",
+    "get_model_3d_descriptor",
+    "model_2d_descriptor",
+    "model_3d_desc",
+    "parallel_degrees",
+]
+
+
+def expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The groups that share experts, and the groups that hold the same ones.
+
+    Ranks of a stage are consecutive; inside, tensor-parallel ranks are neighbours. What is left is data parallelism, which
+    experts are cut over: `expert_parallel_size_` neighbours of it share all experts.
+
+    Args:
+        use_data_before_expert_parallel_: Holders of the same experts are neighbours instead.
+    """
+    stage = world_size // pipeline_parallel_size_
+    shared, same = [], []
+    for first, inner in product(range(0, world_size, stage), range(tensor_parallel_size_)):
+        data = list(range(first + inner, first + stage, tensor_parallel_size_))
+        copies = len(data) // expert_parallel_size_
+        if use_data_before_expert_parallel_:
+            shared += [data[at::copies] for at in range(copies)]
+            same += [data[at : at + copies] for at in range(0, len(data), copies)]
+        else:
+            shared += [data[at : at + expert_parallel_size_] for at in range(0, len(data), expert_parallel_size_)]
+            same += [data[at::expert_parallel_size_] for at in range(expert_parallel_size_)]
+    return shared, same
+
+
+# ---- files of a checkpoint: stage x tensor rank x data rank -> the files that hold it
+
+
+class model_2d_descriptor:  # noqa: N801  upstream's name
+    """What each (stage, tensor rank) of one data-parallel rank reads: indices of source files."""
+
+    def __init__(
+        self, old_pp_degree: int, old_tp_degree: int, new_pp_degree: int | None = None, new_tp_degree: int | None = None
+    ) -> None:
+        self.pp_degree = new_pp_degree or old_pp_degree
+        self.tp_degree = new_tp_degree or old_tp_degree
+        self._data: dict[tuple[int, int], list[int]] = {
+            place: [] for place in product(range(self.pp_degree), range(self.tp_degree))
+        }
+
+    def add_data(self, pp_index: int, tp_index: int, data: Sequence[int]) -> None:
+        """Let it read these, too."""
+        self._data[pp_index, tp_index] += data
+
+    def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
+        """What one place reads; all places of a stage, or of a tensor rank, or of both, where None is given."""
+        stages = range(self.pp_degree) if pp_index is None else [pp_index]
+        tensors = range(self.tp_degree) if tp_index is None else [tp_index]
+        return [file for place in product(stages, tensors) for file in self._data[place]]
+
+
+@dataclass(frozen=True)
+class model_3d_desc:  # noqa: N801  upstream's name
+    """The degrees that a checkpoint was written with, or is to be read with: stages, tensor ranks, data ranks."""
+
+    pp_degree: int = 1
+    tp_degree: int = 1
+    dp_degree: int = 1
+
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pp_degree * self.tp_degree * self.dp_degree
+
+    def get_desc(self) -> str:
+        """As text."""
+        return f"{self.pp_degree},{self.tp_degree},{self.dp_degree}"
+
+    def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
+        """Whether there is such a place, and what is wrong."""
+        places = (("pp", pp_index, self.pp_degree), ("tp", tp_index, self.tp_degree), ("dp", dp_index, self.dp_degree))
+        wrong = [f"{name} index {at} of {degree}" for name, at, degree in places if not 0 <= at < degree]
+        return not wrong, wrong
+
+    def can_reshape(self, target: model_3d_desc) -> tuple[bool, list[str]]:
+        """Whether each degree of `target` divides this one's, and what does not."""
+        pairs = (
+            ("pp", self.pp_degree, target.pp_degree),
+            ("tp", self.tp_degree, target.tp_degree),
+            ("dp", self.dp_degree, target.dp_degree),
+        )
+        wrong = [f"{name} degree {old} -> {new}" for name, old, new in pairs if new < 1 or old % new]
+        return not wrong, wrong
+
+    def reshape(self, target: model_3d_desc, verbose: bool = False) -> list[model_2d_descriptor]:
+        """For each data rank of `target`, which of this one's files each place reads.
+
+        File (stage p, tensor t, data d) has the index `p * tp * 1 + t + d * pp * tp`. Neighbouring stages and tensor ranks
+        join, and so do data ranks; a place reads all data ranks of a file before the next one.
+
+        Raises:
+            PlanError: a degree does not divide ("compat-argument").
+        """
+        del verbose
+        fits, wrong = self.can_reshape(target)
+        if not fits:
+            raise PlanError(
+                f"a checkpoint of {self.get_desc()} cannot be read as {target.get_desc()}: {', '.join(wrong)}",
+                code="compat-argument",
+                fix="Choose degrees that divide the ones it was written with.",
+            )
+        stages, tensors = self.pp_degree // target.pp_degree, self.tp_degree // target.tp_degree
+        copies, layer = self.dp_degree // target.dp_degree, self.pp_degree * self.tp_degree
+        found = []
+        for data in range(target.dp_degree):
+            plan = model_2d_descriptor(target.pp_degree, target.tp_degree)
+            for p, t in product(range(target.pp_degree), range(target.tp_degree)):
+                for old_p, old_t in product(range(p * stages, (p + 1) * stages), range(t * tensors, (t + 1) * tensors)):
+                    first = old_p * self.tp_degree + old_t
+                    ranks = range(data * copies, (data + 1) * copies)
+                    plan.add_data(p, t, [first + rank * layer for rank in ranks])
+            found.append(plan)
+        return found
+
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+def parallel_degrees(mpu: Any) -> dict[str, dict[str, int]]:
+    """What a checkpoint says of the degrees it was written with."""
+    sizes = {}
+    for key, *methods in (
+        ("pp_degree", "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+        (
+            "tp_degree",
+            "get_slice_parallel_world_size",
+            "get_tensor_model_parallel_world_size",
+            "get_model_parallel_world_size",
+        ),
+    ):
+        asked = next((getattr(mpu, name) for name in methods if hasattr(mpu, name)), None)
+        sizes[key] = 1 if asked is None else int(asked())
+    return {"checkpoint_parallel_dimensions": sizes}
+
+
+def get_model_3d_descriptor(dir: str) -> model_3d_desc:  # noqa: A002  upstream's name
+    """The degrees of upstream's checkpoint in a folder, from what its files say and from their names.
+
+    Raises:
+        CheckpointError: some files say it and some do not, or they differ ("compat-files").
+    """
+    folder = Path(dir)
+    models = sorted(path for path in folder.iterdir() if _MODEL.fullmatch(path.name))
+    optims = [match for path in folder.iterdir() if (match := _OPTIM.fullmatch(path.name))]
+    told = [_dimensions(path) for path in models]
+    if any(said is None for said in told) and any(said is not None for said in told):
+        raise _bad(
+            folder, "checkpoint_parallel_dimensions is missing from model-state files of a checkpoint that has it"
+        )
+    if any(said != told[0] for said in told):
+        raise _bad(folder, "checkpoint_parallel_dimensions disagrees across model-state files")
+    ranks = max(1, len(models))
+    first = told[0] if told else None
+    pp, tp = (1, ranks) if first is None else (int(first["pp_degree"]), int(first["tp_degree"]))
+    return model_3d_desc(pp, tp, max(1, len({match[1] for match in optims})))
+
+
+def _dimensions(path: Path) -> Mapping[str, int] | None:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    found: Mapping[str, int] | None = state.get("checkpoint_parallel_dimensions")
+    return found
+
+
+def _bad(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {what}", code="compat-files", fix="Save the checkpoint again, or remove stray files."
+    )
+
+
+class ZeROCheckpoint:
+    """The files of upstream's ZeRO checkpoint in a folder, by the place that wrote them; `reshape` joins places."""
+
+    def __init__(self, dir: str) -> None:  # noqa: A002  upstream's name
+        self.dir = dir
+        self.src_3d = self.target_3d = get_model_3d_descriptor(dir)
+        self.file_list = sorted(str(path) for path in Path(dir).iterdir() if _OPTIM.fullmatch(path.name))
+        self.num_files = len(self.file_list)
+
+    def get_src_world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self.src_3d.world_size()
+
+    def get_src_tp_degree(self) -> int:
+        """Its tensor ranks."""
+        return self.src_3d.tp_degree
+
+    def get_src_pp_degree(self) -> int:
+        """Its stages."""
+        return self.src_3d.pp_degree
+
+    def get_src_dp_degree(self) -> int:
+        """Its data-parallel ranks."""
+        return self.src_3d.dp_degree
+
+    def reshape(self, target_3d_desc: model_3d_desc) -> None:
+        """Read it as one of these degrees."""
+        self.src_3d.reshape(target_3d_desc)
+        self.target_3d = target_3d_desc
+
+    def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
+        """The files that a place of the degrees asked for reads."""
+        plan = self.src_3d.reshape(self.target_3d)[dp_index]
+        return [self.file_list[file] for file in plan.get_data(pp_index, tp_index)]

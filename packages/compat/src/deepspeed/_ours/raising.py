@@ -1,0 +1,60 @@
+"""Errors of ours that are what upstream raises, too, so that `except AssertionError` of a program written for it goes on working."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ds_config.errors import DsError
+
+__all__ = ["also", "raising"]
+
+
+@functools.cache
+def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
+    """The subclass of `kind` that is a `builtin`, too; `kind` itself if it is one already."""
+    if issubclass(kind, builtin):
+        return kind
+    there: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        # Other processes make the plain class again: this one is in no module.
+        "__reduce__": lambda error: (_plain, (kind, error.message, error.code, error.fix)),
+    }
+    return type(kind.__name__, (kind, builtin), there)
+
+
+def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:
+    return kind(message, code=code, fix=fix)
+
+
+@contextmanager
+def _translated(builtin: type[Exception], codes: frozenset[str]) -> Iterator[None]:
+    try:
+        yield
+    except DsError as error:
+        if isinstance(error, builtin) or (codes and error.code not in codes):
+            raise
+        twin = also(type(error), builtin)(error.message, code=error.code, fix=error.fix)
+        twin.__dict__.update(error.__dict__)
+        raise twin from error.__cause__
+
+
+def raising(builtin: type[Exception], *codes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let errors of ours that leave the decorated function be `builtin`, too.
+
+    Args:
+        codes: Only those with one of these codes; all when none is named.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            with _translated(builtin, frozenset(codes)):
+                return function(*args, **options)
+
+        return call
+
+    return decorate

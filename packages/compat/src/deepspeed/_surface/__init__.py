@@ -1,0 +1,481 @@
+"""The surface: every public name of DeepSpeed 0.19.8 that clients use or its documentation names, and what it is here.
+
+A row is `"module:attribute"` (`"module:"` for the module itself), `Constant`, or `Missing` with the reason and what to use.
+The modules of this package are made from this table (`deepspeed._finder`); docs/reference/deepspeed-surface.md is made
+from it; a name that is in neither place does not exist. `Constant` is plain data:
+names of configuration keys and of checkpoint entries, and their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed._surface import constants
+from deepspeed._surface.refusals import (
+    COMPILE,
+    COMPRESS,
+    DATA,
+    ELASTIC,
+    HYBRID,
+    INFERENCE,
+    INTERNAL,
+    IO,
+    LORA,
+    MICS,
+    MISSING_ATTRIBUTES,
+    MOE,
+    PIPELINE,
+    RETURN_BIAS,
+    SEQUENCE,
+    SERIAL,
+    TENSOR,
+    TIERS,
+    TRANSFORMER,
+    TUNING,
+)
+from deepspeed._surface.rows import Constant, Missing, Row, Rows, from_, not_, values
+
+__all__ = ["MISSING_ATTRIBUTES", "SURFACE", "Constant", "Missing", "Rows"]
+
+
+# ---- groups of rows --------------------------------------------------------------------------------------------------
+
+_ZERO = "deepspeed._ours.zero"
+_PARAMS = "deepspeed._ours.params"
+_TOOLS = "deepspeed._ours.tools"
+_COMM = "deepspeed._ours.comm"
+_GROUPS = "deepspeed._ours.groups"
+_VERSION = "deepspeed._ours.version"
+_SCHEDULES = "deepspeed._ours.schedules"
+_OPTIMIZERS = "deepspeed._ours.optimizers"
+_ACTIVATIONS = "deepspeed._ours.activations"
+_CONFIG = "deepspeed._ours.config"
+_SECTIONS = "deepspeed._ours.sections"
+_BUILDERS = "deepspeed._ours.builders"
+_LAUNCHING = "deepspeed._ours.launching"
+_GRIDS = "deepspeed._ours.grids"
+_TORCH = "deepspeed._ours.torch_versions"
+
+_ACCESS = from_(
+    "ds_zero",
+    *(f"safe_{verb}_{reach}_{what}"
+      for verb in ("get", "set") for reach in ("full", "local") for what in ("fp32_param", "grad", "optimizer_state")),
+    "safe_update_full_grad_vectorized",
+)  # fmt: skip
+_FRAGMENTS = not_(
+    INTERNAL, "fragment_address", "get_full_hp_grad", "get_full_hp_param", "get_hp_fragment_mapping", "link_hp_params",
+    "lazy_init_hp_params_optimizer_state", "map_to_flat_opt_states", "set_full_hp_grad", "set_full_hp_param",
+)  # fmt: skip
+_LEAVES = from_(
+    _TOOLS, "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
+)  # fmt: skip
+_LOGGING = from_(_TOOLS, "log_dist", "log_dist_once", "logger", "set_log_level_from_string")
+_GROUP_GETTERS = from_(
+    _GROUPS, "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
+    "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size",
+)  # fmt: skip
+_PRIVATE_GROUP_GETTERS = from_(
+    _GROUPS, "_get_data_parallel_group", "_get_data_parallel_rank", "_get_data_parallel_world_size",
+    "_get_model_parallel_world_size", "_get_sequence_data_parallel_group", "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size", "_get_sequence_parallel_group", "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size", "_get_world_group",
+)  # fmt: skip
+_EXPERT_GROUPS = not_(
+    MOE, "_get_expert_data_parallel_group", "_get_expert_parallel_group", "_get_max_expert_size", "initialize",
+    "expert_tensor_parallel_world_size",
+)  # fmt: skip
+_ZERO_ROWS: dict[str, Row] = {
+    **from_(
+        _ZERO,
+        "GatheredParameters",
+        "Init",
+        "MiCS_Init",
+        "TiledLinear",
+        "register_external_parameter",
+        "unregister_external_parameter",
+    ),
+    **from_("ds_zero", "unwrap_model_for_generation"),
+    **from_(_PARAMS, "ZeroParamStatus", "ZeroParamType"),
+    **not_(RETURN_BIAS, "TiledLinearReturnBias"),
+    **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
+}
+_ZERO_OPTIMIZER = "deepspeed._ours.optimizer:DeepSpeedZeroOptimizer"
+_CHECKPOINTING: dict[str, Row] = {
+    **from_(
+        _ACTIVATIONS, "CheckpointFunction", "CudaRNGStatesTracker", "_CUDA_RNG_STATE_TRACKER",
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME", "_set_cuda_rng_state", "checkpoint", "configure", "get_cuda_rng_tracker",
+        "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
+        "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
+    ),
+    **not_(
+        Missing("checkpointed calls cut and gather their inputs themselves", "checkpoint"),
+        "gather_partitioned_activations", "get_partitioned_activations_for_backward",
+    ),
+}  # fmt: skip
+_COMM_ROWS: dict[str, Row] = {
+    **from_(
+        _COMM, "ReduceOp", "ProcessGroup", "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
+        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier",
+        "batch_isend_irecv", "broadcast", "broadcast_object_list", "configure", "destroy_process_group", "gather",
+        "get_all_ranks_from_group", "get_global_rank", "get_local_rank", "get_rank", "get_world_group", "get_world_size",
+        "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor",
+        "in_aml", "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
+        "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
+        "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout",
+    ),
+    **from_("deepspeed._ours.accelerator", "get_accelerator"),
+    **not_(
+        Missing("communication goes through torch.distributed; there is no object between", "init_distributed"),
+        "init_deepspeed_backend", "set_backend", "TorchBackend", "CCLBackend", "cdb",
+    ),
+    **not_(
+        Missing("device meshes are made from the configuration", "the keys of the configuration"),
+        "initialize_mesh_device", "enable_symm_mem_for_group",
+    ),
+    **not_(
+        Missing("the comms logger of ds-comm keeps its own table", "ds_comm.logger.CommsLogger"),
+        "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "CommsLogger",
+    ),
+}  # fmt: skip
+_BUILDER_ROWS = from_(
+    _BUILDERS,
+    *(f"{name}Builder" for name in (
+        "AsyncIO", "CCLComm", "CPUAdagrad", "CPUAdam", "CPULion", "DeepCompile", "EvoformerAttn", "FPQuantizer", "FusedAdam",
+        "FusedLamb", "FusedLion", "GDS", "Inference", "InferenceCore", "InferenceCutlass", "NotImplemented", "PinMemory",
+        "Quantizer", "RaggedOps", "RaggedUtils", "RandomLTD", "ShareMemComm", "SparseAttn", "SpatialInference",
+        "StochasticTransformer", "Transformer", "Utils",
+    )),
+)  # fmt: skip
+_ENGINE = from_("deepspeed._ours.engine", "DeepSpeedEngine")
+_ADAM = from_(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
+_FP32 = from_(
+    "deepspeed._ours.weights", "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file", "get_optim_files", "load_state_dict_from_zero_checkpoint", "main",
+)  # fmt: skip
+_ESTIMATORS = {
+    stage: from_(
+        "deepspeed._ours.estimates",
+        f"estimate_zero{stage}_model_states_mem_needs_all_cold",
+        f"estimate_zero{stage}_model_states_mem_needs_all_live",
+    )
+    for stage in (2, 3)
+}
+_OFFLOAD = from_("deepspeed._ours.tiers", "OffloadDeviceEnum", "OffloadStateTypeEnum") | from_(
+    _SECTIONS, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"
+)
+
+_RAGGED: Rows = {
+    **from_(
+        "ds_inference", "build_hf_engine", InferenceEngineV2="RaggedEngine", RaggedInferenceEngineConfig="RaggedConfig"
+    ),
+    **from_("ds_inference.config", DeepSpeedTPConfig="TensorParallelConfig"),
+    **not_(SERIAL, "build_engine_from_ds_checkpoint"),
+}
+
+SURFACE: Mapping[str, Rows] = {
+    "deepspeed": {
+        **from_("deepspeed._ours.start", "add_config_arguments", "initialize", "tp_model_init"),
+        **from_(_COMM, "init_distributed"),
+        **_ENGINE,
+        **from_("deepspeed._ours.optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
+        **from_("deepspeed._ours.start", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
+        **from_("ds_engine.loader", DeepSpeedDataLoader="ResumableLoader"),
+        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        **from_(_TOOLS, "OnDevice", "is_compile_supported", "log_dist", "logger"),
+        **from_(_SCHEDULES, "add_tuning_arguments"),
+        **from_(
+            _VERSION, "__git_branch__", "__git_hash__", "__version__", "__version_major__", "__version_minor__",
+            "__version_patch__", "git_branch", "git_hash", "version",
+        ),
+        **from_(_OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
+        **from_(_VERSION, "HAS_TRITON"),
+        "zero": "deepspeed.zero:",
+        "checkpointing": "deepspeed.checkpointing:",
+        "dist": "deepspeed.comm:",
+        **not_(HYBRID, "DeepSpeedHybridEngine"),
+        **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
+        **from_("deepspeed._ours.start", "default_inference_config"),
+        **not_(PIPELINE, "PipelineEngine", "PipelineModule"),
+        **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+        **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
+        **not_(TENSOR, "set_autotp_mode"),
+        **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
+    },
+    # -- ZeRO
+    "deepspeed.zero": _ZERO_ROWS,
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.zero": _ZERO_ROWS,
+    "deepspeed.runtime.zero.config": {
+        **from_(_SECTIONS, "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig", "get_zero_config"),
+        **from_("deepspeed._ours.tiers", "OffloadDeviceEnum", "ZeroStageEnum"),
+        **_OFFLOAD,
+        **not_(Missing("sections are read together", "DeepSpeedConfig"), "read_zero_config_deprecated"),
+        **not_(TIERS, "ZenFlowConfig"),
+    },
+    "deepspeed.runtime.zero.offload_config": _OFFLOAD,
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO_ROWS,
+        **from_(_PARAMS, "is_zero_param"),
+        **from_(_ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor"),
+        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        **from_(_TOOLS, "see_memory_usage"),
+        **not_(
+            INTERNAL, "AllGatherCoalescedHandle", "AllGatherHandle", "InsertPostInitMethodToModuleSubClasses", "NoGatherHandle",
+            "PartitionedParamStatus", "free_param",
+        ),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _ZERO_OPTIMIZER, **_ESTIMATORS[2]},
+    "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": _ZERO_OPTIMIZER, **_ESTIMATORS[3]},
+    "deepspeed.runtime.zero.parameter_offload": {**not_(INTERNAL, "DeepSpeedZeRoOffload")},
+    "deepspeed.runtime.zero.tiling": {**from_(_ZERO, "TiledLinear"), **not_(RETURN_BIAS, "TiledLinearReturnBias")},
+    "deepspeed.runtime.zero.utils": {
+        **from_(_PARAMS, "is_zero_param"),
+        **from_(_TOOLS, "is_zero_supported_optimizer"),
+        **from_("deepspeed._ours.config", ZeRORuntimeException="DeepSpeedConfigError"),
+    },
+    "deepspeed.runtime.zero.mics": {**from_(_ZERO, "MiCS_Init"), **not_(MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
+    "deepspeed.runtime.zero.muon": {**not_(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
+    # -- engine
+    "deepspeed.runtime.engine": {
+        **_ENGINE,
+        **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+        **from_(_OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
+    },
+    "deepspeed.runtime.base_optimizer": {
+        "DeepSpeedOptimizer": _ZERO_OPTIMIZER,
+        "ZeROOptimizer": _ZERO_OPTIMIZER,
+        **not_(INTERNAL, "BackwardHookStateManager"),
+    },
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": _ZERO_OPTIMIZER},
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": _ZERO_OPTIMIZER},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": _ZERO_OPTIMIZER},
+    "deepspeed.runtime.fp16.loss_scaler": {
+        **not_(
+            Missing("loss scaling belongs to ds-zero", "the fp16 section, and ds_zero.LossScale"),
+            "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase",
+        ),
+    },
+    "deepspeed.runtime.fp16.onebit": from_("ds_comm.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+    "deepspeed.runtime.config": {
+        **values(constants.CONFIG),
+        **values(constants.RUNTIME),
+        **from_(
+            _CONFIG, "DeepSpeedConfig", "DeepSpeedConfigError", "get_gradient_allreduce_op", "get_gradient_clipping", "get_log_level",
+        ),
+    },
+    "deepspeed.runtime.config_utils": {
+        **from_(_CONFIG, "dict_raise_error_on_duplicate_keys"),
+        **from_(_SECTIONS, "DeepSpeedConfigModel"),
+    },
+    "deepspeed.runtime.precision_config": from_(
+        _SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config",
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": from_(
+        _SECTIONS, "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+        "DeepSpeedZeroLeafModuleConfig",
+    ),
+    "deepspeed.runtime.dataloader": {
+        **from_("ds_engine.loader", DeepSpeedDataLoader="ResumableLoader"),
+        **from_(_TOOLS, "RepeatingLoader"),
+    },
+    "deepspeed.runtime.lr_schedules": {
+        **values(constants.SCHEDULES),
+        **from_(
+            _SCHEDULES, "LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+            "add_tuning_arguments",
+        ),
+    },
+    "deepspeed.runtime.utils": {
+        **from_(
+            _TOOLS, "call_to_str", "clip_grad_norm_", "empty_cache", "memory_status", "move_to_device", "noop_decorator",
+            "partition_balanced", "partition_uniform", "see_memory_usage", "set_random_seed",
+        ),
+        **not_(PIPELINE, "PartitionedTensor"),
+        **not_(INTERNAL, "CheckOverflow", "DummyOptim", "get_global_norm", "get_grad_zeros", "get_weight_norm"),
+    },
+    "deepspeed.runtime.constants": values(constants.RUNTIME),
+    "deepspeed.runtime.data_pipeline.constants": values(constants.DATA_PIPELINE),
+    "deepspeed.checkpoint.constants": values(constants.CHECKPOINT),
+    "deepspeed.elasticity.constants": values(constants.ELASTICITY),
+    "deepspeed.launcher.constants": values(constants.LAUNCHER),
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.activation_checkpointing.offload_activations": {
+        **not_(
+            Missing("saved tensors are moved by torch itself", "torch.autograd.graph.save_on_cpu"),
+            "CheckpointHiddenStatesOffload", "get_checkpoint_hidden_states_offloading_ctx_manager",
+        ),
+    },
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
+    # -- optimizers and operations
+    "deepspeed.ops": {
+        **from_(_BUILDERS, __compatible_ops__="COMPATIBLE"),
+        **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+    },
+    "deepspeed.ops.adam": {
+        **_ADAM, **not_(TIERS, "ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"),
+    },
+    "deepspeed.ops.adam.cpu_adam": from_(_OPTIMIZERS, "DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": from_(_OPTIMIZERS, "FusedAdam"),
+    "deepspeed.ops.adagrad": from_(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.lion": from_(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
+    "deepspeed.ops.lamb": from_(_OPTIMIZERS, "FusedLamb"),
+    "deepspeed.ops.aio": from_(_BUILDERS, "AsyncIOBuilder"),
+    "deepspeed.ops.op_builder": {**_BUILDER_ROWS, **from_(_BUILDERS, "ALL_OPS", "CUDAOpBuilder", "OpBuilder", "get_default_compute_capabilities")},
+    "deepspeed.ops.op_builder.all_ops": from_(_BUILDERS, "ALL_OPS"),
+    "deepspeed.ops.op_builder.builder": from_(_BUILDERS, "CUDAOpBuilder", "OpBuilder", "get_default_compute_capabilities"),
+    "deepspeed.ops.transformer": {**not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")},
+    "deepspeed.ops.sparse_attention": {
+        **not_(
+            Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns"),
+            "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "FixedSparsityConfig", "SparseSelfAttention",
+            "SparsityConfig", "VariableSparsityConfig", "LocalSlidingWindowSparsityConfig", "sparsity_config",
+        ),
+    },
+    # -- communication, device
+    "deepspeed.comm": _COMM_ROWS,
+    "deepspeed.comm.comm": _COMM_ROWS,
+    "deepspeed.accelerator": {
+        **from_(
+            "deepspeed._ours.accelerator", "get_accelerator", "is_current_accelerator_supported", DeepSpeedAccelerator="FacadeAccelerator",
+        ),
+        **not_(Missing("devices are found, or registered by entry point", "the entry point group ds_accel.devices"), "set_accelerator"),
+    },
+    "deepspeed.accelerator.real_accelerator": from_("deepspeed._ours.accelerator", "get_accelerator"),
+    # -- utilities
+    "deepspeed.utils": {
+        **_ACCESS, **_LEAVES, **_LOGGING, **_GROUP_GETTERS, **_FRAGMENTS, **not_(MOE, "initialize"),
+        **from_(_TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
+        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        "dist": "deepspeed.comm:",
+        **not_(Missing("the launcher leaves binding to the system's own tool", "numactl or taskset under `ds run --no-python`"), "get_numactl_cmd"),
+    },
+    "deepspeed.utils.groups": {**from_(_GRIDS, _get_expert_parallel_ranks="expert_parallel_ranks"), **_GROUP_GETTERS, **_PRIVATE_GROUP_GETTERS, **_EXPERT_GROUPS, **from_(_GROUPS, "mpu")},
+    "deepspeed.utils.init_on_device": from_(_TOOLS, "OnDevice"),
+    "deepspeed.utils.logging": {**_LOGGING, **from_(_TOOLS, "LoggerFactory", "warning_once", "print_json_dist", "log_levels")},
+    "deepspeed.utils.nvtx": from_(_TOOLS, "instrument_w_nvtx"),
+    "deepspeed.utils.tensor_fragment": {**_ACCESS, **_FRAGMENTS, **not_(INTERNAL, "tensor_fragment")},
+    "deepspeed.utils.timer": {
+        **from_(
+            "deepspeed._ours.timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",
+            "BACKWARD_MICRO_TIMER", "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER",
+            "FORWARD_MICRO_TIMER", "NoopTimer", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer",
+            "ThroughputTimer", "trim_mean",
+        ),
+    },
+    "deepspeed.utils.z3_leaf_module": _LEAVES,
+    "deepspeed.utils.zero_to_fp32": _FP32,
+    "deepspeed.checkpoint": {
+        **values(constants.CHECKPOINT),
+        **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+        **from_(_GRIDS, "ZeROCheckpoint", "get_model_3d_descriptor", "model_2d_descriptor", "model_3d_desc"),
+        **not_(Missing("upstream's checkpoints are read as any other", "engine.load_checkpoint, or `ds ckpt convert`"), "DeepSpeedCheckpoint"),
+    },
+    "deepspeed.checkpoint.reshape_3d_utils": from_(_GRIDS, "get_model_3d_descriptor", "model_3d_desc"),
+    "deepspeed.checkpoint.reshape_meg_2d": from_(_GRIDS, meg_2d_parallel_map="model_2d_descriptor"),
+    "deepspeed.checkpoint.zero_checkpoint": from_(_GRIDS, "ZeROCheckpoint"),
+    "deepspeed.checkpoint.utils": from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+    "deepspeed.git_version_info": from_(_VERSION, "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"),
+    "deepspeed.constants": from_(_COMM, "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
+    "deepspeed.env_report": from_("deepspeed._ours.commands", "cli_main", main="report"),
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": {
+        **from_("deepspeed._ours.commands", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
+        **from_(
+            _LAUNCHING, "decode_world_info", "encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion",
+            "parse_resource_filter",
+        ),
+    },
+    "deepspeed.launcher.launch": from_("deepspeed._ours.commands", main="launch"),
+    "deepspeed.launcher.multinode_runner": {
+        **from_(_LAUNCHING, "MultiNodeRunner"),
+        **not_(
+            Missing("commands for many hosts are made by ds-launcher", "`ds run --launcher ssh|pdsh|slurm|openmpi --dry-run`"),
+            "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",
+        ),
+    },
+    # -- not here
+    "deepspeed.pipe": {**not_(PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
+    "deepspeed.runtime.pipe": {**not_(PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
+    "deepspeed.runtime.pipe.engine": {**_ENGINE, **not_(PIPELINE, "PipelineEngine")},
+    "deepspeed.runtime.pipe.schedule": {
+        **not_(
+            PIPELINE, "BackwardPass", "BufferOpInstruction", "ForwardPass", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule",
+            "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
+        ),
+    },
+    "deepspeed.runtime.pipe.topology": {
+        **not_(PIPELINE, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"),
+    },
+    "deepspeed.moe": {**not_(MOE, "layer", "utils", "sharded_moe", "experts", "mappings")},
+    "deepspeed.moe.layer": {**not_(MOE, "MoE", "Experts", "MOELayer", "TopKGate")},
+    "deepspeed.moe.utils": {
+        **not_(
+            MOE, "configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group",
+            "split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params",
+        ),
+    },
+    "deepspeed.moe.sharded_moe": {**not_(MOE, "MOELayer", "TopKGate", "top1gating", "top2gating", "topkgating")},
+    "deepspeed.module_inject": {**not_(TENSOR, "layers", "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
+    "deepspeed.module_inject.layers": {**not_(TENSOR, "GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer")},
+    "deepspeed.sequence": {**not_(SEQUENCE, "layer", "fpdt_layer", "cross_entropy", "auto_sp")},
+    "deepspeed.sequence.layer": {**not_(SEQUENCE, "DistributedAttention")},
+    "deepspeed.sequence.fpdt_layer": {**not_(SEQUENCE, "FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")},
+    "deepspeed.runtime.sequence_parallel": {**not_(SEQUENCE, "ulysses_sp", "parallel_state_sp")},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        **not_(
+            SEQUENCE, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
+            "UlyssesSPDataLoaderAdapter", "sequence_tiled_compute",
+        ),
+    },
+    "deepspeed.runtime.data_pipeline": {**not_(DATA, "curriculum_scheduler", "data_routing", "data_sampling")},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**not_(DATA, "CurriculumScheduler")},
+    "deepspeed.runtime.data_pipeline.data_routing": {**not_(DATA, "helper")},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {**not_(DATA, "convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd")},
+    "deepspeed.runtime.data_pipeline.data_sampling": {**not_(DATA, "data_analyzer", "indexed_dataset", "variable_batch_size_and_lr")},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {**not_(DATA, "DataAnalyzer", "DistributedDataAnalyzer")},
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {**not_(DATA, "MMapIndexedDataset", "MMapIndexedDatasetBuilder")},
+    "deepspeed.runtime.state_dict_factory": {**not_(INFERENCE, "MegatronSDLoader", "SDLoaderFactory")},
+    "deepspeed.compression": {**not_(COMPRESS, "compress", "helper", "scheduler")},
+    "deepspeed.compression.compress": {**not_(COMPRESS, "init_compression", "redundancy_clean")},
+    "deepspeed.inference": {**_RAGGED, **not_(INFERENCE, "quantization")},
+    "deepspeed.inference.config": {
+        **from_("ds_inference.config", DeepSpeedInferenceConfig="InferenceConfig", DeepSpeedTPConfig="TensorParallelConfig"),
+    },
+    "deepspeed.inference.engine": {**from_("ds_inference", "InferenceEngine")},
+    "deepspeed.inference.v2": _RAGGED,
+    "deepspeed.inference.v2.config_v2": {**from_("ds_inference", RaggedInferenceEngineConfig="RaggedConfig")},
+    "deepspeed.inference.v2.engine_v2": {**from_("ds_inference", InferenceEngineV2="RaggedEngine")},
+    "deepspeed.inference.v2.engine_factory": {
+        **from_("ds_inference", "build_hf_engine"), **not_(SERIAL, "build_engine_from_ds_checkpoint"),
+    },
+    "deepspeed.inference.v2.scheduling_utils": {**from_("ds_inference", "SchedulingError", "SchedulingResult")},
+    "deepspeed.model_implementations": {**not_(INFERENCE, "DeepSpeedTransformerInference")},
+    "deepspeed.autotuning": {**not_(TUNING, "Autotuner")},
+    "deepspeed.utils.torch": from_(
+        _TORCH, "jit_script_compat", "required_max_torch_version", "required_min_torch_version", "required_torch_version",
+    ),
+    "deepspeed.elasticity": {**not_(ELASTIC, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config", "DSElasticAgent")},
+    "deepspeed.compile": {**not_(COMPILE, "passes", "util")},
+    "deepspeed.linear": {**not_(LORA, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora")},
+    "deepspeed.io": {**not_(IO, "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter")},
+    "deepspeed.nvme": {**not_(IO, "ds_io_main", "generate_main", "sweep_main")},
+    "deepspeed.monitor": {**not_(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "monitor")},
+    "deepspeed.monitor.monitor": {**not_(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor")},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
+    "deepspeed.runtime.rollout": {
+        **not_(
+            INFERENCE, "HybridEngineRollout", "JSDLossOutput", "ResponseTokenBatch", "RolloutBatch", "RolloutConfig", "RolloutEngine",
+            "RolloutRequest", "SamplingConfig", "build_rollout", "generalized_jsd_loss",
+        ),
+    },
+    "deepspeed.runtime.domino": {**not_(TENSOR, "transformer")},
+    "deepspeed.domino": {**not_(TENSOR, "DominoTransformerLayer")},
+}  # fmt: skip

@@ -1,0 +1,56 @@
+"""Why names are not here, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed._surface.rows import Missing
+
+INFERENCE = Missing(
+    "layers are not replaced by class", "deepspeed.init_inference(model, replace_with_kernel_inject=True)"
+)
+HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
+SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
+PIPELINE = Missing("pipeline stages are not built yet", "ZeRO stage 3, which needs no stages")
+MOE = Missing("ds-moe is not built yet", "the model's own expert layers; ZeRO shards them as any module")
+TENSOR = Missing("tensor parallelism is not built yet", "ZeRO stage 3")
+SEQUENCE = Missing("sequence parallelism is not built yet", "activation checkpointing, or a shorter sequence per rank")
+DATA = Missing("ds-data is not built yet", "a sampler of your own, passed as data_iter or with your DataLoader")
+COMPRESS = Missing("ds-compress is not built yet", "torch.ao.quantization")
+TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
+TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
+COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
+IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
+LORA = Missing("upstream's own LoRA layers are not here", "peft")
+TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
+RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
+MICS = Missing(
+    "ds-zero cuts for replicas, too", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)"
+)
+INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
+ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
+
+MONITOR = Missing(
+    "monitoring is ds-monitor's", "ds_monitor.gauge; the sections of the configuration choose where it goes"
+)
+TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
+
+MISSING_ATTRIBUTES: Mapping[str, Missing] = {
+    "monitor": MONITOR,
+    "get_summary_writer": MONITOR,
+    "tensorboard_enabled": MONITOR,
+    "timers": TIMERS,
+    "tput_timer": TIMERS,
+    "flops_profiler": Missing("the section of the configuration runs it", "deepspeed.profiling.flops_profiler"),
+    "checkpoint_engine": Missing("checkpoints are ds-ckpt's", "save_checkpoint and load_checkpoint"),
+    "curriculum_scheduler": DATA,
+    "data_sampler": DATA,
+    "random_ltd_scheduler": DATA,
+    "set_custom_curriculum_learning_schedule": DATA,
+    "set_data_post_process_func": DATA,
+    "compression_scheduler": COMPRESS,
+    "quantizer": COMPRESS,
+    "has_moe_layers": MOE,
+    "sequence_parallel_size": SEQUENCE,
+}
+"""Attributes of upstream's engine that this one does not have."""
