@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from repo import ROOT, errors, layers
 from repo.projects import Project, load, requirement_name
@@ -137,7 +138,7 @@ def surface() -> str:
     lines = [
         "# DeepSpeed names",
         "",
-        "<!-- Made by `python tools/pages.py surface` from packages/compat/src/deepspeed/_surface.py. -->",
+        "<!-- Made by `python tools/pages.py surface` from packages/compat/src/deepspeed/_surface/. -->",
         "",
         "What the public names of DeepSpeed 0.19.8 are in the opt-in facade `packages/compat`. A name of the second table raises",
         "`UnsupportedError` with the same words; it is an `AttributeError` or `ImportError` too, so that `hasattr` and guarded",
@@ -145,9 +146,12 @@ def surface() -> str:
         "",
         "## Here",
         "",
+        "A name with a star is a name of one of the ds packages as it is; the others adapt one. Constants, which name configuration keys and",
+        "entries of checkpoint files, are left out here.",
+        "",
         "| module | names |",
         "|---|---|",
-        *(f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |" for module, names in rows.items()),
+        *(f"| `{module}` | {_names(names)} |" for module, names in rows.items()),
         "",
         "## Not here",
         "",
@@ -158,26 +162,29 @@ def surface() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _surface_rows() -> tuple[dict[str, list[str]], list[tuple[str, str, str]]]:
-    path = load()["deepspeed"].source / "_surface.py"
-    spec = importlib.util.spec_from_file_location("deepspeed_surface", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} cannot be read")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    here: dict[str, list[str]] = {}
+def _surface_rows() -> tuple[dict[str, dict[str, str]], list[tuple[str, str, str]]]:
+    package = ModuleType("deepspeed")  # its own __init__ wants the packages installed
+    package.__path__ = [str(load()["deepspeed"].source)]
+    sys.modules.setdefault("deepspeed", package)
+    module = importlib.import_module("deepspeed._surface")
+    here: dict[str, dict[str, str]] = {}
     missing = []
     for home, names in sorted(module.SURFACE.items()):
         for name, row in sorted(names.items()):
             if isinstance(row, module.Missing):
                 missing.append((f"{home}.{name}", row.why, row.instead))
-            else:
-                here.setdefault(home, []).append(name)
+            elif not isinstance(row, module.Constant):
+                here.setdefault(home, {})[name] = row
     of_engine = [
         (f"DeepSpeedEngine.{name}", row.why, row.instead) for name, row in sorted(module.MISSING_ATTRIBUTES.items())
     ]
     return here, [*missing, *of_engine]
+
+
+def _names(rows: Mapping[str, str]) -> str:
+    # What is ours under upstream's name, and what the facade adapts to it.
+    adapted = "deepspeed._ours"
+    return ", ".join(f"`{name}`{'' if row.startswith(adapted) else '*'}" for name, row in rows.items())
 
 
 PAGES: Mapping[str, Page] = {

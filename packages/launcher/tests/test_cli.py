@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ds_config.errors import ConfigError
+from ds_launcher.commands import ssh
 from ds_launcher.discovery import help_line, source_file
 from ds_launcher.shim import wrapped
 
@@ -131,3 +135,20 @@ def test_the_shim_adds_our_variables_beside_torchruns() -> None:
         "CROSS_SIZE": "4",
     }
     assert wrapped(["--", "python"], {})[0] == ["python"]
+
+
+def test_ssh_runs_a_command_on_every_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=4\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho $3 does $4; exit 3\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    parser = argparse.ArgumentParser()
+    ssh.register(parser)
+    assert ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts", "nvidia-smi", "-L"])) == 3
+    assert capsys.readouterr().out == "n1: n1 does nvidia-smi -L\nn2: n2 does nvidia-smi -L\n"
+    assert ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts", "-e", "n1", "--dry-run", "ls", "-l"])) == 0
+    assert capsys.readouterr().out == "ssh -o BatchMode=yes n2 'ls -l'\n"
+    with pytest.raises(ConfigError, match="no command"):
+        ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts"]))

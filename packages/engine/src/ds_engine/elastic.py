@@ -14,7 +14,7 @@ from ds_config.errors import PlanError
 from ds_engine.batch import BatchRequest
 from ds_engine.features import ElasticityConfig
 
-__all__ = ["elastic_batch", "rank_counts"]
+__all__ = ["elastic_batch", "elastic_counts", "rank_counts"]
 
 _HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200,
@@ -40,14 +40,10 @@ def elastic_batch(section: ElasticityConfig, world: int) -> BatchRequest:
     Raises:
         PlanError: no size suits this number of ranks ("elasticity-world").
     """
-    per_node = _ranks_per_node(section)
     share = section.model_parallel_size if section.version >= 0.2 else 1
     data_ranks = world // share
-    micros, limit = sorted(section.micro_batch_sizes), section.max_train_batch_size // per_node
-    nodes = section.num_gpus_per_node if section.version >= 0.2 else 1
-    low, high = max(1, -(-section.min_gpus // nodes)), section.max_gpus // nodes
-    batch, counts = _best(section, limit, micros, (low, high))
-    batch, counts = batch * per_node, tuple(n * per_node for n in counts)
+    micros = sorted(section.micro_batch_sizes)
+    batch, counts = elastic_counts(section)
     if data_ranks not in counts:
         if section.version < 0.2 or data_ranks < 1 or not section.min_gpus <= world <= section.max_gpus:
             raise _unfit(section, world, batch, counts)
@@ -59,6 +55,20 @@ def elastic_batch(section: ElasticityConfig, world: int) -> BatchRequest:
     fitting = [m for m in micros if batch // data_ranks % m == 0]
     micro = max(fitting) if section.prefer_larger_batch or section.version < 0.2 else min(fitting)
     return BatchRequest(batch, micro)
+
+
+def elastic_counts(section: ElasticityConfig) -> tuple[int, tuple[int, ...]]:
+    """The train batch size, and the numbers of data-parallel ranks that it suits.
+
+    Raises:
+        PlanError: nodes do not hold whole model-parallel groups, or no size suits any number ("elasticity-world").
+    """
+    per_node = _ranks_per_node(section)
+    micros, limit = sorted(section.micro_batch_sizes), section.max_train_batch_size // per_node
+    nodes = section.num_gpus_per_node if section.version >= 0.2 else 1
+    low, high = max(1, -(-section.min_gpus // nodes)), section.max_gpus // nodes
+    batch, counts = _best(section, limit, micros, (low, high))
+    return batch * per_node, tuple(n * per_node for n in counts)
 
 
 def _ranks_per_node(section: ElasticityConfig) -> int:

@@ -165,7 +165,6 @@ def _scalings(config: Config) -> list[str]:
     found = {
         "prescale_gradients = true": config.prescale_gradients,
         f"gradient_predivide_factor = {config.gradient_predivide_factor:g}": config.gradient_predivide_factor != 1.0,
-        'gradient_allreduce_op = "sum"': config.gradient_allreduce_op == "sum",
     }
     return [said for said, asked in found.items() if asked]
 

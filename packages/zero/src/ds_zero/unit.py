@@ -274,7 +274,7 @@ class Unit:
             return
         self.finish_unshard()
         if spare_aliases and storage_uses(self.full) > self._uses:
-            self.full = torch.empty_like(self.full)
+            self.full = self.home = torch.empty_like(self.full)  # what releases is not in memory that ranks share
             self._make_views()
         self.full.untyped_storage().resize_(0)
         for param in self.params:

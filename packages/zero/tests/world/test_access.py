@@ -215,3 +215,19 @@ def test_generation_runs_without_our_hooks(bench, stage):
     bench.loss(net, tokens).backward()
     optimizer.step()
     optimizer.close()
+
+
+@world(2)
+def test_what_is_gathered_after_an_alias_was_left_behind_is_right(bench):
+    """An alias taken inside keeps its memory; the unit goes on with other memory, and every gather after it is whole."""
+    net = bench.model("plain").to(torch.bfloat16)
+    expected = {name: param.detach().clone() for name, param in net.named_parameters()}
+    optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, policy=SMALL, precision="bf16")
+    for _ in range(2):
+        taken = {}
+        for name, param in net.named_parameters():
+            with ds_zero.GatheredParameters(param):
+                taken[name] = param.detach()
+        for name, value in expected.items():
+            assert torch.equal(taken[name], value), name
+    optimizer.close()

@@ -1,4 +1,4 @@
-"""`deepspeed` and `ds_report`: the launcher's `ds run` and `ds env` under upstream's names."""
+"""Upstream's programs: each is a command of `ds` with upstream's arguments."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from deepspeed._ours.elasticity import compute_elastic_config
 from deepspeed._ours.launching import decode_world_info
+from deepspeed._ours.version import version
+from ds_config import read
 from ds_launcher.cli import main as ds
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "cli_main", "launch", "main", "report"]
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
+    "bench",
+    "cli_main",
+    "elastic",
+    "io",
+    "launch",
+    "main",
+    "report",
+    "ssh",
+    "tune",
+]
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = "/job/hostfile"
@@ -54,3 +70,62 @@ def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = 
 def cli_main() -> int:
     """The program `ds_report`."""
     return report()
+
+
+def ssh(args: Sequence[str] | None = None) -> int:
+    """The program `ds_ssh [-f HOSTFILE] COMMAND...`: `ds ssh`."""
+    parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
+    parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args(args)
+    return ds(["ssh", "--hostfile", given.hostfile, *given.command])
+
+
+def bench(args: Sequence[str] | None = None) -> int:
+    """The program `ds_bench`: `ds comm bench`, whose options it takes."""
+    return ds(["comm", "bench", *(sys.argv[1:] if args is None else args)])
+
+
+def io(args: Sequence[str] | None = None) -> int:
+    """The program `ds_io --folder DIR [--read] [--io_size SIZE] ...`: `ds io bench`."""
+    parser = argparse.ArgumentParser(prog="ds_io", description="Measure file I/O.")
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--read", action="store_true", help="reads only; writes only without it")
+    parser.add_argument("--io_size", default="256M")
+    parser.add_argument("--block_size")
+    parser.add_argument("--queue_depth")
+    parser.add_argument("--io_parallel", help="workers")
+    parser.add_argument("--loops", default="3")
+    given = parser.parse_args(args)
+    options = {
+        "--block-size": given.block_size, "--queue-depth": given.queue_depth, "--workers": given.io_parallel,
+    }  # fmt: skip
+    chosen = [word for name, value in options.items() if value is not None for word in (name, value)]
+    only = "--no-write" if given.read else "--no-read"
+    return ds(["io", "bench", given.folder, "--size", given.io_size, only, "--loops", given.loops, *chosen])
+
+
+def tune(args: Sequence[str] | None = None) -> int:
+    """The program `ds_nvme_tune --nvme_dir DIR...`: `ds io tune`."""
+    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Find the best settings for file I/O.")
+    parser.add_argument("--nvme_dir", nargs="+", required=True)
+    parser.add_argument("--io_size", default="400M")
+    parser.add_argument("--no_read", action="store_true")
+    parser.add_argument("--no_write", action="store_true")
+    parser.add_argument("--loops", default="1")
+    given = parser.parse_args(args)
+    flags = [flag for flag, on in (("--no-read", given.no_read), ("--no-write", given.no_write)) if on]
+    return ds(["io", "tune", *given.nvme_dir, "--size", given.io_size, "--loops", given.loops, *flags])
+
+
+def elastic(args: Sequence[str] | None = None) -> int:
+    """The program `ds_elastic -c CONFIG [-w RANKS]`: what the `elasticity` section comes to."""
+    parser = argparse.ArgumentParser(prog="ds_elastic", description="Show what elasticity comes to.")
+    parser.add_argument("-c", "--config", required=True)
+    parser.add_argument("-w", "--world-size", type=int, default=0)
+    given = parser.parse_args(args)
+    found = compute_elastic_config(read(given.config).data, version, given.world_size)
+    names = ("train batch size", "numbers of ranks", "microbatch size")
+    for name, value in zip(names, found, strict=False):
+        print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple | list) else value}")
+    return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from deepspeed._ours.raising import raising
@@ -58,8 +59,9 @@ def _path(source: Any) -> Source:
 
 
 def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` without what upstream would not have looked at, each with one warning."""
+    """`raw` without what upstream would not have looked at, each with one warning; 0 and 1 are truth values where those belong."""
     known = {str(key.path[0]) for key in keys(Config)}
+    raw = _with_truth(raw, ())
     kept = {key: value for key, value in raw.items() if key in known}
     for key in raw:
         if key not in known:
@@ -71,6 +73,22 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "gradient_allreduce_op" in kept:
         kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
     return kept
+
+
+@cache
+def _truths() -> frozenset[tuple[str | int, ...]]:
+    return frozenset(key.path for key in keys(Config) if key.model.model_fields[key.field].annotation is bool)
+
+
+def _with_truth(section: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        there = (*path, key)
+        if isinstance(value, Mapping):
+            found[key] = _with_truth(value, there)
+        else:
+            found[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
+    return found
 
 
 def _without_auto(section: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -201,6 +219,8 @@ class DeepSpeedConfig:
         ConfigError, PlanError: both are AssertionErrors, too.
     """
 
+    model: Config
+    _param_dict: dict[str, Any]
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int

@@ -147,6 +147,14 @@ class DeepSpeedCPUAdagrad(Adagrad):
         dtype = _states(fp32_optimizer_states, params)
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, state_dtype=dtype)
 
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """As any. A sparse gradient is made dense first: where it has no rows, nothing changes."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.to_dense()
+        return super().step(closure, **options)
+
 
 class DeepSpeedCPULion(Lion):
     """`ds_ops.optim.Lion` with upstream's arguments."""

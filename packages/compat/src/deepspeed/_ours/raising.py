@@ -12,18 +12,23 @@ from ds_config.errors import DsError
 __all__ = ["also", "raising"]
 
 
-@functools.cache
+_twins: dict[tuple[type, type], type[DsError]] = {}
+
+
 def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
     """The subclass of `kind` that is a `builtin`, too; `kind` itself if it is one already."""
     if issubclass(kind, builtin):
         return kind
+    if (kind, builtin) in _twins:
+        return _twins[kind, builtin]
     there: dict[str, Any] = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         # Other processes make the plain class again: this one is in no module.
         "__reduce__": lambda error: (_plain, (kind, error.message, error.code, error.fix)),
     }
-    return type(kind.__name__, (kind, builtin), there)
+    _twins[kind, builtin] = twin = type(kind.__name__, (kind, builtin), there)
+    return twin
 
 
 def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:

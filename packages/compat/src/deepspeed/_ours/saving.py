@@ -31,6 +31,9 @@ __all__ = [
     "clone_tensors_for_torch_save",
     "decode",
     "encode",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
     "leave_signs",
     "name_of_tag",
     "same_everywhere",
@@ -197,6 +200,21 @@ def _cloned(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
     if isinstance(item, dict):
         return type(item)({key: _cloned(value, device, made) for key, value in item.items()})
     return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Path of upstream's file of a model-parallel rank's weights, in the folder of a tag."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Path of upstream's file of a rank's optimizer state."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Path of upstream's file of a pipeline layer."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}-model_states.pt")
 
 
 class TorchCheckpointEngine:

@@ -23,7 +23,17 @@ __all__ = [
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
-class _Attached(Scheduler):
+class _ByKind(type):
+    """A scheduler that follows a schedule of the kind is an instance, whoever made it: `initialize` makes plain ones."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        kind = getattr(cls, "kind", None)
+        return super().__instancecheck__(instance) or (
+            isinstance(instance, Scheduler) and kind is not None and type(instance.schedule) is kind
+        )
+
+
+class _Attached(Scheduler, metaclass=_ByKind):
     """A schedule by its parameters, writing into the groups of `optimizer`.
 
     Args:

@@ -153,7 +153,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(
 
 
 def _gathers() -> Any:
-    extra = {"deprecated": True, "new_param": "gather_16bit_weights_on_model_save"}
+    extra: Any = {"deprecated": True, "new_param": "gather_16bit_weights_on_model_save"}
     return bool, Field(default=False, json_schema_extra=extra)
 
 

@@ -16,7 +16,8 @@ from deepspeed._ours.config import accepted, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.raising import raising
-from deepspeed._ours.tools import logger
+from deepspeed._ours.sections import get_zero_config
+from deepspeed._ours.tools import logger, mark_leaf_modules
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
 from ds_comm import world_group
@@ -72,6 +73,8 @@ def initialize(
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _give_back(model)
+    if resolved.zero_optimization.stage == 3:
+        mark_leaf_modules(model, get_zero_config(raw).leaf_module)
     plan = make_plan(resolved, shapes_of(model), world_group().size)
     parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()

@@ -342,18 +342,40 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Make the modules of these qualified names leaves."""
-    wanted = set(module_names)
-    return _flag(model, lambda name, module: name in wanted, f"names {sorted(wanted)}", raise_if_not_found, True)
+) -> tuple[list[nn.Module], list[str]]:
+    """Make the modules of these qualified names leaves; those, and the names that no module has."""
+    names = list(module_names)
+    return _flag_by_text(model, names, "names", raise_if_not_found, str.__eq__)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Make the modules whose qualified name ends so leaves."""
-    ends = tuple(module_name_suffixes)
-    return _flag(model, lambda name, module: name.endswith(ends), f"suffixes {ends}", raise_if_not_found, True)
+) -> tuple[list[nn.Module], list[str]]:
+    """Make the modules whose qualified name ends so leaves; those, and the ends that no name has."""
+    ends = list(module_name_suffixes)
+    return _flag_by_text(model, ends, "suffixes", raise_if_not_found, str.endswith)
+
+
+def _flag_by_text(
+    model: nn.Module, texts: list[str], what: str, required: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    names = [name for name, _ in model.named_modules()]
+    missing = [text for text in texts if not any(fits(name, text) for name in names)]
+    found = _flag(
+        model,
+        lambda name, module: any(fits(name, text) for text in texts),
+        f"{what} {texts}",
+        required and bool(texts),
+        True,
+    )
+    return found, missing
+
+
+def mark_leaf_modules(model: nn.Module, section: Any) -> None:
+    """What `zero_optimization.leaf_module` names; what is not there is no error, since defaults name many models."""
+    set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)
 
 
 def _flag(

@@ -84,7 +84,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 
 
 def _files(folder: str, pattern: str) -> list[str]:
-    found = sorted(map(str, Path(folder).glob(pattern)))
+    found = sorted(map(str, Path(folder).glob(pattern)), key=_by_number)
     if not found:
         raise CheckpointError(
             f"{folder} has no {pattern}: checkpoints that were saved here are safetensors and one manifest",
@@ -92,6 +92,11 @@ def _files(folder: str, pattern: str) -> list[str]:
             fix="Use get_fp32_state_dict_from_zero_checkpoint or convert_zero_checkpoint_to_fp32_state_dict.",
         )
     return found
+
+
+def _by_number(path: str) -> list[Any]:
+    # 2 before 10, as files of ranks are counted.
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
 def _size(text: str | None) -> int:

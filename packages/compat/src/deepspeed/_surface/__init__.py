@@ -54,6 +54,7 @@ _SECTIONS = "deepspeed._ours.sections"
 _BUILDERS = "deepspeed._ours.builders"
 _LAUNCHING = "deepspeed._ours.launching"
 _GRIDS = "deepspeed._ours.grids"
+_ELASTICITY = "deepspeed._ours.elasticity"
 _TORCH = "deepspeed._ours.torch_versions"
 
 _ACCESS = from_(
@@ -380,7 +381,10 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.checkpoint.reshape_3d_utils": from_(_GRIDS, "get_model_3d_descriptor", "model_3d_desc"),
     "deepspeed.checkpoint.reshape_meg_2d": from_(_GRIDS, meg_2d_parallel_map="model_2d_descriptor"),
     "deepspeed.checkpoint.zero_checkpoint": from_(_GRIDS, "ZeROCheckpoint"),
-    "deepspeed.checkpoint.utils": from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint.utils": from_(
+        "deepspeed._ours.saving", "clone_tensors_for_torch_save", "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank",
+        "get_zero_ckpt_name_for_rank",
+    ),
     "deepspeed.git_version_info": from_(_VERSION, "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"),
     "deepspeed.constants": from_(_COMM, "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
     "deepspeed.env_report": from_("deepspeed._ours.commands", "cli_main", main="report"),
@@ -461,7 +465,17 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.utils.torch": from_(
         _TORCH, "jit_script_compat", "required_max_torch_version", "required_min_torch_version", "required_torch_version",
     ),
-    "deepspeed.elasticity": {**not_(ELASTIC, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config", "DSElasticAgent")},
+    "deepspeed.elasticity": {
+        **from_(_ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config"),
+        **values({"ELASTICITY": "elasticity", "ENABLED": "enabled", "ENABLED_DEFAULT": False}),
+        **not_(ELASTIC, "DSElasticAgent"),
+    },
+    "deepspeed.elasticity.config": from_(
+        _ELASTICITY, "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
+    ),
+    "deepspeed.elasticity.elasticity": from_(
+        _ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
+    ),
     "deepspeed.compile": {**not_(COMPILE, "passes", "util")},
     "deepspeed.linear": {**not_(LORA, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora")},
     "deepspeed.io": {**not_(IO, "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter")},

@@ -28,7 +28,7 @@ MICS = Missing(
     "ds-zero cuts for replicas, too", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)"
 )
 INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
-ELASTIC = Missing("it is gone in 0.19.8 too", "the `elasticity` section of the configuration")
+ELASTIC = Missing("the launcher starts ranks again by itself", "`ds run --nnodes MIN:MAX --max-restarts N`")
 
 MONITOR = Missing(
     "monitoring is ds-monitor's", "ds_monitor.gauge; the sections of the configuration choose where it goes"

@@ -34,7 +34,8 @@ Rows = Mapping[str, Row]
 
 def from_(home: str, *names: str, **renamed: str) -> dict[str, Row]:
     """Rows of names that have the same name in `home`, and of those that have another there."""
-    return {name: f"{home}:{name}" for name in names} | {name: f"{home}:{there}" for name, there in renamed.items()}
+    same: dict[str, Row] = {name: f"{home}:{name}" for name in names}
+    return same | {name: f"{home}:{there}" for name, there in renamed.items()}
 
 
 def not_(missing: Missing, *names: str) -> dict[str, Row]:

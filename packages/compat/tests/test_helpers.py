@@ -1,0 +1,282 @@
+"""Helpers that programs import: sections, builders, hosts, grids, elasticity, programs of the shell."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed._ours import commands
+from deepspeed._ours.raising import also, raising
+from deepspeed.elasticity import compute_elastic_config
+from deepspeed.launcher import runner
+from deepspeed.launcher.multinode_runner import MultiNodeRunner
+from deepspeed.ops.op_builder import ALL_OPS, CPUAdamBuilder, UtilsBuilder
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import Field, ValidationError
+
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_zero.config import ZeroConfig
+
+# ---- sections
+
+
+class Modern(DeepSpeedConfigModel):
+    new: list[str] | None = None
+    old: str | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda value: [value]}
+    )
+    count: int = Field(0, alias="stage3_count")
+
+
+def test_a_model_hands_old_keys_on():
+    assert Modern(old="a").new == ["a"]
+    assert (Modern(count=3).count, Modern(stage3_count=4).count, Modern(count="auto").count) == (3, 4, 0)
+    with pytest.raises(AssertionError, match="both given"):
+        Modern(old="a", new=["b"])
+    with pytest.raises(ValidationError):
+        Modern(cuont=1)
+    changed = Modern()
+    changed.count = 5
+    assert changed.count == 5
+
+
+def test_sections_keep_what_has_no_effect_here():
+    every = DeepSpeedZeroConfig(stage=3, prefetch_bucket_size=7, cpu_offload=True, leaf_module={"names": "experts"})
+    assert every.prefetch_bucket_size == 7
+    assert every.overlap_comm is True
+    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
+    assert every.offload_optimizer.device == "cpu"
+    assert every.leaf_module.names == ["experts"]
+    assert DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True).gather_16bit_weights_on_model_save
+    assert set(ZeroConfig.model_fields) <= set(DeepSpeedZeroConfig.model_fields)
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    with pytest.raises(ValidationError):
+        DeepSpeedFP16Config(enabled=True, loss_scale_window=0)
+    assert DeepSpeedFP16Config(enabled=True, loss_scale=128, loss_scale_window=0).loss_scale_window == 0
+
+
+def test_sums_of_gradients_are_refused_where_upstream_refuses_them():
+    raw = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}
+    assert deepspeed.DeepSpeedConfig(raw).gradient_allreduce_op == "sum"
+    with pytest.raises(ValueError, match="not supported with ZeRO stage 3"):
+        deepspeed.DeepSpeedConfig(raw | {"zero_optimization": {"stage": 3}})
+    with pytest.raises(ValueError, match="Invalid"):
+        deepspeed.DeepSpeedConfig(raw | {"gradient_allreduce_op": "max"})
+
+
+def test_truth_values_may_be_numbers():
+    raw = {"train_batch_size": 1, "fp16": {"enabled": 0}, "zero_optimization": {"stage": 1, "overlap_comm": True}}
+    config = deepspeed.DeepSpeedConfig(raw | {"zero_allow_untested_optimizer": 1})
+    assert config.fp16.enabled is False
+    assert config.zero_optimization_stage == 1
+
+
+# ---- errors
+
+
+def test_errors_are_of_upstreams_kind_too_and_cross_process_borders():
+    kind = also(PlanError, AssertionError)
+    error = kind("what", code="compat-argument", fix="do")
+    assert isinstance(error, AssertionError)
+    assert also(PlanError, ValueError) is PlanError
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is PlanError
+    assert str(back) == str(error)
+
+    @raising(AssertionError)
+    def refuse():
+        raise PlanError("no", code="compat-argument")
+
+    with pytest.raises(AssertionError) as caught:
+        refuse()
+    assert isinstance(caught.value, PlanError)
+    with pytest.raises(AssertionError):
+        deepspeed.initialize(config={"train_batch_size": 1})
+
+
+# ---- builders
+
+
+def test_builders_give_functions_or_a_reason():
+    assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME]
+    assert not deepspeed.ops.__compatible_ops__["gds"]
+    with pytest.raises(UnsupportedError, match="gds"):
+        ALL_OPS["gds"].load()
+    tensor = torch.arange(4, dtype=torch.int16)
+    assert UtilsBuilder().load().cast_to_byte_tensor(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_adam_by_its_functions_is_adamw():
+    param = torch.nn.Parameter(torch.randn(33))
+    mine = param.detach().clone()
+    peer = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1)
+    op, m, v = CPUAdamBuilder().load(), torch.zeros(33), torch.zeros(33)
+    op.create_adam(0, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, False)
+    for step in range(1, 4):
+        param.grad = torch.randn(33)
+        peer.step()
+        op.adam_update(0, step, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, mine, param.grad, m, v)
+    op.destroy_adam(0)
+    torch.testing.assert_close(mine, param.detach())
+
+
+# ---- hosts
+
+
+def test_hosts_and_filters(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("one slots=2\ntwo slots=4\n")
+    pool = runner.fetch_hostfile(str(file))
+    assert pool == {"one": 2, "two": 4}
+    assert runner.fetch_hostfile(str(tmp_path / "none")) is None
+    assert runner.parse_inclusion_exclusion(pool, "two:1,3@one", "") == {"two": [1, 3], "one": [0, 1]}
+    assert runner.parse_inclusion_exclusion(pool, "", "two:0") == {"one": [0, 1], "two": [1, 2, 3]}
+    assert runner.parse_resource_filter({"a": [0]}) == {"a": [0]}
+    with pytest.raises(ValueError):
+        runner.parse_inclusion_exclusion(pool, "three", "")
+    assert runner.decode_world_info(runner.encode_world_info(pool)) == pool
+    given = runner.parse_args(["--num_gpus", "2", "train.py", "--lr", "1"])
+    assert (given.user_script, given.user_args) == ("train.py", ["--lr", "1"])
+
+
+class Own(MultiNodeRunner):
+    def backend_exists(self):
+        return True
+
+    def get_cmd(self, environment, active_resources):
+        return [self.user_script, *self.user_arguments]
+
+
+def test_a_runner_of_a_programs_own():
+    own = Own(SimpleNamespace(user_args=["a b"], user_script="t.py"), "world")
+    own.add_export("COUNT", "64(x2)")
+    own.add_export("PATH", "/usr/bin:/bin")
+    assert own.exports == {"COUNT": '"64(x2)"', "PATH": "/usr/bin:/bin"}
+    assert own.get_cmd({}, {}) == ["t.py", "'a b'"]
+
+
+# ---- numbers
+
+
+def test_expert_groups_and_grids_of_files():
+    from deepspeed.checkpoint import model_3d_desc
+    from deepspeed.utils.groups import _get_expert_parallel_ranks
+
+    shared, same = _get_expert_parallel_ranks(16, 2, 4)
+    assert shared == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]
+    assert same[:2] == [[0, 8], [2, 10]]
+    shared, same = _get_expert_parallel_ranks(8, 1, 4, use_data_before_expert_parallel_=True)
+    assert shared == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert same == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    plan = model_3d_desc(2, 2, 2).reshape(model_3d_desc(2, 1, 1))
+    assert [plan[0].get_data(stage, 0) for stage in (0, 1)] == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    with pytest.raises(PlanError, match="pp degree 2 -> 3"):
+        model_3d_desc(2, 2, 2).reshape(model_3d_desc(3, 1, 1))
+
+
+ELASTIC = {"elasticity": {
+    "enabled": True, "max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "min_gpus": 32,
+    "max_gpus": 1500, "version": 0.1,
+}}  # fmt: skip
+
+
+def test_elasticity():
+    from deepspeed.elasticity.config import ElasticityError, ElasticityIncompatibleWorldSize
+
+    batch, counts = compute_elastic_config(ELASTIC, "0.19.8")
+    assert (batch, len(counts)) == (9792, 23)
+    assert compute_elastic_config(ELASTIC, "0.19.8", world_size=64) == (9792, counts, 17)
+    with pytest.raises(ElasticityIncompatibleWorldSize):
+        compute_elastic_config(ELASTIC, "0.19.8", world_size=63)
+    with pytest.raises(ElasticityError):
+        compute_elastic_config(ELASTIC, "0.2")
+    broken = copy.deepcopy(ELASTIC)
+    broken["elasticity"].pop("micro_batch_sizes")
+    with pytest.raises(ElasticityError, match="no micro_batch_sizes"):
+        compute_elastic_config(broken, "0.19.8")
+
+
+# ---- programs
+
+
+@pytest.mark.parametrize("order", ["before", "after", "without"])
+def test_a_script_may_have_local_rank_itself(order):
+    parser = argparse.ArgumentParser()
+    if order == "before":
+        parser.add_argument("--local_rank", type=int, default=0)
+    parser = deepspeed.add_config_arguments(parser)
+    if order == "after":
+        parser.add_argument("--local_rank", type=int, default=0)
+    assert parser.parse_args(["--local_rank=3", "--deepspeed"]).local_rank == 3
+    assert getattr(parser.parse_args([]), "local_rank", 0) == 0
+    assert parser.parse_args(["--local-rank=2"] if order == "without" else ["--local_rank", "2"]).local_rank == 2
+
+
+def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(commands, "ds", lambda words: calls.append(words) or 0)
+    world = runner.encode_world_info({"here": [0, 1], "there": [0]})
+    commands.launch(["--world_info", world, "--node_rank", "1", "--master_addr", "10.0.0.1", "t.py", "--x"])
+    commands.ssh(["-f", "hosts", "nvidia-smi", "-L"])
+    commands.io(["--folder", "/data", "--read", "--io_size", "1M", "--queue_depth", "8"])
+    commands.tune(["--nvme_dir", "/a", "/b", "--no_write"])
+    commands.bench(["--nproc", "2"])
+    commands.cli_main()
+    assert calls[0] == [
+        "run", "--local-rank-arg", "--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1",
+        "--master-port", "29500", "t.py", "--x",
+    ]  # fmt: skip
+    assert calls[1] == ["ssh", "--hostfile", "hosts", "nvidia-smi", "-L"]
+    assert calls[2] == ["io", "bench", "/data", "--size", "1M", "--no-write", "--loops", "3", "--queue-depth", "8"]
+    assert calls[3] == ["io", "tune", "/a", "/b", "--size", "400M", "--loops", "1", "--no-write"]
+    assert calls[4:] == [["comm", "bench", "--nproc", "2"], ["env"]]
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(ELASTIC))
+    assert commands.elastic(["-c", str(file), "-w", "64"]) == 0
+    assert "train batch size: 9792" in capsys.readouterr().out
+
+
+def test_deepspeed_starts_ranks_as_a_module_and_passes_arguments(tmp_path):
+    script = tmp_path / "t.py"
+    script.write_text(
+        "import os, sys, deepspeed, argparse\n"
+        "p = argparse.ArgumentParser(); p.add_argument('--prompt'); deepspeed.add_config_arguments(p)\n"
+        "a = p.parse_args(); print('seen', a.prompt, a.local_rank, a.deepspeed, os.environ['WORLD_SIZE'])\n"
+    )
+    source = str(Path(deepspeed.__path__[0]).parent)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    for module, options in (
+        ("runner", ["--num_gpus", "2"]),
+        ("launch", ["--world_info", runner.encode_world_info({"localhost": 2})]),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            f"deepspeed.launcher.{module}",
+            *options,
+            str(script),
+            "--deepspeed",
+            "--prompt",
+            'I\'m "it"',
+        ]
+        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=60)
+        lines = sorted(line.split("] ")[-1] for line in done.stdout.splitlines() if "seen" in line)
+        assert lines == ['seen I\'m "it" 0 True 2', 'seen I\'m "it" 1 True 2'], done.stderr
+
+
+def test_a_wrong_configuration_is_a_config_error():
+    with pytest.raises(ConfigError, match="log_level"):
+        deepspeed.runtime.config.get_log_level({"log_level": "loud"})
+    assert deepspeed.runtime.config.get_log_level({"log_level": "warning"}) == 30
