@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from deepspeed._ours.tiers import OffloadDeviceEnum
 from ds_config import Alias, Deprecated
@@ -92,7 +91,7 @@ def _shown(model: type[BaseModel], name: str, **changes: Any) -> type[DeepSpeedC
 
 def _field(field: FieldInfo) -> tuple[Any, Any]:
     options: dict[str, Any] = {"description": field.description}
-    if field.default is PydanticUndefined:
+    if field.default_factory is not None:
         options["default_factory"] = field.default_factory
     else:
         options["default"] = field.default
