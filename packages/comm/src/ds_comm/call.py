@@ -159,16 +159,16 @@ class Call:
         Raises:
             CommError: the backend gave up; see `Pending.wait`.
         """
-        pg, channel = self.group.pg, self.group.channel
-        if pg is None or channel is None:
+        pg, order = self.group.pg, self.group.order
+        if pg is None or order is None:
             return DONE
-        transport = self._transport(channel.transports, tensor)
+        transport = self._transport(order.transports, tensor)
         mark = 0  # messages have no place in the group's order: only two ranks see them
         if self.op not in ("send", "recv"):
-            channel.mark = mark = channel.mark + 1
+            order.mark = mark = order.mark + 1
         host_waits = tensor is None or tensor.device.type == "cpu"
         recorder = current()
-        slot = recorder.begin(channel, mark, (self.op, self.unit, peer), tensor)
+        slot = recorder.begin(order, mark, (self.op, self.unit, peer), tensor)
         if host_waits and not async_op:
             recorder.waiting(slot)  # in `launch` already, where the backend has it so
         span = self._span(tensor, nbytes)

@@ -19,9 +19,9 @@ from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
 
 __all__ = [
-    "Channel",
     "Group",
     "GroupLike",
+    "Order",
     "as_group",
     "drop_group",
     "new_group",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 @dataclass(slots=True, eq=False)
-class Channel:
+class Order:
     """The order of operations on one process group, as this process sees it. Lives as long as the group.
 
     Attributes:
@@ -60,21 +60,21 @@ class Group:
         ranks: Their ranks in the world, in group order.
         rank: This process's index in `ranks`.
         pg: torch's group; None for a group of one.
-        channel: What all Groups over `pg` share in this process; None for a group of one.
+        order: What all Groups over `pg` share in this process; None for a group of one.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     pg: dist.ProcessGroup | None = None
-    channel: Channel | None = field(init=False)
+    order: Order | None = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks) or (self.pg is None) != (len(self.ranks) == 1):
             raise ValueError(
                 f"group {self.name!r}: rank {self.rank} of {self.ranks}; a process group is needed exactly above one rank"
             )
-        object.__setattr__(self, "channel", None if self.pg is None else _channel(self.pg, self.name))
+        object.__setattr__(self, "order", None if self.pg is None else _order(self.pg, self.name))
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, ranks={_short(self.ranks)}, rank={self.rank})"
@@ -126,9 +126,9 @@ def as_group(group: GroupLike | Any) -> Group:
             code="comm-not-member",
             fix="Call collectives of a group on its members only.",
         )
-    channel = _channel(group, "world" if group is dist.group.WORLD else group.group_desc)
-    size = len(channel.ranks)
-    return Group(channel.name, channel.ranks, group.rank(), group if size > 1 else None)
+    order = _order(group, "world" if group is dist.group.WORLD else group.group_desc)
+    size = len(order.ranks)
+    return Group(order.name, order.ranks, group.rank(), group if size > 1 else None)
 
 
 def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group | None:
@@ -203,15 +203,15 @@ def drop_group(group: Group) -> None:
 # Of each world, how many groups its members made of the same ranks: a name is never used twice.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
-# Nothing here keeps a process group alive: destroy_process_group() ends it, and its channel with it.
-_channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+# Nothing here keeps a process group alive: destroy_process_group() ends it, and its order with it.
+_orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
 
 
-def _channel(pg: dist.ProcessGroup, name: str) -> Channel:
-    found = _channels.get(pg)
+def _order(pg: dist.ProcessGroup, name: str) -> Order:
+    found = _orders.get(pg)
     if found is None:
-        found = Channel(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
-        _channels[pg] = found
+        found = Order(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
+        _orders[pg] = found
     return found
 
 

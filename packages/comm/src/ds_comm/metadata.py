@@ -84,7 +84,7 @@ def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, u
 
 def metadata_device(group: Group) -> torch.device:
     """Where small tensors of a group live: backends of devices move device tensors only, the others serve from the CPU."""
-    kinds = {} if group.channel is None else group.channel.transports
+    kinds = {} if group.order is None else group.order.transports
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())

@@ -146,7 +146,7 @@ def recv_object_list(
 
 
 def _device(group: Group) -> torch.device:
-    kinds = {} if group.channel is None else group.channel.transports
+    kinds = {} if group.order is None else group.order.transports
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())

@@ -53,9 +53,9 @@ class Window:
         ] or [[torch.empty(0, self.width, dtype=self.dtype)] * self.group.size] * 2
         self._published = self._buffers[1]
 
-    def publish(self) -> None:
-        """Return when every rank has written its rows, and let them be pulled. About 1 us when all are ready."""
-        self._arena.barrier()
+    def publish(self, unit: str = "") -> None:
+        """Return when every rank has written its rows, and let them be pulled. About 3 us when all are ready."""
+        self._arena.barrier(unit)
         self._published = self._buffers[self._turn]
         self._turn ^= 1
 

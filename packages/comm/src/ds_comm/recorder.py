@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_comm._torch import second_connection
 from ds_comm.frames import error_place
-from ds_comm.groups import Channel
+from ds_comm.groups import Order
 from ds_comm.ring import Ring
 from ds_comm.sidechannel import SideChannel
 from ds_comm.verdict import Finding
@@ -29,7 +29,7 @@ __all__ = ["Recorder", "current", "deadline_from", "patience", "start_recorder",
 class Recorder(Protocol):
     """What `call` tells of each operation. `what` is the operation's name, its unit, and the root or peer (-1: none)."""
 
-    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
         """An operation begins; returns its slot."""
 
     def waiting(self, slot: int) -> None:
@@ -57,7 +57,7 @@ class Recorder(Protocol):
 class _Off:
     """Nobody watches."""
 
-    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
         return -1
 
     def waiting(self, slot: int) -> None: ...
@@ -83,10 +83,10 @@ class _On:
         self._ring, self._watchdog = ring, watchdog
         self.waiting, self.ended, self.follow = ring.waiting, ring.ended, watchdog.follow
 
-    def begin(self, channel: Channel, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
-        if channel.key not in self._watchdog.groups:
-            self._watchdog.groups[channel.key] = channel.ranks
-        return self._ring.begin(channel.key, channel.name, mark, what, tensor)
+    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+        if order.key not in self._watchdog.groups:
+            self._watchdog.groups[order.key] = order.ranks
+        return self._ring.begin(order.key, order.name, mark, what, tensor)
 
     def explain(self, slot: int) -> Finding | None:
         stamp = self._ring.stamp(slot)

@@ -46,6 +46,7 @@ OPS = (
     "monitored_barrier",
     "send",
     "recv",
+    "post",
 )
 UNEVEN = frozenset(
     {"all_gather", "all_to_all", "all_to_all_pieces", "all_to_all_single", "gather", "scatter", "send", "recv"}

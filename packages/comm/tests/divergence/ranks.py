@@ -10,6 +10,41 @@ import time
 import torch
 
 import ds_comm
+from ds_comm.arena import Arena
+from ds_comm.channels import Channels
+from ds_comm.neighbours import neighbours
+from ds_comm.tally import Tally
+from ds_ops.shm import Segment
+
+
+def shared_memory(world: ds_comm.Group, case: str, deadline_s: float) -> None:
+    """Numbers, arenas and channels that a rank does not come to."""
+    pids = [one.pid for one in neighbours(world)]
+    segment = Segment(Tally.nbytes_for(world.size)) if world.rank == 0 else None
+    token = ds_comm.broadcast_json(segment.token if segment else "", world)
+    tally = Tally(segment or Segment.attach(token, Tally.nbytes_for(world.size)), 0, world, pids)
+    arena, channels = Arena(world), Channels(world)
+    tally.wait(tally.advance("layers.0"), "layers.0")
+    stuck = world.rank == 1
+    if stuck and "slow" in case:
+        with ds_comm.patience(60):
+            time.sleep(2 * deadline_s)
+    elif stuck and "gone" in case:
+        raise SystemExit(0)
+    elif stuck and "other" not in case:
+        time.sleep(600)
+    if "number" in case or "slow" in case:
+        what = f"layers.{1 + stuck if 'other' in case else 1}"
+        tally.wait(tally.advance(what), what)
+    if "arena" in case or "slow" in case:
+        arena.barrier("layers.1")
+    if "channel" in case or "slow" in case:
+        if world.rank == 0:
+            channels.receiver(1, unit="hidden").recv()
+        else:
+            channels.sender(0, unit="hidden").send((torch.ones(1),)).wait()
+    print("finished")
+
 
 WARM_UP_S = 120.0  # connections are made in the first collectives, which a busy machine may take long for
 
@@ -62,6 +97,8 @@ def run(case: str, backend: str, deadline_s: float) -> None:
         forward()
     elif case == "both receive":
         ds_comm.recv(x, 1 - rank, unit="activations")
+    elif case.startswith("shared memory"):
+        shared_memory(world, case, deadline_s)
     elif case == "asks for patience":
         if rank == 1:
             with ds_comm.patience(60):

@@ -136,7 +136,32 @@ MATRIX = {
 }
 
 
-FINE = ["asks for patience", "finishes early"]
+_STUCK = r"rank 1 did not come: it is at .*ranks\.py:\d+ in shared_memory"
+MATRIX |= {
+    "shared memory number": (
+        rf"rank 0 waits since .* for post\[layers\.1\] #2 of group 'world' at .*ranks\.py:\d+ in shared_memory; {_STUCK}",
+        r"rank 1 is at .*ranks\.py:\d+ in shared_memory and did not come to post\[layers\.1\] #2 .*, for which rank 0 waits",
+    ),
+    "shared memory arena": (
+        rf"rank 0 waits since .* for barrier\[layers\.1\] #2 of group 'world' .*; {_STUCK}",
+        r"rank 1 is at .*ranks\.py:\d+ in shared_memory and did not come to barrier\[layers\.1\] #2 .*, for which rank 0 waits",
+    ),
+    "shared memory channel": (
+        rf"rank 0 waits since .* for recv\[hidden\] of group 'world' .*; {_STUCK}",
+        r"rank 1 is at .*ranks\.py:\d+ in shared_memory",
+    ),
+    "shared memory number, gone": (
+        r"rank 0 waits since .* for post\[layers\.1\] #2 .*; rank 1 has ended \(process \d+ exited\)",
+        None,
+    ),
+    "shared memory number, other": (
+        r"rank 0 waits since .* for post\[layers\.1\] #2 .*; rank 1 came with post\[layers\.2\] #2 .* instead",
+        r"rank 1 waits since .* for post\[layers\.2\] #2 .*; rank 0 came with post\[layers\.1\] #2 .* instead",
+    ),
+}
+
+
+FINE = ["asks for patience", "finishes early", "shared memory, slow"]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def test_what_the_launcher_says_is_used() -> None:
     group = ds_comm.init_distributed("gloo")
     assert (group.size, group.ranks) == (2, (0, 1))
     assert watchdogs() == 1
-    assert ds_comm.init_distributed().channel is group.channel
+    assert ds_comm.init_distributed().order is group.order
     assert watchdogs() == 1
     x = torch.ones(2)
     ds_comm.all_reduce(x, unit="first")

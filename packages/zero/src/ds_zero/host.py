@@ -17,7 +17,6 @@ the last tensor.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import sys
@@ -29,17 +28,15 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_comm.arena import arena_refusal
-from ds_config.errors import CommError
-from ds_ops.shm import Counters, Segment
+from ds_comm.neighbours import neighbours
+from ds_comm.tally import Tally
+from ds_ops.shm import Segment
 
 __all__ = ["HostMemory", "HostPlan", "Slot", "host_refusal"]
-
-_log = logging.getLogger("ds_zero")
 
 _PAGE = mmap.PAGESIZE
 # Buffers that one pass reads together do not start at the same place of a page; see docs/benchmarks/ops.md.
 _STAGGER, _STAGGERS = 1024, 4
-_WARN_S, _LIMIT_S = 30.0, 600.0
 # One 8-byte word per page, see proc_pid_pagemap(5). In its top byte: 0x80 present, 0x40 swapped, 0x20 a page of the file.
 _TOP = 7 if sys.byteorder == "little" else 0
 _NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
@@ -70,9 +67,8 @@ class Slot:
 
 def host_refusal(group: comm.Group) -> str:
     """Why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
-    told: list[str] = [""] * group.size
     mine = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
-    comm.all_gather_object(told, mine, group, unit="host")
+    told = comm.all_gather_json(mine, group, unit="host")
     return next((why for why in told if why), "") or arena_refusal(group)
 
 
@@ -85,7 +81,7 @@ class HostMemory:
 
     def __init__(self, group: comm.Group, plan: HostPlan) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        places, end = [], Counters.nbytes_for(group.size)
+        places, end = [], Tally.nbytes_for(group.size)
         for place, (numel, dtype) in enumerate(plan.fulls.values()):
             places.append(end + place % _STAGGERS * _STAGGER)
             end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
@@ -96,7 +92,7 @@ class HostMemory:
             end += -(-(plan.slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self.nbytes = end
         segment, pids = self._meet(end)
-        self._posted = _Posted(Counters(segment, 0, self.rank, pids))
+        self._posted = Tally(segment, 0, group, pids)
         fulls = [(number, n, d, at) for (number, (n, d)), at in zip(plan.fulls.items(), places, strict=True)]
         self._homes = {number: segment.tensor(n, d, at) for number, n, d, at in fulls}
         self._overlay = _Overlay(segment.fd, self._overlaid)
@@ -114,9 +110,9 @@ class HostMemory:
         # Each parameter's old pages are free when the next is copied here. Huge pages would have to be found elsewhere: twice the
         # setup, a tenth more memory, and no shorter steps.
         mine = Segment(nbytes, small_pages=True) if self.rank == 0 else None
-        told: list[tuple[str, int]] = [("", 0)] * self.size
-        comm.all_gather_object(told, (mine.token if mine else "", os.getpid()), self.group, unit="host")
-        return mine or Segment.attach(told[0][0], nbytes), [pid for _, pid in told]
+        pids = [one.pid for one in neighbours(self.group, unit="host")]
+        token = comm.broadcast_json(mine.token if mine else "", self.group, unit="host")
+        return mine or Segment.attach(token, nbytes), pids
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
         """(home, overlay) of a unit; both [numel], zero at first."""
@@ -125,10 +121,9 @@ class HostMemory:
     def barrier(self, what: str) -> None:
         """Return when every rank came: what they wrote to home before is visible in every overlay after.
 
-        A few microseconds when all are ready. Raises CommError when one does not come ("zero-host-peer").
+        A few microseconds when all are ready. Raises CommError when one ended or came with something else.
         """
-        self._posted.advance()
-        self._posted.wait(self._posted.value, what)
+        self._posted.wait(self._posted.advance(what), what)
 
     # ---- gradients
 
@@ -165,10 +160,9 @@ class HostMemory:
         if mark is not None and self._posted.reached(mark):
             self.finish_pending()
 
-    def post(self, slot: Slot) -> None:
-        """My part of a slot is filled."""
-        self._posted.advance()
-        self._marks[slot.number] = self._posted.value
+    def post(self, slot: Slot, what: str) -> None:
+        """My part of a slot is filled; `what` it is, the same on all ranks."""
+        self._marks[slot.number] = self._posted.advance(what)
 
     def wait(self, slot: Slot, what: str) -> None:
         """Return when every rank has posted its part of a slot."""
@@ -222,47 +216,3 @@ class _Overlay:
     def forget(self, at: int, nbytes: int) -> None:
         start = at // _PAGE * _PAGE
         self._map.madvise(mmap.MADV_DONTNEED, start, at + nbytes - start)
-
-
-class _Posted:
-    """How many parts each rank has posted."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-
-    @property
-    def value(self) -> int:
-        return self._counters.value
-
-    def advance(self) -> None:
-        """Everything this rank wrote before is there for whoever sees the new value."""
-        self._counters.advance()
-
-    def reached(self, value: int) -> bool:
-        """Whether every rank has reached `value`; then what they wrote before is visible."""
-        return self._counters.behind(value) is None
-
-    def wait(self, value: int, what: str) -> None:
-        """Return when every rank has reached `value`."""
-        late = self._wait(value, what, _WARN_S)
-        if late is None:
-            return
-        _log.warning("zero: %s waits %.0f s for rank %s of this host", what, _WARN_S, late)
-        late = self._wait(value, what, _LIMIT_S - _WARN_S)
-        if late is not None:
-            raise _absent(what, late, f"did not come in {_LIMIT_S:.0f} s")
-
-    def _wait(self, value: int, what: str, limit_s: float) -> int | None:
-        try:
-            return self._counters.wait(value, limit_s)
-        except CommError as error:
-            late = self._counters.behind(value)
-            raise _absent(what, -1 if late is None else late, "ended") from error
-
-
-def _absent(what: str, rank: int, why: str) -> CommError:
-    return CommError(
-        f"{what}: rank {rank} of this host {why}",
-        code="zero-host-peer",
-        fix="See the log of that rank for what it did last.",
-    )

@@ -198,7 +198,7 @@ class Posting:
 
     def post(self) -> None:
         """What is shown may be read by the others."""
-        self.host.post(self.slot)
+        self.host.post(self.slot, self.name)
 
     def kept(self, run: Run) -> Tensor | None:
         """The gradient that stands for this rank's part of a run, if nothing else lies there. It may be the run's `out` in `pull`."""

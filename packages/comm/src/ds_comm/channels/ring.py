@@ -24,7 +24,8 @@ from torch import Tensor
 from ds_comm.call import Call
 from ds_comm.channels.signature import Leaf, Piece, Signature
 from ds_comm.recorder import current
-from ds_comm.work import DONE, Work, failed
+from ds_comm.waits import SLICE_S, wait_until
+from ds_comm.work import DONE, Work
 from ds_config.errors import CommError
 from ds_ops.shm import Counters, Segment
 
@@ -33,7 +34,6 @@ __all__ = ["End", "Plan", "RingReceiver", "RingSender", "plan_ring"]
 _HEAD_WORDS = 8  # kind, number of the signature, bytes of the whole message; a cache line
 _PAGE = 4096
 _CELL_BYTES = 256 << 10  # what a core's cache keeps while the other core copies it out
-_SLICE_S = 0.5  # Python handles signals in between
 _LOOK_S = 20e-6
 _DATA, _TEXT = 0, 1
 
@@ -83,44 +83,29 @@ class End:
 
     def begin(self, like: Tensor | None) -> int:
         """Stamp an operation of this end."""
-        order = self.call.group.channel
+        order = self.call.group.order
         assert order is not None
         return current().begin(order, 0, (self.call.op, self.call.unit, self.peer), like)
 
     def wait(self, ring: _Ring, slot: int) -> None:
         """Return when `ring` is ready."""
-        self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, _SLICE_S), slot)
+        self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, SLICE_S), slot)
 
     def wait_for(self, ready: Callable[[], bool], nap: Callable[[], object], slot: int) -> None:
-        """Return when `ready` says so; `nap` rests until it may be so, half a second at most. Ends the operation of `slot` if it fails.
+        """Return when `ready` says so; `nap` rests until it may be so, half a second at most."""
 
-        Raises:
-            CommError: the other rank ended, or did not come.
-        """
-        recorder = current()
-        recorder.waiting(slot)
-        deadline = float("inf") if recorder.watching() else time.monotonic() + self.limit_s
-        try:
-            while not ready():
-                for sender in list(self.sending):
-                    sender.drive()
-                if self.sending:
-                    time.sleep(_LOOK_S)
-                else:
-                    nap()
-                if time.monotonic() > deadline:
-                    raise self._late()
-        except RuntimeError as error:
-            recorder.ended(slot)
-            raise failed(self.call, recorder.explain(slot), error) from None
+        def come() -> bool:
+            if ready():
+                return True
+            for sender in list(self.sending):
+                sender.drive()
+            if self.sending:
+                time.sleep(_LOOK_S)
+            else:
+                nap()
+            return ready()
 
-    def _late(self) -> CommError:
-        rank = self.call.group.ranks[self.peer]
-        return CommError(
-            f"{self.call}: rank {rank} did not come within {self.limit_s:.0f} s",
-            code="comm-timeout",
-            fix=f"See where rank {rank} is; raise the timeout if it is only slow.",
-        )
+        wait_until(self.call, slot, come, lambda: f"rank {self.call.group.ranks[self.peer]}", self.limit_s)
 
 
 class _Ring:

@@ -34,7 +34,7 @@ class Rings:
         self.group, self.depth, self.timeout_s = group, depth, timeout_s
         self._neighbours = neighbours
         self._sending: list[RingSender] = []
-        order = group.channel
+        order = group.order
         self._number = 0 if order is None else order.mark  # the same on all ranks, another one for the next Rings
         self._store: Store | None = None
         self.segments: list[Segment] = []

@@ -1,0 +1,59 @@
+"""Waiting for another rank without a process group: as an operation of the recorder, for as long as the group is patient."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ds_comm.groups import Group, Order
+from ds_comm.recorder import current
+from ds_comm.work import failed
+from ds_config.errors import CommError
+
+__all__ = ["LIMIT_S", "SLICE_S", "own_order", "patient_s", "wait_until"]
+
+LIMIT_S = 600.0  # where no watchdog runs; where one does, its deadline and the ranks' `patience` decide
+SLICE_S = 0.5  # of a native wait, so that Python handles signals in between
+_FOREVER_S = 1e9
+
+
+def own_order(group: Group, name: str) -> Order | None:
+    """An order of operations beside that of the group, for what its ranks do in shared memory; None for a group of one.
+
+    All ranks come to the same collective before they make one: its mark is what tells it from others of the group.
+    """
+    order = group.order
+    return None if order is None else Order(f"{order.key}/{name}@{order.mark}", group.name, order.ranks, {})
+
+
+def patient_s(limit_s: float) -> float:
+    """How long one may wait: without end where a watchdog ends waits."""
+    return _FOREVER_S if current().watching() else limit_s
+
+
+def wait_until(
+    name: object, slot: int, come: Callable[[], bool], late: Callable[[], str], limit_s: float = LIMIT_S
+) -> None:
+    """Return when `come` says so. It rests between its looks, for half a second at most.
+
+    Args:
+        name: The operation, as messages show it.
+        slot: Its stamp. It is ended when this fails, and not otherwise: more may be to do.
+        late: Who did not come, for the error after `limit_s`.
+    Raises:
+        CommError: a rank ended, came with something else, or did not come in time ("comm-timeout").
+    """
+    recorder = current()
+    recorder.waiting(slot)
+    deadline = time.monotonic() + patient_s(limit_s)
+    try:
+        while not come():
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"{name}: {late()} did not come within {limit_s:.0f} s",
+                    code="comm-timeout",
+                    fix="See where it is; raise the timeout if it is only slow.",
+                )
+    except RuntimeError as error:
+        recorder.ended(slot)
+        raise failed(name, recorder.explain(slot), error) from None
