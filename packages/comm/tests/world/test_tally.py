@@ -50,7 +50,9 @@ def test_ranks_that_mean_different_things_are_told() -> None:
     tally.wait(tally.advance("same"), "same")
     what = ("gather of layers.0", "edit of layers.0")[group.rank]
     number = tally.advance(what)
-    with pytest.raises(CommError, match=rf"came to post\[{what}\] #2 .* and rank {1 - group.rank} with something else") as caught:
+    with pytest.raises(
+        CommError, match=rf"came to post\[{what}\] #2 .* and rank {1 - group.rank} with something else"
+    ) as caught:
         tally.wait(number, what)
     assert caught.value.code == "comm-mismatch"
     dist.barrier()
