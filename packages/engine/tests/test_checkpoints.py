@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import ds_ckpt
 import ds_engine
-from ds_config.errors import CheckpointError
+import ds_zero
+from ds_config.errors import CheckpointError, PlanError
 from ds_engine import Engine
 
 Make = Callable[[], nn.Module]
@@ -233,3 +234,60 @@ def test_without_frozen_parameters_and_back_into_another_base(
     second.close()
     assert not found["first.weight"].any()
     assert torch.equal(found["second.weight"], trained["second.weight"])
+
+
+class Buffered(nn.Module):
+    """Persistent buffers that are not contiguous, or share their elements."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+        self.register_buffer("turned", torch.full((4, 3), fill).t())
+        self.register_buffer("spread", torch.tensor([fill]).expand(5))
+        self.register_buffer("plain", torch.full((2, 2), fill))
+        self.register_buffer("number", torch.tensor(fill))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_of_any_layout_are_saved_and_loaded(
+    config: Callable[..., dict[str, Any]], tmp_path: Path, stage: int
+) -> None:
+    engines = []
+    for fill in (2.0, 0.0):
+        model = Buffered(fill)
+        if fill:
+            model.turned.copy_(torch.arange(12.0).view(3, 4))
+        engine, *_ = ds_engine.initialize(model=model, config=config(zero_optimization={"stage": stage}))
+        engines.append(engine)
+    engines[0].save_checkpoint(tmp_path)
+    kept = engines[1].module.plain
+    engines[1].load_checkpoint(tmp_path)
+    for name, buffer in engines[0].module.named_buffers():
+        torch.testing.assert_close(engines[1].module.get_buffer(name), buffer)
+    assert engines[1].module.plain is kept
+    for engine in engines:
+        engine.close()
+
+
+def test_a_model_on_meta_is_initialized_and_loaded(
+    make_model: Callable[[], nn.Module], config: Callable[..., dict[str, Any]], rows: Any, tmp_path: Path
+) -> None:
+    asked = config(zero_optimization={"stage": 3})
+    first, *_ = ds_engine.initialize(model=make_model(), config=asked, training_data=rows)
+    first.train_batch()
+    first.save_checkpoint(tmp_path)
+    with ds_zero.Init(meta=True):
+        model = make_model()
+    assert all(p.is_meta for p in model.parameters())
+    second, *_ = ds_engine.initialize(model=model, config=asked, training_data=rows)
+    with pytest.raises(PlanError, match="no values yet"):
+        second.train_batch()
+    second.load_checkpoint(tmp_path)
+    assert second.train_batch().loss == first.train_batch().loss
+    for engine in (first, second):
+        engine.close()
+    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(one, other)

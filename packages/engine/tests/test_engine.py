@@ -443,3 +443,77 @@ def test_nothing_but_the_plan_is_asked() -> None:
     ]
     allowed = ("model_dump", "make_sinks", "make_engine", "config.optimizer", "config.scheduler")
     assert [line for line in found if not any(word in line for word in allowed)] == []
+
+
+class Normed(nn.Module):
+    """A model with running means, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.trained, self.frozen = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+        self.frozen.eval()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.last(self.frozen(self.trained(self.first(x)))) - y).square().mean()
+
+
+def test_evaluation_leaves_every_module_in_the_mode_it_was_in(config: Settings, rows: Any) -> None:
+    engine = start(Normed(), config())
+    before = {name: module.training for name, module in engine.module.named_modules()}
+    assert before["frozen"] is False
+    assert before["trained"] is True
+    seen: list[bool] = []
+    engine.module.trained.register_forward_hook(lambda module, *_: seen.append(module.training))
+    engine.eval_batch(iter([(rows.x[:4], rows.y[:4])]), num_micro_batches=1)
+    assert seen == [False]
+    assert {name: module.training for name, module in engine.module.named_modules()} == before
+
+
+def test_a_loader_that_is_lent_goes_on_where_it_was(make_model: Make, config: Settings, rows: Any) -> None:
+    batches = [(rows.x[i : i + 4], rows.y[i : i + 4]) for i in range(0, 12, 4)]  # three; a step takes two
+    lent, plain = start(make_model(), config()), start(make_model(), config())
+    order = cycle(batches)
+    for _ in range(4):
+        assert lent.train_batch(batches).loss == plain.train_batch(order).loss
+    other = [batches[0]] * 2
+    assert lent.train_batch(other).loss == plain.train_batch(iter(other)).loss
+    with pytest.raises(StopIteration):
+        lent.train_batch([])
+
+
+class PerTensor(torch.optim.Optimizer):
+    """A client's own: the step of each tensor is as long as the tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * (group["lr"] * param.norm() / (param.grad.norm() + 1e-6)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_per_tensor_optimizer_of_the_client_is_laid_out_whole(
+    make_model: Make, config: Settings, rows: Any, stage: int
+) -> None:
+    engine = start(
+        make_model(),
+        config(optimizer=None, gradient_clipping=0, zero_optimization={"stage": stage}),
+        optimizer=PerTensor,
+    )
+    twin = make_model()
+    own = PerTensor(twin.parameters())
+    for step in range(2):
+        both = [(rows.x[i : i + 4], rows.y[i : i + 4]) for i in (8 * step, 8 * step + 4)]
+        engine.train_batch(iter(both))
+        own.zero_grad()
+        sum(twin(*batch) / 2 for batch in both).backward()
+        own.step()
+    engine.close()
+    for one, other in zip(engine.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

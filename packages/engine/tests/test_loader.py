@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
@@ -125,3 +126,14 @@ def test_an_empty_epoch_is_refused(length: int, multiple: int) -> None:
         loaders(length, 2, 4, multiple)
     assert caught.value.code == "data-empty"
     assert f"{length} samples" in caught.value.message
+
+
+def test_loaders_that_take_turns_make_each_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    plain = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **more: made.append(n) or plain(n, **more))
+    loaders = [iter(ResumableLoader(range(12), Lane(0, 1, 2), seed=seed)) for seed in range(5)]  # type: ignore[arg-type]
+    for _ in range(6):
+        for loader in loaders:
+            next(loader)
+    assert made == [12] * 5

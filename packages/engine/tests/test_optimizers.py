@@ -13,9 +13,9 @@ from torch import nn
 import ds_engine
 import ds_ops
 from ds_comm.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from ds_config.errors import DsError
-from ds_engine import load_config
-from ds_engine.optimizers import FROM_MUP, check_optimizer, make_optimizer, takes_whole
+from ds_config.errors import DsError, PlanError
+from ds_engine import Shapes, load_config, make_plan
+from ds_engine.optimizers import FROM_MUP, check_optimizer, make_optimizer, make_torch_scheduler
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -64,7 +64,6 @@ def test_muon_takes_matrices_that_are_neither_embedding_nor_head() -> None:
     by_use = {g["use_muon"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
     assert by_use == {True: ["mix.weight"], False: ["embed.weight", "mix.bias", "lm_head.weight", "lm_head.bias"]}
     assert {g["use_muon"]: g["lr"] for g in optimizer.param_groups} == {True: 0.5, False: 0.1}
-    assert takes_whole(optimizer)
 
 
 def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:
@@ -151,3 +150,48 @@ def test_who_reduces_gradients_alone_is_refused_where_state_is_sharded(make_mode
     engine = ds_engine.initialize(model=model, config=asked | {"zero_optimization": {}}, optimizer=optimizer)[0]
     assert not engine.plan.residency.shard_optim
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "type_"),
+    [
+        ("Onebitadam", "OneBitAdam"),
+        ("ADAMw", "AdamW"),
+        ("zeroOneAdam", "ZeroOneAdam"),
+        ("mUON", "Muon"),
+        ("laMB", "Lamb"),
+    ],
+)
+def test_names_of_the_schema_are_taken_in_any_case(given: str, type_: str) -> None:
+    section = load_config({"optimizer": {"type": given}}).optimizer
+    assert section is not None
+    assert section.type == type_
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("sgd", torch.optim.SGD), ("RMSPROP", torch.optim.RMSprop), ("Radam", torch.optim.RAdam)]
+)
+def test_names_of_torch_are_taken_in_any_case(given: str, kind: type) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = made({"type": given, "params": {"lr": 0.5}}, model)
+    assert type(optimizer) is kind
+    section = load_config({"scheduler": {"type": "steplr", "params": {"step_size": 2}}}).scheduler
+    assert type(make_torch_scheduler(section, optimizer)) is torch.optim.lr_scheduler.StepLR  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["Warmuplr", "warmupLR", "WARMUPLR"])
+def test_schedules_are_taken_in_any_case(given: str) -> None:
+    section = load_config({"scheduler": {"type": given}}).scheduler
+    assert section is not None
+    assert section.type == "WarmupLR"
+
+
+@pytest.mark.parametrize("asks", ["torch_adam", "amsgrad"])
+@pytest.mark.parametrize("flag", ["bias_correction", "fp32_optimizer_states"])
+def test_a_flag_that_torchs_adam_would_discard_is_refused(asks: str, flag: str) -> None:
+    content = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {asks: True, flag: False}}}
+    with pytest.raises(PlanError, match=f"has no {flag} = false") as caught:
+        make_plan(load_config(content), Shapes((), ()), 1)
+    assert caught.value.code == "optimizer-torch-adam"
+    for params in ({asks: True, flag: True}, {flag: False}):
+        make_plan(load_config(content | {"optimizer": {"type": "Adam", "params": params}}), Shapes((), ()), 1)

@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds, and how a run goes on from one.
 
 param/<name>  optim/<name>/<state>   logical tensors, in the master format     from ds_zero
-buffer/<name>                        persistent buffers of the model            whole, equal on all ranks
+buffer/<name>                        persistent buffers of the model            the first rank's that holds them
 rng/<rank>/<stream>                  random states of each rank                 used again only on as many ranks
 onebit/<rank>/<kind>/<message>       error feedback of a 1-bit optimizer        used again only on as many ranks
 meta                                 counters, scalars of the optimizer, scheduler, data position, config, client state
@@ -80,7 +80,10 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
         "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
     }
     left_out = set() if frozen else {f"param/{n}" for n, p in run.module.named_parameters() if not p.requires_grad}
-    model = [shard for shard in _model_shards(run) if shard.shard.name not in left_out]
+    # Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same.
+    first = all(run.mesh[name].rank == 0 for name in ("gradient", "tensor"))
+    buffers = [shard for _, shard in _buffers(run.module)] if first else []
+    model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *buffers]
     aliases = {name: stored for name, stored in _aliases(run.module).items() if stored not in left_out}
     shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
     run.checkpointer.save(path, shards, meta, aliases=aliases)
@@ -106,7 +109,8 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
     random_states = any(name.startswith("rng/") for name in manifest.tensors)
     as_many = manifest.meta.get("world") == run.mesh["world"].size
     resumed = "run" in parts and random_states and as_many
-    shards, prefixes = _model_shards(run), ["param/", "buffer/"]
+    buffers = _buffers(run.module)
+    shards, prefixes = [*run.sharding.param_shards(), *(shard for _, shard in buffers)], ["param/", "buffer/"]
     if "partly" in parts:
         shards = [shard for shard in shards if shard.shard.name in manifest.tensors]
     if "optimizer" in parts and run.optimizer is not None:
@@ -128,6 +132,7 @@ def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tup
             code="engine-checkpoint",
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
+    _set_buffers(run.module, buffers)
     _restore(run, meta, parts)
     if resumed:
         _set_random_states(run.device, states)
@@ -161,10 +166,20 @@ def _newest(root: str) -> str | None:
 # --- tensors
 
 
-def _model_shards(run: Run) -> list[LocalShard]:
-    persistent = set(run.module.state_dict(keep_vars=True)) if _has_buffers(run.module) else set()
-    buffers = [_whole(f"buffer/{name}", buffer) for name, buffer in run.module.named_buffers() if name in persistent]
-    return [*run.sharding.param_shards(), *buffers]
+def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
+    """Persistent buffers by name; their shards are views of them, or copies of those that are not contiguous."""
+    persistent = set(module.state_dict(keep_vars=True)) if _has_buffers(module) else set()
+    return [(n, _whole(f"buffer/{n}", buffer)) for n, buffer in module.named_buffers() if n in persistent]
+
+
+def _set_buffers(module: nn.Module, loaded: Iterable[tuple[str, LocalShard]]) -> None:
+    """Put what was loaded into copies where it belongs. Buffers that were loaded in place stay the same tensors."""
+    for name, shard in loaded:
+        owner, _, leaf = name.rpartition(".")
+        buffers = module.get_submodule(owner)._buffers
+        old = buffers[leaf]
+        if old is not None and not old.is_contiguous():
+            buffers[leaf] = shard.data.view(old.shape)
 
 
 def _has_buffers(module: nn.Module) -> bool:
@@ -201,7 +216,7 @@ def _random_shards(run: Run, states: Mapping[str, Tensor]) -> list[LocalShard]:
 
 def _whole(name: str, tensor: Tensor) -> LocalShard:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return LocalShard(TensorShard.whole(name, tuple(tensor.shape), dtype), tensor.detach().view(-1))
+    return LocalShard(TensorShard.whole(name, tuple(tensor.shape), dtype), tensor.detach().reshape(-1).contiguous())
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ Both give the same parameters. Calls that are collective say so; every rank make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -139,6 +139,7 @@ class Engine(nn.Module):
         self._taken = 0  # samples taken from the loader by the steps that are complete
         self._ledger = Ledger()
         self._stream: Iterator[Any] | None = None
+        self._lent: tuple[Iterable[Any], Iterator[Any]] | None = None  # a loader of the caller's, and where it is
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -207,12 +208,13 @@ class Engine(nn.Module):
 
     # ---- whole steps
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
         """Run the program: every microbatch of one step, then the update. Collective.
 
         Args:
-            data_iter: Yields microbatches; by default the engine's own loader, epoch after epoch. A dict is passed to the
-                model as keywords, a tuple or list as positional arguments.
+            data_iter: Yields microbatches; by default the engine's own loader. What can only be iterated over (a loader, a list) goes
+                on where the last call with it ended, epoch after epoch. A dict is passed to the model as keywords, a tuple or
+                list as positional arguments.
         Raises:
             PlanError: called between the microbatches of a step ("engine-order"); no data ("data-missing").
             StopIteration: `data_iter` ended within the step, whose gradients are dropped.
@@ -222,11 +224,11 @@ class Engine(nn.Module):
         data = self._data(data_iter)
         try:
             self._executor.train(self.plan.program.ranks[self.mesh["pipe"].rank], data, _Passes(self))
+            self.counters.micro_steps += len(self._backwards)
+            result = self._update({})
         except BaseException:
             self._drop_step()
             raise
-        self.counters.micro_steps += len(self._backwards)
-        result = self._update({})
         self.last = result
         return result
 
@@ -239,13 +241,15 @@ class Engine(nn.Module):
             num_micro_batches: How many to take; by default those of one training step.
         """
         count = num_micro_batches or len(self._backwards)
-        ledger, training = Ledger(), self.module.training
+        # One by one: a frozen BatchNorm evaluates in a model that trains.
+        ledger, training = Ledger(), [module for module in self.module.modules() if module.training]
         self.module.eval()
         try:
-            for loss in self._executor.evaluate(count, data_iter, _Passes(self)):
+            for loss in self._executor.evaluate(count, iter(data_iter), _Passes(self)):
                 ledger.add(loss)
         finally:
-            self.module.train(training)
+            for module in training:
+                module.training = True
         totals = ledger.close(self._averaging)
         self._telemetry.pause()
         return float("nan") if totals is None else float(totals.loss)
@@ -326,6 +330,8 @@ class Engine(nn.Module):
             "partly": not load_module_strict,
         }
         self._stream = None
+        if self.optimizer is not None and not self.sharding.away:
+            self._drop_step()
         return load_run(self, fspath(load_dir), tag, frozenset(name for name, wanted in parts.items() if wanted))
 
     def progress(self) -> dict[str, int]:
@@ -483,7 +489,7 @@ class Engine(nn.Module):
         self._telemetry.close()
         self._applied.undo()
         ds_monitor.detach(self._sinks)
-        self._sinks, self._stream = (), None
+        self._sinks, self._stream, self._lent = (), None, None
 
     # ---- inside
 
@@ -533,9 +539,13 @@ class Engine(nn.Module):
             return self(**batch)
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
 
-    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+    def _data(self, data_iter: Iterator[Any] | Iterable[Any] | None) -> Iterator[Any]:
+        if isinstance(data_iter, Iterator):
+            return data_iter
         if data_iter is not None:
-            return iter(data_iter)
+            if self._lent is None or self._lent[0] is not data_iter:
+                self._lent = data_iter, _forever(data_iter)
+            return self._lent[1]
         if self.training_dataloader is None:
             raise PlanError(
                 "train_batch() has no data: initialize() was called without training_data",
@@ -614,6 +624,16 @@ class Engine(nn.Module):
             result, Standing(counters.samples, counters.skipped, counters.micro_steps, epoch, momentum)
         )
         return result
+
+
+def _forever(data: Iterable[Any]) -> Iterator[Any]:
+    """`data` again and again; it ends when a pass has nothing."""
+    empty = False
+    while not empty:
+        empty = True
+        for item in data:
+            empty = False
+            yield item
 
 
 def _momentum(groups: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -12,8 +12,7 @@ rank always has the same number of microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,6 +63,7 @@ class Stream:
     seed: int = 1234
     shuffle: bool = True
     multiple: int = 1
+    _orders: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def epoch_length(self) -> int:
@@ -73,12 +73,15 @@ class Stream:
     def sample(self, position: int) -> int:
         """The dataset index at `position`. The order of an epoch is made once and kept (8 bytes a sample)."""
         epoch, index = divmod(position, self.epoch_length)
-        return int(_order(self.length, self.seed, epoch)[index]) if self.shuffle else index
+        return int(self._order(epoch)[index]) if self.shuffle else index
 
-
-@lru_cache(maxsize=2)  # a row may straddle two epochs
-def _order(length: int, seed: int, epoch: int) -> torch.Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    def _order(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            while len(self._orders) > 1:  # two are kept: a row may straddle two epochs
+                del self._orders[min(self._orders)]
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._orders[epoch] = torch.randperm(self.length, generator=generator)
+        return self._orders[epoch]
 
 
 class ResumableLoader:

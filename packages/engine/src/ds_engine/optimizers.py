@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ __all__ = [
     "make_torch_scheduler",
     "reduces_itself",
     "state_tensors",
-    "takes_whole",
 ]
 
 FROM_MUP: Mapping[str, str] = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
@@ -96,8 +96,13 @@ def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
     del states
     check_optimizer(section)
     name = FROM_MUP.get(section.type.lower())
-    made = getattr(torch.optim, section.type) if name is None else getattr(importlib.import_module("mup"), name)
+    made = _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
     return made, {key: _tupled(value) for key, value in section.params.items()}
+
+
+def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
+    made: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("mup"), name)
+    return made
 
 
 _TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
@@ -158,12 +163,6 @@ def state_tensors(section: OptimizerSection | None) -> int:
     return _STATE_TENSORS.get(type(section), 2)
 
 
-def takes_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer looks at a parameter as a whole, so that a shard must not cut it."""
-    known = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-    return not getattr(optimizer, "elementwise", True) or isinstance(optimizer, known)
-
-
 def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
     groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
     if not any(isinstance(group, dict) for group in params):
@@ -193,7 +192,8 @@ def make_torch_scheduler(section: TorchSchedulerSection, optimizer: torch.optim.
         ConfigError: the type or a parameter is unknown ("schedule-type", "schedule-params").
     """
     check_scheduler(section)
-    return getattr(torch.optim.lr_scheduler, section.type)(optimizer, **section.params)
+    kind = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)[section.type.lower()]
+    return kind(optimizer, **section.params)
 
 
 def check_optimizer(section: OptimizerSection) -> None:
@@ -208,29 +208,28 @@ def check_optimizer(section: OptimizerSection) -> None:
                 fix="Install it (`pip install mup`), and give the model its base shapes before initialize().",
             )
         return  # its functions pass on whatever they are given
-    known = {
-        name: kind
-        for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    if section.type not in known:
-        raise _unknown("optimizer", section.type, [*known, *FROM_MUP.values()], "torch.optim")
-    _check_arguments("optimizer", section.type, section.params, known[section.type])
+    known = _classes(torch.optim, torch.optim.Optimizer)
+    if section.type.lower() not in known:
+        names = [*(kind.__name__ for kind in known.values()), *FROM_MUP.values()]
+        raise _unknown("optimizer", section.type, names, "torch.optim")
+    _check_arguments("optimizer", section.type, section.params, known[section.type.lower()])
 
 
 def check_scheduler(section: SchedulerSection) -> None:
     """The same for a scheduler section."""
     if not isinstance(section, TorchSchedulerSection):
         return
-    base = torch.optim.lr_scheduler.LRScheduler
-    known = {
-        name: kind
-        for name, kind in vars(torch.optim.lr_scheduler).items()
-        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base
-    }
-    if section.type not in known:
-        raise _unknown("scheduler", section.type, known, "torch.optim.lr_scheduler")
-    _check_arguments("scheduler", section.type, section.params, known[section.type])
+    known = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if section.type.lower() not in known:
+        names = [kind.__name__ for kind in known.values()]
+        raise _unknown("scheduler", section.type, names, "torch.optim.lr_scheduler")
+    _check_arguments("scheduler", section.type, section.params, known[section.type.lower()])
+
+
+def _classes(where: ModuleType, base: type) -> dict[str, Any]:
+    """Classes of a module of torch that derive from `base`, by name in lower case: names are told in any case."""
+    found = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
+    return {kind.__name__.lower(): kind for kind in found if kind is not base}
 
 
 def _unknown(what: str, name: str, known: Iterable[str], where: str) -> ConfigError:

@@ -15,6 +15,7 @@ from ds_engine.config import Config
 from ds_engine.degrees import degrees_of
 from ds_engine.elastic import elastic_batch
 from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itself
+from ds_engine.sections import AdamParams
 
 __all__ = ["RULES", "Rule", "asked_batch", "check_rules"]
 
@@ -98,6 +99,14 @@ RULES: tuple[Rule, ...] = (
         "Use stage 0, or remove the key: shards of a gradient are summed, not rows.",
     ),
     Rule(
+        "optimizer-torch-adam",
+        lambda c, mesh: bool(_not_of_torch(c)),
+        lambda c, mesh: (
+            f"torch's Adam, which torch_adam and amsgrad ask for, has no {' and no '.join(_not_of_torch(c))}"
+        ),
+        "Keep one: without torch_adam and amsgrad the flag is obeyed.",
+    ),
+    Rule(
         "optimizer-owns-reduction",
         lambda c, mesh: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
         lambda c, mesh: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
@@ -165,6 +174,18 @@ def _scalings(config: Config) -> list[str]:
     found = {
         "prescale_gradients = true": config.prescale_gradients,
         f"gradient_predivide_factor = {config.gradient_predivide_factor:g}": config.gradient_predivide_factor != 1.0,
+    }
+    return [said for said, asked in found.items() if asked]
+
+
+def _not_of_torch(config: Config) -> list[str]:
+    """Flags that torch's implementation of Adam would discard."""
+    params = None if config.optimizer is None else config.optimizer.params
+    if not isinstance(params, AdamParams) or not (params.torch_adam or params.amsgrad):
+        return []
+    found = {
+        "bias_correction = false": not params.bias_correction,
+        "fp32_optimizer_states = false": not params.fp32_optimizer_states,
     }
     return [said for said, asked in found.items() if asked]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ds_config import Dead, StrictModel, Unbuilt
 from ds_engine.schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -63,6 +63,11 @@ def _optimizer_tag(section: Any) -> str:
 
 def _scheduler_tag(section: Any) -> str:
     return _tag(section, [name.lower() for name in SCHEDULES])
+
+
+def _spelled(name: str) -> BeforeValidator:
+    """Any case of `name` is `name`."""
+    return BeforeValidator(lambda value: name if isinstance(value, str) and value.lower() == name.lower() else value)
 
 
 class _OptimizerParams(StrictModel):
@@ -196,68 +201,68 @@ class _Optimizer(StrictModel):
 class AdamSection(_Optimizer):
     """Adam; with decoupled weight decay unless `adam_w_mode` is false."""
 
-    type: Literal["Adam", "adam", "ADAM"]
+    type: Annotated[Literal["Adam", "adam"], _spelled("Adam")]
     params: AdamParams = AdamParams()
 
 
 class AdamWSection(_Optimizer):
     """Adam with decoupled weight decay."""
 
-    type: Literal["AdamW", "adamw", "Adamw", "adamW", "ADAMW"]
+    type: Annotated[Literal["AdamW", "adamw"], _spelled("AdamW")]
     params: AdamParams = AdamParams()
 
 
 class AdagradSection(_Optimizer):
     """Adagrad."""
 
-    type: Literal["Adagrad", "adagrad", "AdaGrad", "ADAGRAD"]
+    type: Annotated[Literal["Adagrad", "adagrad"], _spelled("Adagrad")]
     params: AdagradParams = AdagradParams()
 
 
 class LionSection(_Optimizer):
     """The sign of a momentum."""
 
-    type: Literal["Lion", "lion", "LION"]
+    type: Annotated[Literal["Lion", "lion"], _spelled("Lion")]
     params: LionParams = LionParams()
 
 
 class LambSection(_Optimizer):
     """Adam whose step is scaled to the size of each parameter."""
 
-    type: Literal["Lamb", "lamb", "LAMB"]
+    type: Annotated[Literal["Lamb", "lamb"], _spelled("Lamb")]
     params: LambParams = LambParams()
 
 
 class MuonSection(_Optimizer):
     """Momentum whose matrices are made orthogonal."""
 
-    type: Literal["Muon", "muon", "MUON"]
+    type: Annotated[Literal["Muon", "muon"], _spelled("Muon")]
     params: MuonParams = MuonParams()
 
 
 class OneBitAdamSection(_Optimizer):
     """Adam that sends one bit an element once its variance is frozen. At ZeRO stage 0."""
 
-    type: Literal["OneBitAdam", "OnebitAdam", "onebitadam", "ONEBITADAM"]
+    type: Annotated[Literal["OneBitAdam", "onebitadam"], _spelled("OneBitAdam")]
     params: OneBitAdamParams = OneBitAdamParams()
 
 
 class ZeroOneAdamSection(_Optimizer):
     """Adam that sends one bit an element, at ever fewer steps. At ZeRO stage 0."""
 
-    type: Literal["ZeroOneAdam", "zerooneadam", "ZEROONEADAM"]
+    type: Annotated[Literal["ZeroOneAdam", "zerooneadam"], _spelled("ZeroOneAdam")]
     params: ZeroOneAdamParams = ZeroOneAdamParams()
 
 
 class OneBitLambSection(_Optimizer):
     """LAMB that sends one bit an element once its variance is frozen. At ZeRO stage 0."""
 
-    type: Literal["OneBitLamb", "OnebitLamb", "onebitlamb", "ONEBITLAMB"]
+    type: Annotated[Literal["OneBitLamb", "onebitlamb"], _spelled("OneBitLamb")]
     params: OneBitLambParams = OneBitLambParams()
 
 
 class TorchOptimizerSection(_Optimizer):
-    """Any class of torch.optim, by its exact name, with its own parameters."""
+    """Any class of torch.optim, with its own parameters."""
 
     type: str = Field(description="A class name of torch.optim, such as SGD or RMSprop.")
     params: Mapping[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
@@ -281,40 +286,40 @@ OptimizerSection = Annotated[
 class LRRangeTestSection(StrictModel):
     """A growing learning rate, to find the largest that trains."""
 
-    type: Literal["LRRangeTest"]
+    type: Annotated[Literal["LRRangeTest", "lrrangetest"], _spelled("LRRangeTest")]
     params: LRRangeTest = LRRangeTest()
 
 
 class OneCycleSection(StrictModel):
     """One cycle up and down, then decay."""
 
-    type: Literal["OneCycle"]
+    type: Annotated[Literal["OneCycle", "onecycle"], _spelled("OneCycle")]
     params: OneCycle
 
 
 class WarmupLRSection(StrictModel):
     """Warmup, then constant."""
 
-    type: Literal["WarmupLR"]
+    type: Annotated[Literal["WarmupLR", "warmuplr"], _spelled("WarmupLR")]
     params: WarmupLR = WarmupLR()
 
 
 class WarmupDecayLRSection(StrictModel):
     """Warmup, then a straight line down."""
 
-    type: Literal["WarmupDecayLR"]
+    type: Annotated[Literal["WarmupDecayLR", "warmupdecaylr"], _spelled("WarmupDecayLR")]
     params: WarmupDecayLR
 
 
 class WarmupCosineLRSection(StrictModel):
     """Warmup, then half a cosine down."""
 
-    type: Literal["WarmupCosineLR"]
+    type: Annotated[Literal["WarmupCosineLR", "warmupcosinelr"], _spelled("WarmupCosineLR")]
     params: WarmupCosineLR
 
 
 class TorchSchedulerSection(StrictModel):
-    """Any class of torch.optim.lr_scheduler, by its exact name, with its own parameters."""
+    """Any class of torch.optim.lr_scheduler, with its own parameters."""
 
     type: str = Field(description="A class name of torch.optim.lr_scheduler, such as StepLR.")
     params: Mapping[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")

@@ -215,35 +215,37 @@ def test_a_run_goes_on_on_one_rank(tmp_path: Path, before: int, after: int) -> N
 
 
 @world(1)
-def _resume_alone(path: str, expected: list[float]) -> None:
-    engine = start(configured(1))
-    engine.load_checkpoint(path)
-    assert [engine.train_batch().loss for _ in range(len(expected))] == pytest.approx(expected, rel=1e-5)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the three tests below, which run on different numbers of ranks."""
+    return tmp_path_factory.mktemp("shared")
+
+
+def _goes_on(path: Path, engine: Engine, ranks: int) -> None:
+    assert engine.mesh["world"].size == ranks
+    assert engine.load_checkpoint(path)[0] is not None
+    losses = [engine.train_batch().loss for _ in range(4)]
+    assert losses == pytest.approx(reference(7, False)[0][3:], rel=1e-5)
     engine.close()
 
 
 @world(2)
-def _save_on_two(path: str) -> None:
+def test_two_ranks_save(shared: Path) -> None:
     engine = start(configured(3))
+    assert engine.mesh["world"].size == 2
     for _ in range(3):
         engine.train_batch()
-    engine.save_checkpoint(path)
+    engine.save_checkpoint(shared)
     engine.close()
+
+
+def test_then_one_goes_on(shared: Path) -> None:
+    _goes_on(shared, start(configured(1, train_micro_batch_size_per_gpu=4)), 1)
 
 
 @world(4)
-def _resume_on_four(path: str, expected: list[float]) -> None:
-    engine = start(configured(2, train_micro_batch_size_per_gpu=3))
-    engine.load_checkpoint(path)
-    assert [engine.train_batch().loss for _ in range(len(expected))] == pytest.approx(expected, rel=1e-5)
-    engine.close()
-
-
-def test_two_ranks_then_one_and_four(tmp_path: Path) -> None:
-    expected = reference(7, False)[0][3:]
-    _save_on_two(str(tmp_path))
-    _resume_alone(str(tmp_path), expected)
-    _resume_on_four(str(tmp_path), expected)
+def test_then_four_go_on(shared: Path) -> None:
+    _goes_on(shared, start(configured(2, train_micro_batch_size_per_gpu=3)), 4)
 
 
 class Counted(nn.Module):
@@ -490,4 +492,39 @@ def test_a_failure_of_one_rank_leaves_the_model_alone_on_all() -> None:
     assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(before, after, strict=True))
     engine, *_ = ds_engine.initialize(model=model, config=configured(3), training_data=Data())
     assert engine.train_batch().applied
+    engine.close()
+
+
+class Means(nn.Module):
+    """Running means of different sizes, which differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.line = nn.Linear(WIDTH, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(x)
+        return self.line(x).square().mean()
+
+
+@world(3)
+def test_saved_buffers_are_all_of_one_rank(tmp_path: Path) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ds_engine.initialize(model=Means(), config=settings)
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        engine.train_batch(iter([x]))
+    own = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    firsts = {name: buffer.clone() for name, buffer in own.items()}
+    for buffer in firsts.values():
+        dist.broadcast(buffer, 0)
+    if dist.get_rank():
+        assert not torch.equal(own["norms.0.running_mean"], firsts["norms.0.running_mean"])
+    engine.save_checkpoint(tmp_path, tag="means")
+    engine.load_checkpoint(tmp_path, tag="means")
+    for name, buffer in engine.module.named_buffers():
+        assert torch.equal(buffer, firsts[name]), name
     engine.close()

@@ -252,16 +252,17 @@ def chunk_of(param: Tensor) -> Tensor | None:
 
 
 def place(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)` that makes no scattered parameter whole. Collective only if a view keeps one whole."""
+    """`model.to(device)` that makes no scattered parameter whole, and leaves those on meta there. Collective only if a view keeps
+    one whole."""
     scattered = [p for p in model.parameters() if is_scattered(p)]
-    if not scattered:
+    if not scattered and not any(p.is_meta for p in model.parameters()):
         model.to(device)
         return
     for param in scattered:
         keeper_of(param).move(param, device)
     with torch.no_grad():
         for param in model.parameters():
-            if not is_scattered(param) and param.device != device:
+            if not is_scattered(param) and not param.is_meta and param.device != device:
                 param.data = param.data.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from ds_config.errors import PlanError
-from ds_engine.optimizers import make_optimizer, make_torch_scheduler, takes_whole
+from ds_engine.optimizers import make_optimizer, make_torch_scheduler
 from ds_engine.plan import ShardPlan
 from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.together import together
 from ds_engine.transforms.base import Asked, Site, Transform
 from ds_zero import STAGES, Nodes, Residency, ShardedOptimizer, Sharding, ShardOptions, shard
-from ds_zero.layout import Kind
 
 __all__ = ["Zero"]
 
@@ -60,8 +59,8 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
         if inner is None:
             site.sharding = shard(site.model, None, **options)
             return site.sharding
-        layout: Kind = "whole" if takes_whole(inner) else "flat"
-        site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip, layout=layout, **options))
+        # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
+        site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip, **options))
         site.sharding = site.optimizer.sharding
         return site.optimizer
 
