@@ -50,11 +50,12 @@ class Pipeline:
         losses: Of the last step or evaluation by microbatch, this rank's data only; on the last stage's rank.
     """
 
-    def __init__(self, model: StagedModel, make: Callable[[int], Program], microbatches: int, splits: bool) -> None:
+    def __init__(self, model: StagedModel, make: Callable[[int], Program], microbatches: int) -> None:
         self.model, self.microbatches = model, microbatches
         self._make, self._programs = make, dict[tuple[int, bool], Program]()
-        device = next((p.device for p in model.module.parameters()), torch.device("cpu"))
-        self.executor = Executor(model, device, splits)
+        program = make(microbatches)
+        splits = any(a.op is Op.INPUT_GRAD for row in program.ranks for a in row)
+        self.executor = Executor(model, splits, max(verify(add_comms(program)).peak_activations) + 1)
         self.reduction: Reduction = PlainReduction(model)
         self.losses = torch.zeros(0, dtype=torch.float64)
         self.reduces_every_backward = False
@@ -165,7 +166,4 @@ def pipeline(
             )
         return program
 
-    splits = any(a.op is Op.INPUT_GRAD for row in make(microbatches).ranks for a in row)
-    made = Pipeline(staged, make, microbatches, splits)
-    made.program()
-    return made
+    return Pipeline(staged, make, microbatches)

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import ds_comm
 import ds_monitor
+from ds_comm.channels import Channels
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
-from ds_pipe.pipes import PeerPipe
 from ds_pipe.stage import Stage
 from ds_pipe.staged import StagedModel
 from ds_pipe.timing import Span
@@ -90,15 +91,18 @@ class Executor:
         model: The stages of this rank.
         device: Of the model.
         splits: Whether programs may split backwards.
+        depth: Messages that may be under way on a link. No more than the activations a rank holds ever are.
     """
 
-    def __init__(self, model: StagedModel, device: torch.device, splits: bool) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: StagedModel, splits: bool, depth: int) -> None:
+        self.model = model
         self.stages = {s: Stage(s, part, splits) for s, part in model.parts.items()}
         for s, part in model.parts.items():
             if hasattr(part, "backwards"):  # it can compute activations again, and wants to know for what
                 setattr(part, "backwards", self.stages[s].backwards)  # noqa: B010
-        self._links: dict[tuple[int, int], Link] = {}
+        group = model.places.pipe
+        self._channels = Channels(group, depth=depth) if group.size > 1 else None
+        self._links: dict[int, Link] = {}
         self.timeline: list[Span] | None = None
         self._reset()
 
@@ -107,20 +111,20 @@ class Executor:
         self._grads: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its output
         self._sent: dict[tuple[int, int], tuple[Any, Signature | None]] = {}  # -> its output, while it is to be sent
         self._shapes: dict[tuple[int, int], Signature] = {}  # -> of its output (sender) for the gradient to come
-        self._given: dict[tuple[int, int], Signature] = {}  # -> of its input (receiver) for the gradient to send
+        self._given: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
 
-    def link(self, source: int, target: int) -> Link:
-        """The direction from one stage to a neighbour."""
-        if (source, target) not in self._links:
-            rank_of, group = self.model.rank_of, self.model.places.pipe
-            here = source if rank_of[source] == group.rank else target
-            peer = rank_of[target if here == source else source]
-            pipe = PeerPipe(group, peer, tag=2 * min(source, target) + (source > target))
-            self._links[source, target] = Link(f"stage {source} -> {target}", pipe, self.device)
-        return self._links[source, target]
+    def link(self, low: int) -> Link:
+        """The link between stage `low` and the next one, one of which is another rank's."""
+        if low not in self._links:
+            if self._channels is None:
+                raise RuntimeError("a link in a pipeline of one rank")
+            below = low in self.stages
+            peer = self.model.rank_of[low + 1 if below else low]
+            self._links[low] = Link(self._channels, peer, low, below)
+        return self._links[low]
 
     # ---- a step
 
@@ -140,14 +144,29 @@ class Executor:
                     handlers[action.op](action)
                 if timeline is not None:
                     timeline.append((begin, time.perf_counter(), action))
+            self._flush()
             reduction.finish()
-            for link in self._links.values():
-                link.flush()
         except BaseException:
             for stage in self.stages.values():
                 stage.forget()
             self._reset()
             raise
+
+    def _flush(self) -> None:
+        """What was sent is with its receiver, or waits for it alone: before anything that waits for other ranks."""
+        for link in self._links.values():
+            link.flush()
+
+    @contextmanager
+    def _differentiating(self, action: Action) -> Iterator[None]:
+        if action.reduce:
+            self._flush()
+        with self._reduction.around(action):
+            yield
+
+    def _reduce(self, action: Action) -> None:
+        self._flush()
+        self._reduction.reduce(action.stage)
 
     def _handlers(self) -> dict[Op, Callable[[Action], None]]:
         return {
@@ -161,7 +180,7 @@ class Executor:
             Op.RECV_B: self._recv_backward,
             Op.GATHER: lambda action: self._reduction.gather(action.stage),
             Op.RELEASE: lambda action: self._reduction.release(action.stage),
-            Op.REDUCE: lambda action: self._reduction.reduce(action.stage),
+            Op.REDUCE: self._reduce,
         }
 
     def _forward(self, action: Action) -> None:
@@ -189,15 +208,16 @@ class Executor:
     def _send_forward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
         out, _ = self._sent.pop((s, m))
-        signature = self.link(s, s + 1).send(out)
+        signature = self.link(s).send(out)
         if torch.is_grad_enabled():
             self._shapes[s, m] = signature
 
     def _recv_forward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
-        self._values[s, m], signature = self.link(s - 1, s).receive()
+        value, _ = self.link(s - 1).receive()
+        self._values[s, m] = value
         if torch.is_grad_enabled():
-            self._given[s, m] = signature
+            self._given[s, m] = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
 
     def _backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
@@ -207,7 +227,7 @@ class Executor:
         if action.op is Op.INPUT_GRAD:
             found = stage.input_grad(m, grads)
         else:
-            with self._reduction.around(action):
+            with self._differentiating(action):
                 found = stage.backward(m, grads)
         if s == 0:
             return
@@ -217,17 +237,16 @@ class Executor:
             self._back[s, m] = found
 
     def _weight_grad(self, action: Action) -> None:
-        with self._reduction.around(action):
+        with self._differentiating(action):
             self.stages[action.stage].weight_grad(action.microbatch)
 
     def _send_backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
-        self.link(s, s - 1).send_gradients(self._back.pop((s, m)), self._given.pop((s, m)))
+        self.link(s - 1).send_gradients(self._back.pop((s, m)), self._given.pop((s, m)))
 
     def _recv_backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
-        found = self.link(s + 1, s).receive_gradients(self._shapes.pop((s, m)))
-        self._grads[s, m] = list(found)
+        self._grads[s, m] = self.link(s).receive_gradients(self._shapes.pop((s, m)))
 
     # ---- evaluation
 
@@ -254,8 +273,7 @@ class Executor:
                     self._values[s + 1, m] = out
                 else:
                     self._sent[s, m] = (out, None)
-        for link in self._links.values():
-            link.flush()
+        self._flush()
 
     # ---- the loss, everywhere
 
@@ -272,30 +290,8 @@ class Executor:
         return torch.stack(losses).cpu() if losses else torch.zeros(0, dtype=torch.float64)
 
     def close(self) -> None:
-        """Take all hooks from the model."""
+        """Take all hooks from the model, and give up the channels."""
         for stage in self.stages.values():
             stage.close()
-
-
-class NoReduction:
-    """One rank holds each stage: nothing to reduce."""
-
-    def around(self, action: Action) -> AbstractContextManager[None]:
-        del action
-        return nullcontext()
-
-    def reduce(self, stage: int) -> None:
-        """Nothing."""
-
-    def gather(self, stage: int) -> None:
-        """Nothing."""
-
-    def release(self, stage: int) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """As it is."""
-        return loss
+        if self._channels is not None:
+            self._channels.close()

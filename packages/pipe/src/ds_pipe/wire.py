@@ -1,9 +1,9 @@
-"""How values travel between stages: any pytree as one flat message, its shapes told once.
+"""How values travel between stages: any pytree as tensors on a channel, its structure told once.
 
-Words: a *signature* is everything about a value but the numbers in its tensors; a *link* is one direction between two stages, on
-which messages are received in the order they were sent. A message is a header, then every tensor at a multiple of 64 bytes.
-The header names the signature. A steady message is one transfer with no Python object in it. When a value has another signature
-than the one before it, a message of the old size announces the new one (and describes it if it is new), and the value follows.
+Words: a *signature* is everything about a value but the numbers in its tensors; a *link* is the two directions between two stages:
+values go forward, their gradients come back. `ds_comm.channels` carries tensors and settles their dtypes and shapes; a link adds
+the structure: the first tensor of a forward message is the number of a known signature, or the description of a new one. Gradients
+need neither: both sides know the value they belong to.
 """
 
 from __future__ import annotations
@@ -11,70 +11,46 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
 
+from ds_comm.channels import Channels, Receiver, Sender
 from ds_config.errors import CommError, UnsupportedError
 
-__all__ = ["Link", "Message", "Signature", "describe", "views"]
+__all__ = ["Link", "Signature", "describe"]
 
-_ALIGN = 64
-_HEADER = 64  # eight int64: signature, announced signature, bytes of its description
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-
-
-class Message(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> object:
-        """Return when it is over."""
-
-
-class Pipe(Protocol):
-    """What moves bytes: one direction between two ranks, in order."""
-
-    def send(self, data: Tensor) -> Message:
-        """Start sending a flat uint8 tensor, which must not change before the message is over."""
-
-    def recv(self, data: Tensor) -> Message:
-        """Start receiving into it."""
+_NUMBER = 8  # bytes of a head that is a number
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Shape of a value.
+    """Structure of a value.
 
     Attributes:
         tree: torch's description of the containers, as JSON.
-        leaves: Of every leaf either `("tensor", dtype, shape, requires_grad)` or `("value", constant)`.
+        leaves: Of every leaf either `("tensor", requires_grad)` or `("value", constant)`.
     """
 
     tree: str
     leaves: tuple[tuple[Any, ...], ...]
 
     @property
-    def tensors(self) -> list[tuple[torch.dtype, tuple[int, ...], bool]]:
-        """Dtype, shape and whether it carries a gradient, of every tensor."""
-        return [(_DTYPES[leaf[1]], tuple(leaf[2]), leaf[3]) for leaf in self.leaves if leaf[0] == "tensor"]
-
-    @property
-    def gradients(self) -> list[tuple[torch.dtype, tuple[int, ...], bool]]:
-        """Of the tensors those that carry gradients."""
-        return [t for t in self.tensors if t[2]]
+    def gradients(self) -> int:
+        """How many tensors carry gradients."""
+        return sum(1 for kind, value in self.leaves if kind == "tensor" and value)
 
     def encoded(self) -> bytes:
-        return json.dumps([self.tree, self.leaves]).encode()
+        """As JSON, longer than a number."""
+        return json.dumps([self.tree, self.leaves]).encode().ljust(_NUMBER + 1)
 
     @classmethod
     def decoded(cls, data: bytes) -> Signature:
+        """What `encoded` was given."""
         tree, leaves = json.loads(data)
-        return cls(
-            tree, tuple((*leaf[:2], *([tuple(leaf[2]), leaf[3]] if leaf[0] == "tensor" else [])) for leaf in leaves)
-        )
+        return cls(tree, tuple(tuple(leaf) for leaf in leaves))
 
 
 def describe(value: Any, where: str) -> tuple[Signature, list[Tensor]]:
@@ -88,7 +64,7 @@ def describe(value: Any, where: str) -> tuple[Signature, list[Tensor]]:
     tensors: list[Tensor] = []
     for path, leaf in pairs:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            leaves.append(("tensor", str(leaf.dtype)[6:], tuple(leaf.shape), leaf.requires_grad))
+            leaves.append(("tensor", leaf.requires_grad))
             tensors.append(leaf)
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             leaves.append(("value", leaf))
@@ -120,154 +96,105 @@ _trees: dict[TreeSpec, str] = {}
 _specs: dict[str, TreeSpec] = {}
 
 
-def views(data: Tensor, tensors: list[tuple[torch.dtype, tuple[int, ...], bool]], start: int) -> list[Tensor]:
-    """The tensors that a flat uint8 message holds from `start`, without copying."""
-    found, at = [], start
-    for dtype, shape, _ in tensors:
-        nbytes = prod(shape) * dtype.itemsize
-        found.append(data[at : at + nbytes].view(dtype).view(shape))
-        at += _padded(nbytes)
-    return found
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def message_bytes(tensors: list[tuple[torch.dtype, tuple[int, ...], bool]]) -> int:
-    """Bytes of a message's body."""
-    return sum(_padded(prod(shape) * dtype.itemsize) for dtype, shape, _ in tensors)
+class _Work(Protocol):
+    def wait(self) -> object: ...
 
 
 class Link:
-    """One direction between two stages: `send` on one rank, `expect` and `receive` on the other.
+    """Between stage `low` on one rank and stage `low + 1` on another. Each end sends one way and receives the other.
 
     Args:
-        name: For messages: "stage 0 -> 1".
-        pipe: Moves the bytes.
-        device: Of the tensors.
+        channels: Of the pipeline's group.
+        peer: The other rank in it.
+        low: The lower stage.
+        below: Whether this rank has the lower stage.
     """
 
-    def __init__(self, name: str, pipe: Pipe, device: torch.device) -> None:
-        self.name, self._pipe, self._device = name, pipe, device
+    def __init__(self, channels: Channels, peer: int, low: int, below: bool) -> None:
+        self.name = f"stage {low} -> {low + 1}"
+        forward, backward = 2 * low, 2 * low + 1
+        self._sender: Sender = channels.sender(peer, forward if below else backward, unit="pipe")
+        self._receiver: Receiver = channels.receiver(peer, backward if below else forward, unit="pipe")
         self._known: list[Signature] = []
-        self._numbers: dict[Signature, int] = {}
-        self._current = -1
-        self._size = _HEADER
-        self._sending: deque[tuple[Message, Tensor]] = deque()
-        self._coming: tuple[Message, Tensor] | None = None
+        self._heads: dict[Signature, Tensor] = {}
+        self._sending: deque[tuple[_Work, object]] = deque()
 
-    # ---- the sender
+    # ---- forward
 
     def send(self, value: Any) -> Signature:
-        """Start sending a value."""
+        """Start sending a value. From the lower stage."""
         signature, tensors = describe(value, self.name)
-        number = self._numbers.get(signature)
-        if number != self._current or number is None:
-            number = self._announce(signature, number)
-        data = self._message(number)
-        for view, tensor in zip(views(data, signature.tensors, _HEADER), tensors, strict=True):
-            view.copy_(tensor.detach())
-        self._start(data)
+        head = self._heads.get(signature)
+        if head is None:
+            number = len(self._heads).to_bytes(_NUMBER, "little")
+            self._heads[signature] = torch.frombuffer(bytearray(number), dtype=torch.uint8)
+            head = torch.frombuffer(bytearray(signature.encoded()), dtype=torch.uint8)
+        self._start([head, *(t.detach() for t in tensors)])
         return signature
 
-    def _announce(self, signature: Signature, number: int | None) -> int:
-        text = b"" if number is not None else signature.encoded()
-        if number is None:
-            number = self._numbers[signature] = len(self._known)
-            self._known.append(signature)
-        data = self._message(self._current)
-        head = data[:_HEADER].view(torch.int64)
-        head[1], head[2] = number + 1, len(text)
-        self._start(data)
-        if text:
-            self._start(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
-        self._switch(number)
-        return number
-
-    def _message(self, number: int) -> Tensor:
-        data = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        head = data[:_HEADER].view(torch.int64)
-        head.zero_()
-        head[0] = number
-        return data
-
-    def _start(self, data: Tensor) -> None:
-        self._sending.append((self._pipe.send(data), data))
-        while len(self._sending) > 32:
-            self._sending.popleft()[0].wait()
-
-    def send_gradients(self, grads: list[Tensor | None], signature: Signature) -> None:
-        """Start sending the gradients of a value with this signature, which was received. An absent one counts zero."""
-        wanted = signature.gradients
-        data = torch.empty(message_bytes(wanted), dtype=torch.uint8, device=self._device)
-        for view, grad in zip(views(data, wanted, 0), grads, strict=True):
-            view.zero_() if grad is None else view.copy_(grad)
-        if data.numel():
-            self._start(data)
-
-    # ---- the receiver
-
-    def expect(self) -> None:
-        """Post the receive of the next value, so that it can arrive while this rank computes."""
-        if self._coming is None:
-            data = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-            self._coming = (self._pipe.recv(data), data)
-
     def receive(self) -> tuple[Any, Signature]:
-        """The next value, whose tensors are views of one message, and its signature."""
-        data = self._next()
-        number, announced, length = data[:_HEADER].view(torch.int64)[:3].tolist()
-        if announced:
-            if length:
-                text = torch.empty(length, dtype=torch.uint8, device=self._device)
-                self._pipe.recv(text).wait()
-                self._known.append(Signature.decoded(bytes(text.cpu().numpy())))
-            self._switch(announced - 1)
-            data = self._next()
-            number = int(data[:_HEADER].view(torch.int64)[0])
-        if number != self._current:
-            raise CommError(
-                f"{self.name}: a message of signature {number} came where {self._current} was expected",
-                code="pipe-link",
-                fix="Run the same program on every rank of the pipeline.",
-            )
-        signature = self._known[number]
-        tensors = iter(views(data, signature.tensors, _HEADER))
-        leaves: list[Any] = []
-        for leaf in signature.leaves:
-            if leaf[0] == "value":
-                leaves.append(leaf[1])
-            else:
-                tensor = next(tensors)
-                leaves.append(tensor.requires_grad_(True) if leaf[3] and torch.is_grad_enabled() else tensor)
-        if signature.tree not in _specs:
-            _specs[signature.tree] = treespec_loads(signature.tree)
-        return tree_unflatten(leaves, _specs[signature.tree]), signature
+        """The next value and its signature. At the upper stage."""
+        head, *tensors = self._receiver.recv()
+        told = head.numpy().tobytes()
+        if len(told) > _NUMBER:
+            self._known.append(Signature.decoded(told))
+            signature = self._known[-1]
+        else:
+            number = int.from_bytes(told, "little")
+            if number >= len(self._known):
+                raise self._misplaced(f"signature {number} of {len(self._known)} that are known")
+            signature = self._known[number]
+        return _value(signature, tensors), signature
 
-    def _next(self) -> Tensor:
-        self.expect()
-        coming, self._coming = self._coming, None
-        if coming is None:
-            raise RuntimeError("no receive was posted")
-        coming[0].wait()
-        return coming[1]
+    # ---- backward
 
-    def receive_gradients(self, signature: Signature) -> list[Tensor]:
+    def send_gradients(self, grads: list[Tensor | None], like: list[Tensor]) -> None:
+        """Start sending the gradients of a value that was received. An absent one is zero.
+
+        Args:
+            like: The tensors that carry gradients, in order.
+        """
+        if like:
+            self._start([torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)])
+
+    def receive_gradients(self, signature: Signature) -> list[Tensor | None]:
         """The gradients of a value with this signature, which was sent."""
-        wanted = signature.gradients
-        data = torch.empty(message_bytes(wanted), dtype=torch.uint8, device=self._device)
-        if data.numel():
-            self._pipe.recv(data).wait()
-        return views(data, wanted, 0)
+        if not signature.gradients:
+            return []
+        found = self._receiver.recv()
+        if len(found) != signature.gradients:
+            raise self._misplaced(f"{len(found)} gradients of {signature.gradients}")
+        return list(found)
 
-    # ---- both
+    # ----
 
-    def _switch(self, number: int) -> None:
-        self._current = number
-        self._size = _HEADER + message_bytes(self._known[number].tensors)
+    def _misplaced(self, what: str) -> CommError:
+        return CommError(
+            f"{self.name}: a message with {what} came",
+            code="pipe-link",
+            fix="Run the same program on every rank of the pipeline.",
+        )
+
+    def _start(self, tensors: list[Tensor]) -> None:
+        self._sending.append((self._sender.send(tensors), tensors))
+        while len(self._sending) > 16:
+            self._sending.popleft()[0].wait()
 
     def flush(self) -> None:
-        """Wait until everything that was sent is on its way out of its memory."""
+        """Wait until the memory of everything that was sent is free."""
         while self._sending:
             self._sending.popleft()[0].wait()
+
+
+def _value(signature: Signature, tensors: list[Tensor]) -> Any:
+    rest = iter(tensors)
+    leaves: list[Any] = []
+    for kind, value in signature.leaves:
+        if kind == "value":
+            leaves.append(value)
+        else:
+            tensor = next(rest)
+            leaves.append(tensor.requires_grad_(True) if value and torch.is_grad_enabled() else tensor)
+    if signature.tree not in _specs:
+        _specs[signature.tree] = treespec_loads(signature.tree)
+    return tree_unflatten(leaves, _specs[signature.tree])
