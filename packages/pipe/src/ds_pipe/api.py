@@ -16,7 +16,7 @@ from ds_pipe.executor import Executor, Feed, Reduction
 from ds_pipe.module import PipelineModule
 from ds_pipe.passes import add_comms, mark_reduce
 from ds_pipe.programs import inference, listed, make_program
-from ds_pipe.reduction import PlainReduction
+from ds_pipe.reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
 from ds_pipe.staged import StagedModel
 from ds_pipe.verify import verify
 
@@ -60,6 +60,15 @@ class Pipeline:
         self.losses = torch.zeros(0, dtype=torch.float64)
         self.reduces_every_backward = False
         self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
+
+    def reduce_with(self, optimizer: ReducingOptimizer, every_backward: bool = False) -> None:
+        """Let an optimizer reduce gradients: `ds_zero.shard(model, ..., group=places.data, norm=places.world)`.
+
+        Args:
+            every_backward: After every microbatch (ZeRO 2 and 3 keep only their share of gradients), or once a step.
+        """
+        self.reduction = OptimizerReduction(self.model, optimizer, every_backward)
+        self.reduces_every_backward = every_backward
 
     def program(self, microbatches: int | None = None) -> Program:
         """What all ranks run in a step, verified."""

@@ -1,4 +1,4 @@
-"""Ties: which ranks hold a parameter together, and equal values to start from."""
+"""Ties: which ranks hold a parameter together, and equal values to start from; and what ds-zero and checkpoints are told of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 import ds_comm
-from ds_comm import Group
-from ds_pipe.staged import Tie
+from ds_comm import Assignment, Family, Group
+from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import Places
 
-__all__ = ["broadcast_ties", "tie"]
+__all__ = ["broadcast_ties", "tell", "tie"]
 
 
 def tie(places: Places, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]) -> tuple[Tie, ...]:
@@ -51,3 +51,19 @@ def broadcast_ties(ties: Sequence[Tie]) -> None:
     """Give every copy the values of the first one. Collective over the ties' groups."""
     for one in ties:
         ds_comm.broadcast(one.param.data, group=one.group, group_src=0, unit="tied")
+
+
+def tell(model: StagedModel) -> None:
+    """Say of every parameter what it is called in the unsplit model, and of tied ones that their gradients are summed over stages."""
+    tied = {id(one.param): one for one in model.ties}
+    data = max(1, model.places.data.size)
+    families: dict[tuple[int, ...], Family] = {}
+    for name, param in model.module.named_parameters():
+        one = tied.get(id(param))
+        if one is not None:
+            ranks = one.everyone.ranks
+            title = f"tied over {','.join(map(str, ranks))}"
+            family = families.setdefault(ranks, Family(title, one.everyone, data))
+            ds_comm.assign(param, Assignment(family, one.name))
+        elif model.logical_name(name) != name:
+            ds_comm.assign(param, Assignment(None, model.logical_name(name)))

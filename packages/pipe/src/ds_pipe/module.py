@@ -12,7 +12,7 @@ from torch import nn
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
-from ds_pipe.building import broadcast_ties, tie
+from ds_pipe.building import broadcast_ties, tell, tie
 from ds_pipe.layers import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
@@ -200,7 +200,9 @@ class PipelineModule(nn.Module):
             )
         ties = tie(self.places, holders, {name: own[name] for name in holders if name in own})
         broadcast_ties(ties)
-        return StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
+        staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
+        tell(staged)
+        return staged
 
     @property
     def staged(self) -> StagedModel:

@@ -1,19 +1,21 @@
-"""Data parallelism without ZeRO: gradients are averaged over the ranks that hold a stage, when the program says so."""
+"""How gradients become one over the ranks that hold a stage: by themselves (`PlainReduction`), or by an optimizer that reduces
+while backwards run (`OptimizerReduction`, which ds-zero's is)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import ds_comm
 from ds_comm import Group
-from ds_pipe.actions import Action
+from ds_pipe.actions import Action, Op
 from ds_pipe.staged import StagedModel
 
-__all__ = ["PlainReduction", "clip_grad_norm", "global_norm"]
+__all__ = ["OptimizerReduction", "PlainReduction", "ReducingOptimizer", "clip_grad_norm", "global_norm"]
 
 
 class PlainReduction:
@@ -54,6 +56,64 @@ class PlainReduction:
     def scale(self, loss: Tensor) -> Tensor:
         """As it is."""
         return loss
+
+
+class ReducingOptimizer(Protocol):
+    """What an optimizer that reduces gradients offers: a `ds_zero.ShardedOptimizer`."""
+
+    def reduction(self, now: bool) -> AbstractContextManager[None]:
+        """Whether backwards inside reduce their gradients."""
+
+    def reduce(self) -> None:
+        """Reduce what backwards without reduction have left. Collective."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as it is differentiated."""
+
+
+class OptimizerReduction:
+    """Gradients are reduced by the optimizer: inside whole backwards, and after the last weight gradient of split ones.
+
+    Args:
+        optimizer: Over `model.module`; its `step` reduces what is left.
+        every_backward: It keeps only its share of gradients (ZeRO 2 and 3), so that every microbatch is reduced.
+    """
+
+    def __init__(self, model: StagedModel, optimizer: ReducingOptimizer, every_backward: bool) -> None:
+        self._optimizer, self._every, self._last = optimizer, every_backward, model.last
+        self._left = self._stages = len(model.parts)
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """One stage a rank: whole backwards reduce while they run. Else what a rank has is reduced at once, when all of it is there."""
+        inside = action.op is Op.BACKWARD and self._stages == 1
+        if not self._last:
+            self._optimizer.scale(torch.zeros(()))  # its gradients come from the last stage, where the loss was scaled
+        with self._optimizer.reduction(action.reduce and inside):
+            yield
+        if action.reduce and not inside:
+            self.reduce(action.stage)
+
+    def reduce(self, stage: int) -> None:
+        """Collective over the ranks that hold these parameters."""
+        del stage
+        self._left -= 1
+        if self._every or self._left == 0:
+            self._optimizer.reduce()
+
+    def gather(self, stage: int) -> None:
+        """The optimizer's own hooks gather."""
+
+    def release(self, stage: int) -> None:
+        """And release."""
+
+    def finish(self) -> None:
+        """The optimizer's `step` ends what is open."""
+        self._left = self._stages
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Times the optimizer's loss scale."""
+        return self._optimizer.scale(loss)
 
 
 def _average(params: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:

@@ -335,6 +335,13 @@ class ShardedOptimizer(Optimizer):
         """
         return self.sharding.runtime.reducing.reduction(now)
 
+    def reduce(self) -> None:
+        """Reduce what backwards without reduction have left, and wait for it. Collective, between backwards.
+
+        `step` does it, too; a pipeline does it earlier, while other stages still compute.
+        """
+        self.sharding.runtime.reducing.close()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """`reduction(False)`."""
         return self.reduction(False)
