@@ -18,6 +18,7 @@ from ds_pipe.placement import looped, vee
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import (
     SCHEDULES,
+    Staging,
     accumulation,
     dualpipe_v,
     gpipe,
@@ -62,6 +63,7 @@ __all__ = [
     "Report",
     "ScheduleError",
     "StagedModel",
+    "Staging",
     "Tie",
     "TiedLayerSpec",
     "Timing",

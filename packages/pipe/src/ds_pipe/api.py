@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_pipe.actions import Op, Program
+from ds_pipe.actions import Action, Op, Program
 from ds_pipe.costs import Costs
 from ds_pipe.executor import Executor, Feed, Reduction
 from ds_pipe.module import PipelineModule
@@ -92,41 +92,59 @@ class Pipeline:
         Collective over the pipeline and its likes.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
-        self.executor.run(self.program(count), self._feed(data), self.reduction, {"weight": 1.0 / count})
-        return self._mean(count)
+        found: dict[int, Tensor] = {}
 
-    def evaluate(self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True) -> dict[int, Any]:
-        """Forwards only, without gradients and in evaluation mode. Returns outputs by microbatch, on the last stage's rank.
+        def criterion(microbatch: int, out: Any, labels: Any) -> Tensor:
+            loss: Tensor = out if self.model.loss is None else self.model.loss(out, labels)
+            found[microbatch] = loss.detach()
+            return self.reduction.scale(loss / count if count > 1 else loss)
 
-        `mean_loss()` gives the loss afterwards.
+        self.executor.run(self._row(self.program(count)), self._feed(data), self.reduction, criterion)
+        return self._shared(found, count)
+
+    def evaluate(
+        self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True
+    ) -> tuple[dict[int, Any], Tensor | None]:
+        """Forwards only, without gradients and in evaluation mode.
+
+        Returns:
+            Outputs by microbatch, on the last stage's rank and empty elsewhere; and the mean loss, as a step gives it, or None.
+        Collective over the pipeline and its likes.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
-        rank_of = self.model.rank_of
-        program = add_comms(inference(len(rank_of), count, rank_of))
+        outputs: dict[int, Any] = {}
+        found: dict[int, Tensor] = {}
+
+        def done(microbatch: int, out: Any, labels: Any) -> None:
+            outputs[microbatch] = out
+            if with_loss:
+                found[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
+
         training = self.model.module.training
         self.model.module.eval()
         try:
-            self.executor.evaluate(program, self._feed(data), with_loss)
+            self.executor.evaluate(self.forwards(count), self._feed(data), done)
         finally:
             self.model.module.train(training)
-        outputs, self._count = dict(self.executor.outputs), count
-        self.losses = self.executor.take_losses()
-        return outputs
+        return outputs, self._shared(found, count) if with_loss else None
 
-    def mean_loss(self) -> Tensor:
-        """Of the last `evaluate`. Collective over the pipeline and its likes."""
-        return self._shared(self._count)
+    def forwards(self, count: int) -> tuple[Action, ...]:
+        """This rank's row of an evaluation of `count` microbatches."""
+        rank_of = self.model.rank_of
+        return self._row(add_comms(inference(len(rank_of), count, rank_of)))
+
+    def _row(self, program: Program) -> tuple[Action, ...]:
+        return program.ranks[self.model.places.pipe.rank]
 
     def _feed(self, data: Iterable[Any]) -> Feed:
         users = self.model.first + self.model.last
         return Feed(iter(data if users else ()), self.batch_fn, users)
 
-    def _mean(self, count: int) -> Tensor:
-        self.losses = self.executor.take_losses()
-        return self._shared(count)
-
-    def _shared(self, count: int) -> Tensor:
-        total = self.losses.sum().reshape(1) if len(self.losses) else torch.zeros(1, dtype=torch.float64)
+    def _shared(self, found: Mapping[int, Tensor], count: int) -> Tensor:
+        self.losses = torch.stack(
+            [found[m].double().reshape(()).cpu() for m in sorted(found)] or [torch.zeros(()).double()]
+        )
+        total = self.losses.sum().reshape(1)
         if self.model.last:
             ds_comm.all_reduce(total, group=self.model.places.data, unit="pipe.loss")
         return self.executor.share(total)[0] / (count * self.model.places.data.size)

@@ -4,7 +4,7 @@ when is in the program."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,13 +17,13 @@ import ds_comm
 import ds_monitor
 from ds_comm.channels import Channels
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, Op
 from ds_pipe.stage import Stage
 from ds_pipe.staged import StagedModel
 from ds_pipe.timing import Span
 from ds_pipe.wire import Link, Signature
 
-__all__ = ["Executor", "Feed", "Reduction"]
+__all__ = ["Criterion", "Executor", "Feed", "Reduction"]
 
 
 class Reduction(Protocol):
@@ -45,7 +45,11 @@ class Reduction(Protocol):
         """All actions of a step are done."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as it is differentiated (loss scaling)."""
+        """A loss as it is differentiated (loss scaling). Called by criteria."""
+
+
+Criterion = Callable[[int, Any, Any], Tensor]
+"""Of a microbatch's number, the last stage's output and the labels: the scalar that backward starts from."""
 
 
 @dataclass(slots=True)
@@ -113,8 +117,6 @@ class Executor:
         self._shapes: dict[tuple[int, int], Signature] = {}  # -> of its output (sender) for the gradient to come
         self._given: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
 
     def link(self, low: int) -> Link:
         """The link between stage `low` and the next one, one of which is another rank's."""
@@ -128,17 +130,13 @@ class Executor:
 
     # ---- a step
 
-    def run(self, program: Program, feed: Feed, reduction: Reduction, finish: Mapping[str, Any]) -> None:
-        """Run this rank's row of a training program.
-
-        Args:
-            finish: `weight`: what each loss is multiplied by for its gradient (1 / microbatches).
-        """
-        self._feed, self._reduction, self._weight = feed, reduction, float(finish["weight"])
+    def run(self, actions: Sequence[Action], feed: Feed, reduction: Reduction, criterion: Criterion) -> None:
+        """Run this rank's row of a training program."""
+        self._feed, self._reduction, self._criterion = feed, reduction, criterion
         handlers = self._handlers()
         timeline = self.timeline
         try:
-            for action in program.ranks[self.model.places.pipe.rank]:
+            for action in actions:
                 begin = time.perf_counter() if timeline is not None else 0.0
                 with ds_monitor.span(f"pipe.{action.op.name.lower()}"):
                     handlers[action.op](action)
@@ -197,13 +195,7 @@ class Executor:
 
     def _finish(self, microbatch: int) -> Callable[[Any], Any]:
         labels = self._feed.take(microbatch, 1)
-
-        def finish(out: Any) -> Any:
-            loss = out if self.model.loss is None else self.model.loss(out, labels)
-            self.losses[microbatch] = loss.detach()
-            return self._reduction.scale(loss * self._weight if self._weight != 1.0 else loss)
-
-        return finish
+        return lambda out: self._criterion(microbatch, out, labels)
 
     def _send_forward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
@@ -251,11 +243,11 @@ class Executor:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self, program: Program, feed: Feed, with_loss: bool) -> None:
-        """Run forwards only; leaves `losses` and `outputs` on the rank of the last stage."""
-        self._feed = feed
+    def evaluate(self, actions: Sequence[Action], feed: Feed, done: Callable[[int, Any, Any], object]) -> None:
+        """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage."""
         last = len(self.model.rank_of) - 1
-        for action in program.ranks[self.model.places.pipe.rank]:
+        self._feed = feed
+        for action in actions:
             s, m = action.stage, action.microbatch
             if action.op is Op.SEND_F:
                 self._send_forward(action)
@@ -265,10 +257,7 @@ class Executor:
                 value = feed.take(m, 0) if s == 0 else self._values.pop((s, m))
                 out = self.stages[s].forward(m, value)
                 if s == last:
-                    labels = feed.take(m, 1)
-                    self.outputs[m] = out
-                    if with_loss:
-                        self.losses[m] = out if self.model.loss is None else self.model.loss(out, labels)
+                    done(m, out, feed.take(m, 1))
                 elif s + 1 in self.stages:
                     self._values[s + 1, m] = out
                 else:
@@ -282,12 +271,6 @@ class Executor:
         group = self.model.places.pipe
         ds_comm.broadcast(numbers, group=group, group_src=self.model.rank_of[-1], unit="pipe.loss")
         return numbers
-
-    def take_losses(self) -> Tensor:
-        """The losses of the step by microbatch, float64; of a rank without the last stage zeros. Clears them."""
-        losses = [self.losses[m].double().reshape(()) for m in sorted(self.losses)]
-        self._reset()
-        return torch.stack(losses).cpu() if losses else torch.zeros(0, dtype=torch.float64)
 
     def close(self) -> None:
         """Take all hooks from the model, and give up the channels."""

@@ -16,7 +16,7 @@ from ds_pipe.building import broadcast_ties, tell, tie
 from ds_pipe.layers import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
-from ds_pipe.programs import placement_of
+from ds_pipe.programs import Staging, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
 from ds_pipe.staged import StagedModel
 from ds_pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, Places, ProcessTopology
@@ -203,6 +203,11 @@ class PipelineModule(nn.Module):
         staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
         tell(staged)
         return staged
+
+    @property
+    def pipe_staging(self) -> Staging:
+        """How this model is cut, for those who plan its steps."""
+        return Staging(self.schedule, self.num_stages, self.virtual)
 
     @property
     def staged(self) -> StagedModel:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
@@ -30,6 +30,7 @@ from ds_pipe.timing import simulate
 
 __all__ = [
     "SCHEDULES",
+    "Staging",
     "accumulation",
     "dualpipe_v",
     "gpipe",
@@ -182,6 +183,25 @@ def make_program(name: str, ranks: int, microbatches: int, virtual: int = 2) -> 
             fix=f"Use one of {', '.join([*SCHEDULES, 'inference'])}; `ds_pipe.listed` makes one from measured costs.",
         )
     return SCHEDULES[name](ranks, microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a model was cut: enough to make its programs, without the model.
+
+    Attributes:
+        schedule: A name `make_program` knows.
+        ranks: Of one pipeline.
+        virtual: Stages a rank, for `interleaved`.
+    """
+
+    schedule: str
+    ranks: int
+    virtual: int = 2
+
+    def program(self, microbatches: int) -> Program:
+        """What computes in a step."""
+        return make_program(self.schedule, self.ranks, microbatches, self.virtual)
 
 
 def _even(rank_of: tuple[int, ...], microbatches: int, caps: Iterable[float]) -> Problem:
