@@ -1,4 +1,4 @@
-"""Activation checkpointing; `ds_parallel.tensor` holds tensor parallelism. Sequence parallelism comes with later versions.
+"""Activation checkpointing; `tensor`, `sequence` and `tiling` hold tensor and sequence parallelism and tiles.
 
 `ds_parallel.config` holds the sections of the configuration; it is imported by whoever needs it.
 """

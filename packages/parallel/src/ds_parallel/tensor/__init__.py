@@ -1,7 +1,8 @@
 """Tensor parallelism: layers of a model cut over ranks. Decide (`make_tensor_plan`), then do (`cut_model`)."""
 
+from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.apply import CutModel, cut_model
-from ds_parallel.tensor.cuts import Cut, HeadCounts, Part, Unit
+from ds_parallel.tensor.cuts import Cut, Part, Unit
 from ds_parallel.tensor.facts import ModelFacts, facts_of
 from ds_parallel.tensor.losses import causal_loss, vocabulary_cross_entropy
 from ds_parallel.tensor.plan import Decision, TensorOptions, TensorPlan, make_tensor_plan

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 from ds_config.errors import PlanError
+from ds_parallel.heads import HeadCounts, Stretch, spread
 
-__all__ = ["Cut", "HeadCounts", "Part", "Unit", "cut_dim", "spread"]
-
-Stretch = tuple[int, int]
-"""`start <= i < stop` of a dim, in elements of the uncut tensor."""
+__all__ = ["Cut", "Part", "Unit", "cut_dim"]
 
 
 class Unit(Enum):
@@ -40,52 +37,6 @@ class Part:
 
     unit: Unit = Unit.GRAIN
     size: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCounts:
-    """Heads of one attention module, `key_value` dividing `query`.
-
-    Attributes:
-        query: Query heads.
-        key_value: Key-value heads, equal to `query` without grouping.
-    """
-
-    query: int
-    key_value: int
-
-    def __post_init__(self) -> None:
-        if self.key_value < 1 or self.query % self.key_value:
-            raise PlanError(
-                f"{self.query} query heads cannot share {self.key_value} key-value heads evenly",
-                code="tensor-heads",
-                fix="Check the model's head counts.",
-            )
-
-    def stretches(self, degree: int) -> tuple[tuple[Stretch, Stretch], ...]:
-        """For each rank its query heads and its key-value heads. Query heads stay with the key-value head they use.
-
-        As many ranks as key-value heads or fewer: whole groups, the first ranks take what is left over. More ranks: a
-        key-value head is held by several of them, among which its query heads are divided.
-
-        Raises:
-            PlanError: a rank would have no query head ("tensor-heads").
-        """
-        group = self.query // self.key_value
-        if degree <= self.key_value:
-            return tuple(((a * group, b * group), (a, b)) for a, b in spread(self.key_value, degree))
-        found: list[tuple[Stretch, Stretch]] = []
-        for head, (first, last) in enumerate(spread(degree, self.key_value)):
-            if last - first > group:
-                raise PlanError(
-                    f"{self.query} query heads cannot be given to {degree} tensor-parallel ranks: each needs one at least, "
-                    f"and each of the {self.key_value} key-value heads serves {group}",
-                    code="tensor-heads",
-                    fix=f"Use at most {self.query} tensor-parallel ranks, of which each key-value head's share is at most {group}.",
-                )
-            for a, b in spread(group, last - first):
-                found.append(((head * group + a, head * group + b), (head, head + 1)))
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +70,6 @@ class Cut:
     def shared(self) -> bool:
         """Whether some stretch is held by several ranks."""
         return any(len(set(part)) < len(part) for part in self.parts)
-
-
-def spread(units: int, over: int) -> tuple[Stretch, ...]:
-    """`units` in order over `over` takers, as evenly as whole units allow; the first takers have one more."""
-    each, left = divmod(units, over)
-    bounds = [index * each + min(index, left) for index in range(over + 1)]
-    return tuple(pairwise(bounds))
 
 
 def cut_dim(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_parallel.tensor.cuts import HeadCounts
+from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.presets import Scalar
 
 __all__ = ["Attention", "Layer", "ModelFacts", "facts_of"]

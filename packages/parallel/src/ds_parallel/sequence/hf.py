@@ -1,0 +1,231 @@
+"""Ulysses for transformers models: the attention function that a model's configuration names is wrapped in the registry.
+
+    ulysses = UlyssesAttention.register("sdpa", group)     # every model that runs with sdpa now shares its sequences
+    ulysses.remove()
+
+A rank is given its part of the sequence with the positions of the whole (`position_ids`), as `sequence_part` makes it.
+Masks that a model makes from its part say nothing of the whole and are not used: attention is causal within documents, which
+begin where positions do not follow each other, and windows are kept. Padding belongs at the end of a sequence.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import GroupLike, Mesh, MeshSpec, as_group, world_group
+from ds_comm.differentiable import all_gather
+from ds_config.errors import PlanError, UnsupportedError
+from ds_parallel.heads import HeadCounts
+from ds_parallel.sequence.ulysses import deal, to_heads, to_sequence
+
+__all__ = ["SUPPORTED", "SequenceRanks", "UlyssesAttention", "document_mask", "register_with_transformers"]
+
+SUPPORTED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_MASKED = ("sdpa",)  # what is told by a mask; the others are told by positions and windows
+_HEADS, _SEQUENCE = 1, 2  # transformers' layout inside attention: [batch, heads, sequence, head size]
+
+
+def _registry() -> Any:
+    try:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise UnsupportedError(
+            "sequence parallelism of transformers models needs transformers 4.51.3 or later",
+            code="sequence-attention",
+            fix="Install ds-parallel[hf].",
+        ) from error
+    return ALL_ATTENTION_FUNCTIONS
+
+
+class UlyssesAttention:
+    """What stands in the registry for an attention function.
+
+    Args:
+        core: The function that it wraps.
+        name: Its name in the registry.
+        group: The ranks that share sequences.
+        in_eval: Whether modules in evaluation mode share sequences, too.
+    """
+
+    def __init__(self, core: Callable[..., Any], name: str, group: GroupLike, *, in_eval: bool = True) -> None:
+        self.core, self.name, self.group, self.in_eval = core, name, as_group(group), in_eval
+
+    @classmethod
+    def register(cls, name: str, group: GroupLike, *, in_eval: bool = True) -> UlyssesAttention:
+        """Wrap the attention function `name` for all models of this process.
+
+        Raises:
+            UnsupportedError: an attention that cannot be wrapped ("sequence-attention").
+            PlanError: it is wrapped already ("sequence-attention").
+        """
+        registry = _registry()
+        if name not in SUPPORTED or name not in registry:
+            raise UnsupportedError(
+                f"sequence parallelism with attention {name!r}; it works with {', '.join(SUPPORTED)}",
+                code="sequence-attention",
+                fix='Load the model with attn_implementation="sdpa".',
+            )
+        core = registry[name]
+        if isinstance(core, cls):
+            raise PlanError(
+                f"attention {name!r} is wrapped already, over {core.group}",
+                code="sequence-attention",
+                fix="Call remove() on what the first registration returned.",
+            )
+        wrapped = cls(core, name, group, in_eval=in_eval)
+        registry.register(name, wrapped)
+        return wrapped
+
+    def remove(self) -> None:
+        """Put the wrapped function back."""
+        registry = _registry()
+        if registry[self.name] is self:
+            registry.register(self.name, self.core)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention of this rank's part: query [batch, heads, sequence / N, head size], returns [batch, sequence / N, heads, ...].
+
+        Raises:
+            PlanError: no positions were given ("sequence-positions"), or heads do not fit ("tensor-heads").
+        """
+        group = self.group
+        if group.size == 1 or not (module.training or self.in_eval):
+            return self.core(module, query, key, value, attention_mask, *args, **kwargs)
+        positions = kwargs.pop("position_ids", None)
+        if positions is None:
+            raise PlanError(
+                "sequence-parallel attention was given no position_ids: this rank's part would count from 0 like all others",
+                code="sequence-positions",
+                fix="Pass position_ids with the batch; SequenceDataLoader and sequence_part make them.",
+            )
+        dealt = deal(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), group.size)
+        query, key, value = to_heads(query, key, value, dealt, (_HEADS, _SEQUENCE), group)
+        whole: Tensor = all_gather(positions.expand(query.shape[0], -1), group, 1)
+        causal = kwargs.pop("is_causal", None)
+        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+        mask = document_mask(whole, causal, window) if self.name in _MASKED else None
+        ratio = query.shape[_HEADS] // key.shape[_HEADS]
+        seen = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
+        plain = causal and mask is None
+        out, weights = self.core(seen, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs)
+        return to_sequence(out, dealt, (2, 1), group), weights
+
+
+class _Groups:
+    """A module as an attention function sees it, with this rank's query heads for every key-value head."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def document_mask(positions: Tensor, causal: bool, window: int | None = None) -> Tensor | None:
+    """Which token may see which, from the positions of whole sequences: [batch, 1, queries, keys]; None where `causal` says it all.
+
+    A document ends where the next position is not one more. `window`: how many tokens back a token sees, itself included.
+    """
+    rows, length = positions.shape
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    packed = bool(begins[:, 1:].any())
+    windowed = window is not None and window < length
+    if not packed and not windowed:
+        return None
+    at = torch.arange(length, device=positions.device)
+    distance = at.unsqueeze(-1) - at
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if windowed and window is not None:
+        seen = seen & (distance < window) & (distance > -window)
+    seen = seen.expand(rows, 1, length, length)
+    if packed:
+        document = begins.cumsum(1)
+        seen = seen & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
+    return seen
+
+
+class SequenceRanks:
+    """Who shares sequences with whom: blocks of consecutive ranks; the others are for data. What `mpu` is to an engine."""
+
+    def __init__(self, size: int) -> None:
+        """Collective over the world.
+
+        Raises:
+            PlanError: the world does not divide by `size` ("mesh-size").
+        """
+        self.mesh = Mesh.build(MeshSpec.fit(world_group().size, sequence=size))
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.mesh["sequence"].pg
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.mesh["sequence"].size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.mesh["sequence"].rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self.mesh["data"].pg
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh["data"].size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh["data"].rank
+
+
+def register_with_transformers(
+    model_name_or_path: Any,
+    core_attn_implementation: str,
+    sequence_parallel_size: int,
+    micro_batch_size: int | None = None,
+    seq_length: int | None = None,
+    seq_length_is_variable: bool = True,
+    disable_in_eval: bool = False,
+    max_length: int | None = None,
+) -> SequenceRanks | None:
+    """Let models share sequences over blocks of `sequence_parallel_size` ranks. Collective over the world; None for a size of 1.
+
+    Args:
+        model_name_or_path: A model, its configuration, or where it is: its heads are checked before anything is made.
+        core_attn_implementation: The attention function to wrap.
+        micro_batch_size, seq_length, seq_length_is_variable, max_length: Shapes are taken from each call; a fixed length that does
+            not divide is refused.
+        disable_in_eval: Modules in evaluation mode do not share.
+    Raises:
+        PlanError: heads or a fixed length do not fit; UnsupportedError: see `UlyssesAttention.register`.
+    """
+    if sequence_parallel_size == 1:
+        return None
+    fixed = seq_length if seq_length is not None else max_length
+    if not seq_length_is_variable and fixed is not None and fixed % sequence_parallel_size:
+        raise PlanError(
+            f"a sequence of {fixed} tokens over {sequence_parallel_size} ranks",
+            code="sequence-length",
+            fix="Use a length that divides.",
+        )
+    config = getattr(model_name_or_path, "config", model_name_or_path)
+    if isinstance(config, str) or not hasattr(config, "to_dict"):
+        config = importlib.import_module("transformers").AutoConfig.from_pretrained(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = text.num_attention_heads
+    deal(HeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads), sequence_parallel_size)
+    ranks = SequenceRanks(sequence_parallel_size)
+    UlyssesAttention.register(core_attn_implementation, ranks.mesh["sequence"], in_eval=not disable_in_eval)
+    return ranks

@@ -1,0 +1,172 @@
+"""Ulysses: attention over a sequence whose ranks each have a part of it (Jacobs et al., arXiv:2309.14509).
+
+Before attention the ranks change from [sequence / N, all heads] to [sequence, heads / N], after it back. Any attention does
+in between. Heads are dealt as tensor parallelism deals them: whole groups of a key-value head; fewer key-value heads than
+ranks are sent to several of them; numbers of heads that do not divide give the first ranks one more.
+
+Costs for N ranks, b bytes an element, d = heads x head size: forward (2 + 2 kv / heads) d b (N-1)/N a token, as much backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import Group, GroupLike, as_group
+from ds_comm.differentiable import InFlight, exchange
+from ds_config.errors import PlanError, UnsupportedError
+from ds_parallel.heads import HeadCounts
+
+__all__ = ["Dealt", "DistributedAttention", "deal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Heads over ranks.
+
+    Attributes:
+        queries: Query heads of each rank.
+        keys: Key-value heads of each rank; together more than there are where ranks share them.
+        sent: Which key-value head stands at each place of what is sent, in rank order; None: each once, as they are.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    sent: tuple[int, ...] | None
+
+
+def deal(heads: HeadCounts, ranks: int) -> Dealt:
+    """Deal heads to ranks. Pure.
+
+    Raises:
+        PlanError: fewer query heads than ranks ("tensor-heads").
+    """
+    stretches = heads.stretches(ranks)
+    sent = tuple(head for _, (first, last) in stretches for head in range(first, last))
+    plain = sent == tuple(range(heads.key_value))
+    return Dealt(
+        tuple(stop - start for (start, stop), _ in stretches),
+        tuple(last - first for _, (first, last) in stretches),
+        None if plain else sent,
+    )
+
+
+class DistributedAttention(nn.Module):
+    """Any attention, over a sequence that the ranks of a group share.
+
+    Args:
+        local_attention: Called as `local_attention(query, key, value, *args, **kwargs)` with the whole sequence and this rank's
+            heads; returns [..., heads, head size] in the layout of its query, or with the last two dims as one.
+        sequence_process_group: The ranks that share a sequence, in the order of its parts.
+        scatter_idx: Dim of the heads.
+        gather_idx: Dim of the sequence.
+        sp_stream: None. Exchanges run beside each other on the group's own stream.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Any],
+        sequence_process_group: GroupLike,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ) -> None:
+        super().__init__()
+        if sp_stream is not None:
+            raise UnsupportedError(
+                "DistributedAttention with a stream of the caller's",
+                code="sequence-stream",
+                fix="Leave sp_stream out: the exchanges of query, key and value are under way together anyway.",
+            )
+        self.local_attn = local_attention
+        self.group: Group = as_group(sequence_process_group)
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        *args: Any,
+        lengths: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of this rank's part of the queries to the whole sequence.
+
+        Args:
+            query: [..., sequence / N, ..., heads, ..., head size], the sequence at `gather_idx`, heads at `scatter_idx`.
+            key, value: The same with key-value heads, whose number divides that of the heads.
+            batch_dim_idx: Says which dim is the batch, as upstream has it; it must be neither of the other two.
+            rotary_pos_emb: (cos, sin) for the whole sequence, applied to query and key by halves.
+            lengths: Of each rank's part, where parts are of different lengths.
+        Returns:
+            As `query`, or with heads and head size as one dim if `local_attention` returns that.
+        Raises:
+            PlanError: heads do not fit ("tensor-heads"), or dims are named twice ("sequence-dims").
+        """
+        heads, seq, group = self.scatter_idx, self.gather_idx, self.group
+        if batch_dim_idx in (heads, seq) or heads == seq:
+            raise PlanError(
+                f"batch_dim_idx = {batch_dim_idx}, scatter_idx = {heads}, gather_idx = {seq}",
+                code="sequence-dims",
+                fix="Name the dims of batch, heads and sequence: 1, 2, 0 for [s, b, h, d], 0, 2, 1 for [b, s, h, d].",
+            )
+        dealt = deal(HeadCounts(query.shape[heads], key.shape[heads]), group.size)
+        query, key, value = to_heads(query, key, value, dealt, (heads, seq), group, lengths)
+        if rotary_pos_emb is not None:
+            query, key = (_rotated(t, *rotary_pos_emb) for t in (query, key))
+        context = self.local_attn(query, key, value, *args, **kwargs)
+        return to_sequence(context, dealt, (heads, seq), group, lengths)
+
+
+def to_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dealt: Dealt,
+    dims: tuple[int, int],
+    group: Group,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From parts of the sequence to parts of the heads. `dims`: of heads and of the sequence. The three travel together."""
+    heads, seq = dims
+    if dealt.sent is not None:
+        index = torch.tensor(dealt.sent, device=key.device)
+        key, value = key.index_select(heads, index), value.index_select(heads, index)
+
+    def start(x: Tensor, sizes: tuple[int, ...]) -> InFlight:
+        even = None if len(set(sizes)) == 1 else sizes
+        flying: InFlight = exchange(
+            x, group, scatter_dim=heads, gather_dim=seq, scatter_sizes=even, gather_sizes=lengths, async_op=True
+        )
+        return flying
+
+    flying = start(query, dealt.queries), start(key, dealt.keys), start(value, dealt.keys)
+    return flying[0].wait(), flying[1].wait(), flying[2].wait()
+
+
+def to_sequence(
+    context: Tensor, dealt: Dealt, dims: tuple[int, int], group: Group, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """From parts of the heads back to parts of the sequence."""
+    heads, seq = dims
+    each = context.shape[heads] // dealt.queries[group.rank]  # head size, where the attention has folded it in
+    sizes = None if len(set(dealt.queries)) == 1 else [n * each for n in dealt.queries]
+    back: Tensor = exchange(
+        context, group, scatter_dim=seq, gather_dim=heads, scatter_sizes=lengths, gather_sizes=sizes
+    )
+    return back
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

@@ -1,0 +1,172 @@
+"""Sequences over ranks: attention, models, losses and batches equal those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_comm
+from ds_comm import Mesh, MeshSpec, world_group
+from ds_config.errors import PlanError, UnsupportedError, set_place
+from ds_parallel.heads import spread
+from ds_parallel.sequence import DistributedAttention, SequenceDataLoader, sequence_part, token_weighted_loss
+from ds_parallel.sequence.hf import SequenceRanks, UlyssesAttention, document_mask, register_with_transformers
+from ds_testing import world
+
+Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
+    """[b, s, h, d] with grouped heads."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1), (6, 3), (5, 5)], ids=str)
+@pytest.mark.parametrize("length", [8, 13, 97])
+@pytest.mark.parametrize("ranks", [2, 4])
+@world(4)
+def test_attention(heads: tuple[int, int], length: int, ranks: int) -> None:
+    mesh = Mesh.build(MeshSpec.fit(4, sequence=ranks))
+    group = mesh["sequence"]
+    torch.manual_seed(7)
+    whole = [
+        torch.randn(2, length, n, 4, dtype=torch.float64, requires_grad=True) for n in (heads[0], heads[1], heads[1])
+    ]
+    weight = torch.randn(2, length, heads[0], 4, dtype=torch.float64)
+    lengths = [stop - start for start, stop in spread(length, ranks)]
+    wanted = attention(*whole)
+    (wanted * weight).sum().backward()
+    mine = [t.detach().split(lengths, 1)[group.rank].clone().requires_grad_() for t in whole]
+    layer = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
+    found = layer(*mine, 0, lengths=lengths)
+    torch.testing.assert_close(found, wanted.split(lengths, 1)[group.rank], atol=1e-9, rtol=1e-9)
+    (found * weight.split(lengths, 1)[group.rank]).sum().backward()
+    for part, full in zip(mine, whole, strict=True):
+        torch.testing.assert_close(part.grad, full.grad.split(lengths, 1)[group.rank], atol=1e-9, rtol=1e-9)
+    set_place("")
+
+
+@world(2)
+def test_sequence_first_with_heads_folded_in_and_rotation() -> None:
+    """Megatron's layout: [s, b, h, d] in, [s, b, h * d] out; rotation of the whole sequence after the exchange."""
+    group = world_group()
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(6, 2, 4, 4) for _ in range(3))
+    angle = torch.randn(6, 1, 1, 2).repeat(1, 1, 1, 2)
+    turn = (angle.cos(), angle.sin())
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(*(t.transpose(0, 1) for t in (q, k, v))).transpose(0, 1).flatten(2)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * turn[0] + torch.cat([-second, first], -1) * turn[1]
+
+    layer = DistributedAttention(core, group.pg)
+    found = layer(*(t.chunk(2)[group.rank] for t in (q, k, v)), 1, turn)
+    torch.testing.assert_close(found, core(rotated(q), rotated(k), v).chunk(2)[group.rank], atol=1e-6, rtol=1e-6)
+    with pytest.raises(PlanError, match="batch_dim_idx = 0"):
+        layer(q, k, v, 0)
+    with pytest.raises(UnsupportedError, match="a stream of the caller's"):
+        DistributedAttention(core, group, sp_stream=object())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+@world(4)
+def test_a_model_with_labels_masked_unevenly(name: str, tiny: Tiny) -> None:
+    """Two packed documents, key-value heads fewer than ranks (4), a loss weighted by tokens: equal to one process."""
+    ids = torch.randint(1, 67, (1, 12), generator=torch.Generator().manual_seed(4))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0)
+    reference, _ = tiny(name)
+    seen = document_mask(positions, causal=True)
+    masked = torch.zeros(1, 1, 12, 12).masked_fill(~seen, torch.finfo(torch.float32).min)
+    logits = reference(input_ids=ids, position_ids=positions, attention_mask=masked).logits
+    shifted = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    wanted = functional.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    wanted.backward()
+    for ranks in (2, 4):
+        mesh = Mesh.build(MeshSpec.fit(4, sequence=ranks))
+        group = mesh["sequence"]
+        ulysses = UlyssesAttention.register("sdpa", group)
+        try:
+            model, _ = tiny(name)
+            part = sequence_part({"input_ids": ids, "labels": labels, "position_ids": positions}, group.rank, ranks)
+            mine = part.pop("shift_labels").flatten()
+            found = model(**part).logits
+            torch.testing.assert_close(found, logits.chunk(ranks, 1)[group.rank], atol=1e-5, rtol=1e-5)
+            loss = functional.cross_entropy(found.flatten(0, 1), mine)
+            total = token_weighted_loss(loss, (mine != -100).sum(), group)
+            torch.testing.assert_close(total, wanted, atol=1e-6, rtol=1e-6)
+            total.backward()
+            for (key, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+                ds_comm.all_reduce(param.grad, group=group)
+                torch.testing.assert_close(
+                    param.grad / ranks, other.grad, atol=1e-5, rtol=1e-4, msg=lambda said, n=key: f"{n}: {said}"
+                )
+        finally:
+            ulysses.remove()
+    set_place("")
+
+
+@world(2)
+def test_registration_is_checked_and_taken_back(tiny: Tiny) -> None:
+    model, batch = tiny("llama")
+    before = model(**batch).loss.item()
+    assert register_with_transformers(model, "sdpa", 1) is None
+    with pytest.raises(PlanError, match="query heads cannot be given"):
+        register_with_transformers(model.config.__class__(num_attention_heads=1, num_key_value_heads=1), "sdpa", 2)
+    with pytest.raises(PlanError, match="13 tokens over 2"):
+        register_with_transformers(model, "sdpa", 2, 1, seq_length=13, seq_length_is_variable=False)
+    with pytest.raises(UnsupportedError, match="'eager'"):
+        register_with_transformers(model, "eager", 2)
+    ranks = register_with_transformers(model, "sdpa", 2, disable_in_eval=True)
+    assert isinstance(ranks, SequenceRanks)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        assert (ranks.get_sequence_parallel_world_size(), ranks.get_data_parallel_world_size()) == (2, 1)
+        with pytest.raises(PlanError, match="wrapped already"):
+            register_with_transformers(model, "sdpa", 2)
+        model.eval()
+        assert model(**batch).loss.item() == pytest.approx(before)
+    finally:
+        wrapped.remove()
+    assert model(**batch).loss.item() == pytest.approx(before)
+    set_place("")
+
+
+@world(2)
+def test_batches_of_all_ranks_in_parts() -> None:
+    group = world_group()
+    ids = torch.arange(12).view(3, 1, 4) + 100 * group.rank
+    loader = SequenceDataLoader([{"input_ids": one, "labels": one, "name": group.rank} for one in ids], group)
+    found = list(loader)
+    assert len(loader) == len(found) == 6
+    assert [batch["name"] for batch in found] == [0, 1] * 3
+    second = found[3]  # batch 1 of rank 1: 104 .. 107
+    assert second["input_ids"].tolist() == [[[104, 105], [106, 107]][group.rank]]
+    assert second["shift_labels"].tolist() == [[[105, 106], [107, -100]][group.rank]]
+    assert second["position_ids"].tolist() == [[[0, 1], [2, 3]][group.rank]]
+    assert "labels" not in second
+    with pytest.raises(PlanError, match="have ended"):
+        list(SequenceDataLoader([{"input_ids": ids[0]}] * (1 + group.rank), group))
+    with pytest.raises(PlanError, match="multiple of 2"):
+        sequence_part({"input_ids": torch.zeros(1, 5)}, 0, 2)
+
+
+def test_masks_of_documents_and_windows() -> None:
+    positions = torch.tensor([[0, 1, 2, 3]])
+    assert document_mask(positions, causal=True) is None
+    window = document_mask(positions, causal=True, window=2)[0, 0].int().tolist()
+    assert window == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    packed = document_mask(torch.tensor([[0, 1, 0, 1]]), causal=False)[0, 0].int().tolist()
+    assert packed == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
