@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,6 +14,7 @@ from ds_parallel.tensor.cuts import cut_dim
 from ds_parallel.tensor.rules import first_match, rules_of_specs, rules_of_tp_plan
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 8))
 def test_query_heads_stay_with_the_key_value_head_they_use(keys: int, group: int, degree: int) -> None:
     heads = HeadCounts(keys * group, keys)
@@ -29,6 +30,7 @@ def test_query_heads_stay_with_the_key_value_head_they_use(keys: int, group: int
         assert {head // group for head in range(start, stop)} == set(range(first, last))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 5))
 def test_parts_are_cut_each_for_itself(units: list[int], grain: int, degree: int) -> None:
     sizes = [unit * grain * degree for unit in units]
