@@ -36,14 +36,15 @@ int on_device(int device, std::uintptr_t stream, const F &f) {
 }
 
 int update(int rule, py::tuple coefficients, double grad_scale, bool zero_grad, std::uintptr_t rows, std::int64_t count,
-           std::int64_t chunks, std::uint32_t dtypes, std::uintptr_t ratio, std::uintptr_t partials, int device,
-           std::uintptr_t stream) {
+           std::int64_t chunks, std::uint32_t dtypes, std::uintptr_t scale, std::uintptr_t ratio, std::uintptr_t partials,
+           int device, std::uintptr_t stream) {
   ds::Update u = {};
   u.rule = static_cast<ds::Rule>(rule);
   u.zero_grad = zero_grad;
   u.grad_scale = static_cast<float>(grad_scale);
   if (coefficients.size() > ds::max_coefficients) return static_cast<int>(Status::bad_argument);
   for (std::size_t i = 0; i < coefficients.size(); i++) u.c[i] = static_cast<float>(coefficients[i].cast<double>());
+  u.scale = pointer<const float>(scale);
   u.ratio = pointer<const float>(ratio);
   u.partials = pointer<double>(partials);
   auto dtype = [&](int i) { return static_cast<Dtype>(dtypes >> (8 * i) & 0xff); };
@@ -144,8 +145,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("update_chunk") = ds::cuda::update_chunk;
   m.def("devices", devices);
   m.def("update", update, py::arg("rule"), py::arg("coefficients"), py::arg("grad_scale"), py::arg("zero_grad"),
-        py::arg("rows"), py::arg("count"), py::arg("chunks"), py::arg("dtypes"), py::arg("ratio"), py::arg("partials"),
-        py::arg("device"), py::arg("stream"));
+        py::arg("rows"), py::arg("count"), py::arg("chunks"), py::arg("dtypes"), py::arg("scale"), py::arg("ratio"),
+        py::arg("partials"), py::arg("device"), py::arg("stream"));
   m.def("sum_squares", sum_squares, py::arg("x"), py::arg("dtype"), py::arg("n"), py::arg("partials"), py::arg("device"),
         py::arg("stream"));
   m.def("convert", convert, py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("n"),

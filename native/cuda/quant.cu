@@ -184,7 +184,11 @@ DS_KERNEL void dense_kernel(Sum from, const std::int64_t *index, std::int64_t ch
   const std::int64_t i = blockIdx.x % chunks * dense_chunk + 4 * static_cast<std::int64_t>(threadIdx.x);
   if (i >= from.q.cols) return;
   const int m = quad_size(i, from.q.cols);
-  store_quad(out, dtype, row * from.q.cols + i, m, quad_at(from, index ? index[row] : row, i, m));
+  const std::int64_t source = index ? index[row] : row;
+  // Asking on the host whether a row exists would wait for the device: one that does not exist is NaN.
+  const float nan = from_bits(0x7fc00000u);
+  const bool there = !index || (source >= 0 && source < from.q.rows);
+  store_quad(out, dtype, row * from.q.cols + i, m, there ? quad_at(from, source, i, m) : Quad{{nan, nan, nan, nan}});
 }
 
 bool usable(const QuantSpec &s, const QuantRows &q) {

@@ -110,7 +110,9 @@ struct Table {
   Dtype param, grad, state, copy;
   float grad_scale;
   bool zero_grad;
+  const float *scale;
 };
+DS_FN float factor_of(const Table &a) { return a.scale ? a.grad_scale * a.scale[0] : a.grad_scale; }
 
 // The last tensor whose first chunk is not after `chunk`; tensors without elements have no chunk.
 DS_FN std::int64_t tensor_of(const Table &a, std::int64_t chunk) {
@@ -141,13 +143,14 @@ DS_FN Chunk chunk_of(const Table &a, std::int64_t chunk) {
 template <class R>
 DS_KERNEL void update_kernel(R rule, Table a) {
   const Chunk c = chunk_of(a, blockIdx.x);
+  const float factor = factor_of(a);
   for (std::int64_t i = c.begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < c.end; i += 4 * block_threads) {
     const int m = quad_size(i, c.end);
     Quad p = load_quad(c.p, a.param, i, m), g = load_quad(c.g, a.grad, i, m), s0 = {}, s1 = {};
     if (R::states > 0) s0 = load_quad(c.s0, a.state, i, m);
     if (R::states > 1) s1 = load_quad(c.s1, a.state, i, m);
     for (int k = 0; k < 4; k++) {
-      Element x = {p.v[k], g.v[k] * a.grad_scale, s0.v[k], s1.v[k]};
+      Element x = {p.v[k], g.v[k] * factor, s0.v[k], s1.v[k]};
       step(rule, x, c.tensor);
       p.v[k] = x.p, s0.v[k] = x.s0, s1.v[k] = x.s1;
     }
@@ -162,13 +165,14 @@ DS_KERNEL void update_kernel(R rule, Table a) {
 DS_KERNEL void lamb_moments_kernel(Lamb rule, Table a, double *partials) {
   DS_SHARED double shared[block_warps + 1];
   const Chunk c = chunk_of(a, blockIdx.x);
+  const float factor = factor_of(a);
   double sum_p = 0.0, sum_u = 0.0;
   for (std::int64_t i = c.begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < c.end; i += 4 * block_threads) {
     const int m = quad_size(i, c.end);
     const Quad p = load_quad(c.p, a.param, i, m), g = load_quad(c.g, a.grad, i, m);
     Quad s0 = load_quad(c.s0, a.state, i, m), s1 = load_quad(c.s1, a.state, i, m);
     for (int k = 0; k < m; k++) {
-      Element x = {p.v[k], g.v[k] * a.grad_scale, s0.v[k], s1.v[k]};
+      Element x = {p.v[k], g.v[k] * factor, s0.v[k], s1.v[k]};
       moments(rule, x);
       const double u = lamb_direction(rule, x), w = x.p;
       sum_p += w * w, sum_u += u * u;
@@ -189,7 +193,7 @@ Status update(const Update &u, const std::int64_t *rows, std::int64_t chunks, St
   const UpdateList &l = u.list;
   if (chunks == 0) return Status::ok;
   if (!rows || l.count < 1) return Status::bad_argument;
-  const Table a = {rows, l.count, l.param_dtype, l.grad_dtype, l.state_dtype, l.copy_dtype, u.grad_scale, u.zero_grad};
+  const Table a = {rows, l.count, l.param_dtype, l.grad_dtype, l.state_dtype, l.copy_dtype, u.grad_scale, u.zero_grad, u.scale};
   switch (u.rule) {
     case Rule::adam: return launch(update_kernel<Adam>, chunks, stream, Adam(u.c), a);
     case Rule::lion: return launch(update_kernel<Lion>, chunks, stream, Lion(u.c), a);

@@ -58,6 +58,7 @@ struct Update {
   const float *ratio;  // [count], lamb_apply only
   double *partials;    // [2 * blocks of all tensors], lamb_moments only; see update_blocks()
   UpdateList list;
+  const float *scale = nullptr;  // one number beside the tensors that multiplies grad_scale; on a device only
 };
 
 // Elements that are staged, and summed, together. Fixed, so that sums do not depend on threads or instruction set; small,

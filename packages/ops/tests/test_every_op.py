@@ -357,6 +357,25 @@ def test_the_chosen_backend_agrees_with_the_reference(name: str, device: str, d:
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(op.name for op in every_op().ops if any(b.name == "torch" for b in op.backends))
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@given(d=draws)
+def test_torchs_own_kernels_agree_with_the_reference(name: str, d: Draw) -> None:
+    """What a device without our kernels runs."""
+    (op,) = (op for op in every_op().ops if op.name == name)
+    (backend,) = (b for b in op.backends if b.name == "torch")
+    if backend.obstacle("cpu", d.dtype):
+        return
+    for case in CASES[name]:
+        ours, theirs = run(case, d, "torch"), run(case, d, "reference")
+        for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            tolerance = 4 * TOLERANCE.get(a.dtype, 0.0)
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
 def spoilt(t: Tensor) -> dict[str, Tensor]:
     """The same tensor, made wrong in one way each; the first one is only unusual, and the last one may be (a weight)."""
     strided = torch.stack((t, t), dim=-1)[..., 0]

@@ -197,7 +197,25 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
     chunks = -(-table.rows[0] // chunk)
     before = np.cumsum(chunks) - chunks
     rows = np.concatenate((np.maximum(table.rows, 0), before[None]))
-    return torch.from_numpy(rows).to(table.keep[0][0].device), chunks.tolist()
+    device = table.keep[0][0].device
+    key = (device, rows.tobytes())
+    made = _tables.pop(key, None)
+    if made is None:
+        made = _from_pinned(torch.from_numpy(rows), device)
+        if len(_tables) >= _MOST_TABLES:
+            _tables.pop(next(iter(_tables)))
+    _tables[key] = made  # last: the one that goes latest
+    return made, chunks.tolist()
+
+
+def _from_pinned(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+# Tensors of a model stay where they are, so that a step finds its table on the device, and can be part of a CUDA graph.
+_tables: dict[tuple[torch.device, bytes], Tensor] = {}
+_MOST_TABLES = 256
 
 
 _STREAMS = ("param", "grad", "state0", "state1", "copy")

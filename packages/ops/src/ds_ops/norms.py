@@ -109,6 +109,17 @@ def _torch_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def _torch_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is not None and weight.dtype is not x.dtype:  # torch multiplies in the wider of both
+        return reference.rms_norm(x, weight, eps)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _torch_rms_norm(total, weight, eps), total
+
+
 # ---- native ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +228,12 @@ _RMS_NORM = register(
     Op(
         "rms_norm",
         "RMS norm and its gradient",
-        (cuda_backend(_native_rms_norm), cpu_backend(_native_rms_norm), reference_backend(reference.rms_norm)),
+        (
+            cuda_backend(_native_rms_norm),
+            cpu_backend(_native_rms_norm),
+            torch_backend(_torch_rms_norm),
+            reference_backend(reference.rms_norm),
+        ),
     )
 )
 _ADD_RMS_NORM = register(
@@ -227,6 +243,7 @@ _ADD_RMS_NORM = register(
         (
             cuda_backend(_native_add_rms_norm),
             cpu_backend(_native_add_rms_norm),
+            torch_backend(_torch_add_rms_norm),
             reference_backend(_reference_add_rms_norm),
         ),
     )

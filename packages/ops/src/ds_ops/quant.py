@@ -103,7 +103,7 @@ def dequantize(
     Formulas and sources: `ds_ops.formats` (OCP 2023, Wang et al. 2023). Products are fp32, rounded once to dtype (default: of what was quantized).
 
     Raises:
-        KernelError: "kernel-argument" for a bad dtype, `out`, or row number.
+        KernelError: "kernel-argument" for a bad dtype, `out`, or (on the CPU; a device gives NaN) a row that does not exist.
     Cost: bits/8 + 4/group bytes read, one write an element.
     """
     count = q.rows if rows is None else rows.numel()
@@ -202,8 +202,11 @@ def _require_rows(name: str, q: QuantTensor, spec: QuantSpec, rows: int, cols: i
 
 def _require_index(rows: Tensor, q: QuantTensor) -> None:
     _call.require("rows", rows, dtypes=(torch.int64,), device=q.wire.device)
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q.rows):
-        raise _bad(f"rows: {int(rows.min())}..{int(rows.max())} is outside 0..{q.rows - 1}.", "Pass rows that exist.")
+    if rows.device.type != "cpu" or not rows.numel():  # asking a device would wait for it
+        return
+    least, most = int(rows.numpy().min()), int(rows.numpy().max())
+    if least < 0 or most >= q.rows:
+        raise _bad(f"rows: {least}..{most} is outside 0..{q.rows - 1}.", "Pass rows that exist.")
 
 
 def _rows_after(q: QuantTensor, sources: int) -> int:
@@ -228,7 +231,7 @@ def _native_rows(q: QuantTensor) -> tuple[int, ...]:
 
 
 def _native_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
-    places = torch.tensor(order or [], dtype=torch.int64, device=x.device)
+    places = reference.places(tuple(order or ()), x.device)
     module, tail = _call.target(q.wire.device)
     status = module.quantize(
         _native_spec(q.spec, draw),

@@ -45,13 +45,14 @@ class Rule(enum.IntEnum):
 class UpdateSpec:
     """What one update does to every element.
 
-    grad_scale: multiplies each gradient before use: unscaling, clipping, averaging and `maximize` in one factor.
+    grad_scale: multiplies each gradient before use: unscaling, clipping, averaging and `maximize` in one factor. A tensor
+        (fp32, of one element, where the gradients are) is used without being read on the host.
     zero_grad: write zeros into the gradients in the same pass.
     """
 
     rule: Rule
     coefficients: tuple[float, ...]
-    grad_scale: float = 1.0
+    grad_scale: float | Tensor = 1.0
     zero_grad: bool = False
 
 

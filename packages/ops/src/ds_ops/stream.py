@@ -13,9 +13,9 @@ from torch import Tensor
 
 import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 
-__all__ = ["convert", "copy_ranges", "fill", "grad_norm", "sum_squares"]
+__all__ = ["clip_scale", "convert", "copy_ranges", "fill", "grad_norm", "sum_squares", "total_squares"]
 
 
 def sum_squares(x: Tensor) -> float:
@@ -25,7 +25,37 @@ def sum_squares(x: Tensor) -> float:
         x: any shape, contiguous; fp32, bf16, fp16 (others through torch).
     Cost: one read.
     """
-    return choose(_SUM_SQUARES, x.device.type, x.dtype).backend.run(x)
+    return float(_squares(x))
+
+
+def total_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of x^2 over all elements of all tensors: fp64 of one element, where they are. Nothing waits for the device.
+
+    tensors: at least one, all on one device, otherwise as in `sum_squares`. Cost: one read.
+    """
+    if not tensors:
+        raise KernelError(
+            "total_squares: no tensors.", code="kernel-argument", fix="Pass at least one: it says where the sum is."
+        )
+    sums = [_squares(t) for t in tensors]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def clip_scale(squares: Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
+    """scale * min(1, max_norm / (scale * sqrt(squares) + 1e-6)): fp32 of one element, on the device of `squares`.
+
+    What an optimizer's `Fusion(grad_scale=)` takes to clip gradients by their norm (Pascanu et al. 2013), in one pass.
+
+    Args:
+        squares: of `total_squares`, over all ranks that hold a part. scale: what gradients are multiplied with anyway.
+    """
+    norm = squares.detach().sqrt() * scale
+    return ((max_norm / (norm + 1e-6)).clamp(max=1.0) * scale).float()
+
+
+def _squares(x: Tensor) -> Tensor:
+    made: Tensor = choose(_SUM_SQUARES, x.device.type, x.dtype).backend.run(x)
+    return made
 
 
 def grad_norm(tensors: Sequence[Tensor]) -> float:
@@ -66,7 +96,7 @@ def fill(out: Tensor, value: float) -> Tensor:
     return choose(_FILL, out.device.type, out.dtype).backend.run(out, value)
 
 
-def _cpu_sum_squares(x: Tensor) -> float:
+def _cpu_sum_squares(x: Tensor) -> Tensor:
     native = _call.native()
     _call.require("x", x)
     partials = torch.empty(-(-x.numel() // native.norm_block), dtype=torch.float64)
@@ -74,16 +104,16 @@ def _cpu_sum_squares(x: Tensor) -> float:
         _call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), torch.get_num_threads()
     )
     _call.finish("sum_squares", status)
-    return total
+    return torch.tensor(total, dtype=torch.float64)
 
 
-def _cuda_sum_squares(x: Tensor) -> float:
+def _cuda_sum_squares(x: Tensor) -> Tensor:
     _call.require("x", x)
     module, tail = _call.target(x.device)
     partials = torch.zeros(module.sum_blocks, dtype=torch.float64, device=x.device)
     status = module.sum_squares(_call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), *tail)
     _call.finish("sum_squares", status)
-    return float(partials.sum())
+    return partials.sum()
 
 
 def _native_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
@@ -149,8 +179,13 @@ def _native_fill(out: Tensor, value: float) -> Tensor:
     return out
 
 
-def _reference_sum_squares(x: Tensor) -> float:
-    return float(x.detach().double().square().sum())
+def _torch_sum_squares(x: Tensor) -> Tensor:
+    # No copy of x in fp64: each element is widened where it is added.
+    return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+
+
+def _reference_sum_squares(x: Tensor) -> Tensor:
+    return x.detach().double().square().sum()
 
 
 def _reference_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
@@ -166,7 +201,12 @@ _SUM_SQUARES = register(
     Op(
         "sum_squares",
         "deterministic sum of squares",
-        (cuda_backend(_cuda_sum_squares), cpu_backend(_cpu_sum_squares), reference_backend(_reference_sum_squares)),
+        (
+            cuda_backend(_cuda_sum_squares),
+            cpu_backend(_cpu_sum_squares),
+            torch_backend(_torch_sum_squares),
+            reference_backend(_reference_sum_squares),
+        ),
     )
 )
 _CONVERT = register(

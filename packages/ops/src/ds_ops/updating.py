@@ -13,8 +13,9 @@ from torch import Tensor
 
 import ds_ops._call as _call
 from ds_config.errors import KernelError
+from ds_ops import foreach
 from ds_ops.reference import update as reference
-from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
+from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.rules import UpdateSpec, UpdateTensors
 
 __all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
@@ -65,7 +66,7 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     """First half of a LAMB step (You et al. 2020): m, v = moments of g; parameters stay. Tensors as in `update`.
 
-    Returns [count, 2] fp64 on the CPU: the sums over each tensor of p^2 and of the squared direction, summed in one
+    Returns [count, 2] fp64 on the tensors' device: the sums over each tensor of p^2 and of the squared direction, summed in one
     order whatever the number of threads. Cost: 24 bytes an element in fp32: p, g, m, v are read, m and v written.
     """
     return _run(_LAMB_MOMENTS, spec, tensors)
@@ -90,9 +91,21 @@ def _run(op: Op, spec: UpdateSpec, tensors: UpdateTensors, *extra: Tensor) -> Te
         return torch.zeros(0, 2, dtype=torch.float64)
     first = tensors.params[0]
     choice = choose(op, first.device.type, _widest(tensors))
-    if choice.backend.name == "reference":  # native ones check more, while they collect addresses
+    _require_scale(spec.grad_scale, first)
+    if choice.backend.name in ("torch", "reference"):  # native ones check more, while they collect addresses
         _require_alike(tensors)
     return choice.backend.run(spec, tensors, *extra)
+
+
+def _require_scale(scale: float | Tensor, like: Tensor) -> None:
+    if isinstance(scale, Tensor) and (
+        scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != like.device
+    ):
+        raise KernelError(
+            f"grad_scale: expected a number, or fp32 of one element on {like.device}; found {_call.describe(scale)}.",
+            code="kernel-argument",
+            fix="Make it where the gradients are, as `ds_ops.stream.clip_scale` does.",
+        )
 
 
 def _require_alike(tensors: UpdateTensors) -> None:
@@ -115,6 +128,11 @@ def _widest(tensors: UpdateTensors) -> torch.dtype:
     return odd[0] if odd else tensors.params[0].dtype
 
 
+def _on_host(scale: float | Tensor) -> float:
+    """The factor as a number; a tensor of the CPU is memory, to look into."""
+    return float(scale.numpy()) if isinstance(scale, Tensor) else scale
+
+
 def _native_call(spec: UpdateSpec, tensors: UpdateTensors, ratio: int = 0, partials: int = 0) -> None:
     _native_columns(spec, _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies), ratio, partials)
 
@@ -123,7 +141,7 @@ def _native_columns(spec: UpdateSpec, columns: _call.Columns, ratio: int = 0, pa
     status = _call.native().update(
         int(spec.rule),
         spec.coefficients,
-        spec.grad_scale,
+        _on_host(spec.grad_scale),
         spec.zero_grad,
         columns.rows_address,
         columns.count,
@@ -161,12 +179,13 @@ def _cuda_launch(spec: UpdateSpec, table: _call.Columns, ratio: Tensor | None, s
     status = module.update(
         int(spec.rule),
         spec.coefficients,
-        spec.grad_scale,
+        1.0 if isinstance(spec.grad_scale, Tensor) else spec.grad_scale,
         spec.zero_grad,
         _call.address(rows),
         table.count,
         sum(chunks),
         table.dtypes,
+        _call.address(spec.grad_scale) if isinstance(spec.grad_scale, Tensor) else 0,
         _call.address(ratio) if ratio is not None else 0,
         _call.address(partials),
         *tail,
@@ -185,7 +204,7 @@ def _cuda_update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 
 def _cuda_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
-    return torch.stack([part.sum(0) for part in _cuda_launch(spec, _table(tensors), None, sums=True)]).cpu()
+    return torch.stack([part.sum(0) for part in _cuda_launch(spec, _table(tensors), None, sums=True)])
 
 
 def _cuda_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
@@ -197,20 +216,35 @@ _UPDATE = register(
     Op(
         "update",
         "elementwise optimizer steps (adam, lion, adagrad, sgd), one pass",
-        (cuda_backend(_cuda_update), cpu_backend(_native_call), reference_backend(reference.update)),
+        (
+            cuda_backend(_cuda_update),
+            cpu_backend(_native_call),
+            torch_backend(foreach.update),
+            reference_backend(reference.update),
+        ),
     )
 )
 _LAMB_MOMENTS = register(
     Op(
         "lamb_moments",
         "LAMB: moments and norms",
-        (cuda_backend(_cuda_lamb_moments), cpu_backend(_cpu_lamb_moments), reference_backend(reference.lamb_moments)),
+        (
+            cuda_backend(_cuda_lamb_moments),
+            cpu_backend(_cpu_lamb_moments),
+            torch_backend(foreach.lamb_moments),
+            reference_backend(reference.lamb_moments),
+        ),
     )
 )
 _LAMB_APPLY = register(
     Op(
         "lamb_apply",
         "LAMB: parameters",
-        (cuda_backend(_cuda_lamb_apply), cpu_backend(_cpu_lamb_apply), reference_backend(reference.lamb_apply)),
+        (
+            cuda_backend(_cuda_lamb_apply),
+            cpu_backend(_cpu_lamb_apply),
+            torch_backend(foreach.lamb_apply),
+            reference_backend(reference.lamb_apply),
+        ),
     )
 )

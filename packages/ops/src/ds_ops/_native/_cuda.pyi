@@ -14,6 +14,7 @@ def update(
     count: int,
     chunks: int,
     dtypes: int,
+    scale: int,
     ratio: int,
     partials: int,
     device: int,

@@ -34,13 +34,14 @@ Group = dict[str, Any]
 class Fusion:
     """What a step does besides stepping, in the same pass over memory.
 
-    grad_scale: multiplies every gradient first (1/loss_scale x clipping coefficient).
+    grad_scale: multiplies every gradient first (1/loss_scale x clipping coefficient). As a tensor (fp32, one element, on the
+        gradients' device) it is not read on the host: `ds_ops.stream.clip_scale` makes one of gradients.
     zero_grads: leave zeros in the gradients instead of their values.
     grads: gradients to use instead of `.grad`, by parameter; may be bf16 or fp16 beside fp32 parameters.
     copies: tensors that receive the new parameters in their own dtype, by parameter.
     """
 
-    grad_scale: float = 1.0
+    grad_scale: float | Tensor = 1.0
     zero_grads: bool = False
     grads: Mapping[Tensor, Tensor] = field(default_factory=dict)
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
@@ -75,6 +76,11 @@ class _Repeat:
     owners: list[Tensor]
     names: tuple[str, ...]
     prepared: Prepared
+
+
+def signed(scale: float | Tensor, group: Group) -> float | Tensor:
+    """The factor of gradients, negative where the objective is maximized."""
+    return -scale if group.get("maximize") else scale
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,10 +168,9 @@ class OpsOptimizer(Optimizer):
             return
         params = [p for p in group["params"] if fusion.grad_of(p) is not None]
         self.ensure_state(group, params)
-        sign = -1.0 if group.get("maximize") else 1.0
         for (number, *_), bucket in self._buckets(group, params, fusion).items():
             spec = self.spec(group, number)
-            fused = UpdateSpec(spec.rule, spec.coefficients, sign * fusion.grad_scale, fusion.zero_grads)
+            fused = UpdateSpec(spec.rule, spec.coefficients, signed(fusion.grad_scale, group), fusion.zero_grads)
             self.step_bucket(group, fused, bucket.tensors())
             for p in bucket.owners:  # a refused call has changed nothing, not even the step number
                 self.state[p]["step"] = number
@@ -195,8 +200,7 @@ class OpsOptimizer(Optimizer):
             return False
         tensors = UpdateTensors(last.owners, grads, tuple([s[n] for s in states] for n in last.names))  # type: ignore[arg-type]
         spec = self.spec(group, number + 1)
-        sign = -1.0 if group.get("maximize") else 1.0
-        fused = UpdateSpec(spec.rule, spec.coefficients, sign * fusion.grad_scale, fusion.zero_grads)
+        fused = UpdateSpec(spec.rule, spec.coefficients, signed(fusion.grad_scale, group), fusion.zero_grads)
         if not last.prepared.run(fused, tensors):
             fresh = prepare(tensors) if _alike(grads) else None
             if fresh is None or not fresh.run(fused, tensors):

@@ -5,6 +5,8 @@ Every function takes [rows, cols] fp32 tensors and works on all groups at once.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,12 @@ __all__ = ["decode", "dequantize", "encode", "pack", "quantize", "reduce", "redu
 
 _SMALLEST_SCALE = 2.0**-126
 _MASK = 0xFFFFFFFF
+
+
+@functools.lru_cache(maxsize=64)
+def places(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64: an order of rows where a kernel reads it. A step uses the same few again and again."""
+    return torch.tensor(order, dtype=torch.int64, device=device)
 
 
 def quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
@@ -31,7 +39,7 @@ def quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> 
     codes = torch.where(scale.isnan(), torch.zeros_like(codes), codes)
     codes = codes.flatten(1)[:, : q.cols]
     params = scale if spec.symmetric else torch.cat((scale, zero), dim=-1)
-    place = torch.tensor(order, device=x.device) if order is not None else torch.arange(rows, device=x.device)
+    place = places(tuple(order), x.device) if order is not None else torch.arange(rows, device=x.device)
     q.wire.zero_()
     q.codes[place] = pack(codes, spec.format.bits)
     q.params[place] = params

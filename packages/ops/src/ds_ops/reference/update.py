@@ -34,7 +34,8 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     """Advance m and v; return [count, 2] fp64: the sums of p^2 and of the direction's squares, per tensor."""
-    sums = torch.zeros(len(tensors.params), 2, dtype=torch.float64)
+    device = tensors.params[0].device if tensors.params else None
+    sums = torch.zeros(len(tensors.params), 2, dtype=torch.float64, device=device)
     for i, param in enumerate(tensors.params):
         p, m, v = _wide(param), _wide(tensors.states[0][i]), _wide(tensors.states[1][i])
         _moments(spec.coefficients, _wide(tensors.grads[i]) * spec.grad_scale, m, v)
@@ -49,7 +50,7 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
     """p -= ratio * lr * u, with the direction u of the moments that `lamb_moments` left. ratios: [count] fp32."""
     for i, param in enumerate(tensors.params):
         p, wide = _wide(param), [_wide(s[i]) for s in tensors.states]
-        p = p.add(_lamb_direction(spec.coefficients, p, *wide), alpha=-spec.coefficients[8] * float(ratios[i]))
+        p = p.add(_lamb_direction(spec.coefficients, p, *wide) * (ratios[i] * -spec.coefficients[8]))
         _finish(spec, tensors, i, p, wide)
 
 
