@@ -5,13 +5,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.local import Disk
+from ds_ckpt.local import Disk, new_token
 from ds_config.errors import CheckpointError
 
 
@@ -239,3 +240,40 @@ def test_a_draft_that_is_being_written_is_left_alone(tmp_path):
     assert ds_ckpt.list_tags(tmp_path) == ["quick"]
     draft.abort()
     assert [p.name for p in tmp_path.iterdir()] == ["quick"]
+
+
+def _draft(root, token, touched_s):
+    """A draft that nobody holds, last written so long ago."""
+    path = root / f".tmp-slow-{token}"
+    path.mkdir(parents=True)
+    (path / "data-00000.safetensors").write_bytes(b"half")
+    for each in (path / "data-00000.safetensors", path):
+        os.utime(each, (time.time() - touched_s, time.time() - touched_s))
+    return path
+
+
+def test_a_draft_of_another_host_is_left_alone_until_nothing_has_touched_it_for_a_day(tmp_path, monkeypatch):
+    """Locks of NFS may end at the host: a living job's draft looks free from another one."""
+    monkeypatch.setattr("socket.gethostname", lambda: "other")
+    foreign = new_token()
+    monkeypatch.undo()
+    own = new_token()
+    assert foreign[16:] != own[16:]
+    living, leftover = _draft(tmp_path, foreign, 3600), _draft(tmp_path, f"{'0' * 16}{foreign[16:]}", 90_000)
+    mine, older = _draft(tmp_path, own, 3600), _draft(tmp_path, "ab12", 3600)
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole({"a": torch.ones(3)}), {})
+    assert living.is_dir()
+    assert [path.exists() for path in (leftover, mine, older)] == [False, False, False]
+
+
+def test_a_file_system_that_cannot_lock_directories_is_saved_to(tmp_path, monkeypatch):
+    """NFS answers EBADF: it locks only what is open for writing."""
+
+    def refuse(fd, how):
+        raise OSError(errno.EBADF, "bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    left = _draft(tmp_path, new_token(), 3600)
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole({"a": torch.ones(3)}), {})
+    assert left.is_dir()  # it may be someone's
+    assert ds_ckpt.list_tags(tmp_path) == ["t"]

@@ -1,5 +1,6 @@
 """Checkpoints from someone else: only typed errors, bounded memory, no code, no path outside the directory."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
+from ds_ckpt.convert.deepspeed import write_universal
+from ds_ckpt.convert.hf import write_hf
+from ds_ckpt.convert.tensors import Entry, Source, write_checkpoint
 from ds_ckpt.crc import crc32
 from ds_ckpt.format import decode, encode
 from ds_ckpt.jsontext import parse
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, DsError
 
 
 def _checkpoint():
@@ -214,3 +218,61 @@ def test_loading_runs_no_code(tmp_path, crash):
 def test_a_checkpoint_holds_no_executable_file(tmp_path):
     ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(STATE), {})
     assert all(not p.stat().st_mode & 0o111 for p in (tmp_path / "a").iterdir())
+
+
+PARTS = st.lists(st.sampled_from(["..", ".", "a", "etc", "w.0", "\\", "", "x" * 30]), min_size=1, max_size=6)
+
+
+def _folder(root):
+    """Everything below `root`, with its content."""
+    return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=PARTS,
+    sign=st.sampled_from(["/", "\\", "", "."]),
+    absolute=st.booleans(),
+    state=st.sampled_from(["exp_avg", "..", "a\\b"]),
+)
+def test_converting_names_of_a_stranger_writes_nothing_outside_the_folder(
+    tmp_path_factory, parts, sign, absolute, state
+):
+    root = tmp_path_factory.mktemp("convert")
+    name = ("/" if absolute else "") + sign.join(parts)
+    entry = Entry((2,), "float32", lambda: torch.ones(2))
+    entries = {f"param/{name}": entry, f"optim/{name}/{state}": entry}
+    source = Source(entries, meta={"optimizer": {"groups": [{"lr": 1.0}]}})
+    before = _folder(root)
+    target = root / "deep" / "er" / "out"
+    for write in (
+        lambda: write_universal(source, target, "t", allow_pickle=True),
+        lambda: write_hf(source, target / "hf"),
+        lambda: write_checkpoint(source, target / "own"),
+    ):
+        with contextlib.suppress(DsError):
+            write()
+    outside = {path for path in _folder(root) if target not in (path, *path.parents) and path not in target.parents}
+    assert outside == set(before)
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "..", "a\\b"])
+def test_such_a_name_is_refused_before_anything_is_written(tmp_path, name):
+    entry = Entry((2,), "float32", lambda: torch.ones(2))
+    source = Source({f"param/{name}": entry, f"optim/{name}/exp_avg": entry}, meta={"optimizer": {"groups": [{}]}})
+    with pytest.raises(CheckpointError, match="leads out of it") as caught:
+        write_universal(source, tmp_path / "u", "t", allow_pickle=True)
+    assert caught.value.code == "ckpt-foreign"
+    assert not (tmp_path / "u").exists()
+
+
+@pytest.mark.parametrize("state", ["..", "", "a\\b"])
+def test_nor_is_a_state_of_such_a_name(tmp_path, state):
+    entry = Entry((2,), "float32", lambda: torch.ones(2))
+    source = Source({"param/w": entry, f"optim/w/{state}": entry}, meta={"optimizer": {"groups": [{}]}})
+    with pytest.raises(CheckpointError, match="leads out of it"):
+        write_universal(source, tmp_path / "u", "t", allow_pickle=True)
+    with pytest.raises(CheckpointError, match="leads out of it"):
+        write_universal(
+            Source({"param/w": entry}, meta={"optimizer": {"groups": [{}]}}), tmp_path / "u", "../t", allow_pickle=True
+        )

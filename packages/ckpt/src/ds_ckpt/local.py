@@ -3,15 +3,21 @@
 The draft is `.tmp-<tag>-<token>` beside the tag; files and directories are synced, then one rename publishes it. An older
 checkpoint of the same tag steps aside as `.old-<tag>` for the moment between two renames, and readers look there when the
 tag is gone. A draft is locked by its owner (flock on the directory), so the next save can tell a crashed draft, which it
-removes, from one that is being written.
+removes, from one that is being written. Locks of network file systems often end at the host: the token says on which host a draft
+was begun, and that of another one is a leftover only when nothing has touched it for a day.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
+import re
+import secrets
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -23,12 +29,23 @@ from ds_config.errors import CheckpointError
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile
 
-__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile"]
+__all__ = ["Disk", "LocalDraft", "LocalStorage", "LocalWriteFile", "new_token"]
 
 _DIRECT_BYTES: Final = 2**20  # smaller files gain nothing from bypassing the page cache
 _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
 _TMP: Final = ".tmp-"
 _OLD: Final = ".old-"
+_LEFTOVER_S: Final = 86_400.0  # of another host: a save that goes on writes more often than this
+_TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
+
+
+def new_token() -> str:
+    """A name for a draft that no other has, with a mark of this host at its end."""
+    return secrets.token_hex(8) + _host_mark()
+
+
+def _host_mark() -> str:
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
 
 
 class Disk:
@@ -48,8 +65,8 @@ class Disk:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
-                return -1
+            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF):
+                return -1  # EBADF: NFS locks what is open for writing, and a directory never is
             raise
         return fd
 
@@ -333,6 +350,9 @@ class LocalStorage:
                 self.disk.rename(aside, target)
 
     def _remove_if_dead(self, path: str) -> None:
+        begun = _TOKEN.fullmatch(path.rpartition("-")[2])
+        if begun is not None and begun[1] != _host_mark() and time.time() - _touched_s(path) < _LEFTOVER_S:
+            return
         try:
             fd = self.disk.lock(path)
         except (BlockingIOError, FileNotFoundError):
@@ -348,6 +368,14 @@ class LocalStorage:
         path = os.path.join(self.root, tag)
         aside = os.path.join(self.root, _OLD + tag)
         return aside if not os.path.lexists(path) and os.path.isdir(aside) else path
+
+
+def _touched_s(path: str) -> float:
+    """When a draft or one of its files was last written; now for one that is going away."""
+    try:
+        return max(os.stat(each).st_mtime for each in (path, *(entry.path for entry in os.scandir(path))))
+    except FileNotFoundError:
+        return time.time()
 
 
 def _is_something_else(path: str) -> bool:

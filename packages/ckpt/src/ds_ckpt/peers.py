@@ -53,6 +53,20 @@ class _Snapshot:
     record: dict[str, Json]
 
 
+def _private(folder: Path) -> Path:
+    """`folder`, made so that only this user can look into it: places in memory are shared by all users of a host."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise CheckpointError(
+            f"{folder} (owner {found.st_uid}, mode {found.st_mode & 0o777:o}) is open to other users, who could read or change "
+            "the snapshots",
+            code="ckpt-not-private",
+            fix="Choose a folder that does not exist yet, or is yours with mode 700.",
+        )
+    return folder
+
+
 class PeerSnapshots:
     """Making one is collective over `group`, as is every method.
 
@@ -75,7 +89,7 @@ class PeerSnapshots:
                 code="ckpt-keep",
                 fix="Use 1 or more.",
             )
-        self._folder, self._every = Path(folder), every
+        self._folder, self._every = _private(Path(folder)), every
         self._ranks = Ranks.of(group)
         self._behind = self._ranks.twin()
         near = distance if distance is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from ds_ckpt.catalog import next_sequence
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.format import BLOCK_BYTES, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord, encode, valid_name
 from ds_ckpt.jsontext import Json, dump, to_json
+from ds_ckpt.local import new_token
 from ds_ckpt.plan import Item, SavePlan, plan_save
 from ds_ckpt.protocols import Draft
 from ds_ckpt.storage import At, locate
@@ -182,7 +182,7 @@ def prepare(
             "meta": {key: crc32(dump(value).encode()) for key, value in meta.items()},
             "aliases": dict(record[1]),
             "shards": None if cache.shards == own else [_shard_json(shard) for shard in own],
-            "token": secrets.token_hex(8),
+            "token": new_token(),
         }
 
     answers = ranks.agree(describe)

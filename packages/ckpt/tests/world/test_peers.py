@@ -124,3 +124,13 @@ def test_which_step_and_who_gives():
     assert _newest([{0: {2}, 1: {2}}, {}]) == (2, [0, 0])
     assert _newest([{0: {2}}, {1: {1}}]) is None
     assert _newest([{}, {}]) is None
+
+
+def test_a_folder_that_others_can_look_into_is_refused(tmp_path):
+    made = ds_ckpt.PeerSnapshots(tmp_path / "new")
+    made.close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "new").chmod(0o755)
+    with pytest.raises(CheckpointError, match="mode 755") as caught:
+        ds_ckpt.PeerSnapshots(tmp_path / "new")
+    assert caught.value.code == "ckpt-not-private"

@@ -465,9 +465,11 @@ def write_universal(source: Source, out: str | os.PathLike[str], tag: str, *, al
             code="ckpt-foreign",
             fix="Export one that an engine has saved.",
         )
+    trained = _trained(source)
+    for part in (tag, *trained, *(state for states in trained.values() for state in states)):
+        _check_part(part)
     zero.mkdir(parents=True)
     steps = dict((optimizer.get("scalars") or {}).get("step") or {})
-    trained = _trained(source)
     for name, states in trained.items():
         folder = zero / name
         folder.mkdir()
@@ -486,6 +488,16 @@ def write_universal(source: Source, out: str | os.PathLike[str], tag: str, *, al
         torch.save(model, target / file)
     (root / "latest_universal").write_text(tag)
     return target
+
+
+def _check_part(name: str) -> None:
+    """Raise unless `name` is one part of a path: names come from whoever wrote the checkpoint."""
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise CheckpointError(
+            f"{name!r} would be the name of a folder, and leads out of it",
+            code="ckpt-foreign",
+            fix="Do not use this checkpoint, or export it in another format.",
+        )
 
 
 def _trained(source: Source) -> dict[str, list[str]]:
