@@ -110,11 +110,11 @@ class Config(MonitorConfig):
     tensor_parallel: Annotated[
         TensorParallelConfig | None, Unbuilt("leave it out; tensor parallelism comes with ds-parallel")
     ] = None
-    expert_parallel: Annotated[
-        ExpertParallelConfig | None, Unbuilt("leave it out; expert parallelism comes with ds-moe")
-    ] = None
+    expert_parallel: ExpertParallelConfig | None = None
     pipeline: PipelineConfig = PipelineConfig()
-    use_data_before_expert_parallelism: Annotated[bool, Unbuilt("false")] = False
+    use_data_before_expert_parallelism: bool = Field(
+        default=False, description="Ranks with the same experts are neighbours, not those with different ones."
+    )
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
 
     # Saving

@@ -57,7 +57,12 @@ class Cut:
 
 
 def cut_experts(
-    model: nn.Module, section: ExpertParallelConfig, mesh: Mesh | None = None, *, data_first: bool = False
+    model: nn.Module,
+    section: ExpertParallelConfig,
+    mesh: Mesh | None = None,
+    *,
+    data_first: bool = False,
+    required: bool = True,
 ) -> Cut:
     """Replace the blocks with experts of `model` by ones that have this rank's experts only.
 
@@ -65,6 +70,7 @@ def cut_experts(
         model: With the same values on every rank; or on the meta device, to be loaded (`ds_moe.load_experts`).
         mesh: The groups of this rank; None: all ranks split the batch.
         data_first: Ranks with the same experts are neighbours.
+        required: Whether a model without experts is an error; a pipeline stage may have none.
 
     Raises:
         PlanError: nothing was recognised, experts or ranks do not divide ("moe-model", "moe-router", "moe-places").
@@ -77,7 +83,7 @@ def cut_experts(
             code="moe-unbuilt",
             fix="Use 1 and a larger autoep_size: tensor-parallel ranks take a part of the tokens each.",
         )
-    found = recognise(model, section)
+    found = recognise(model, section, required=required)
     ready = [(one, _ready(model, one)) for one in found]
     places = (
         alone()

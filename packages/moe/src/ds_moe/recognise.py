@@ -42,18 +42,18 @@ class Found:
     parts: Parts | None = None
 
 
-def recognise(model: nn.Module, section: ExpertParallelConfig, config: Any = None) -> tuple[Found, ...]:
+def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool = True) -> tuple[Found, ...]:
     """The blocks of `model`.
 
     Args:
         section: A preset, names and patterns; what is None is found.
-        config: The model's configuration; None: `model.config`.
+        required: Whether it is an error if there is none.
 
     Raises:
         PlanError: there is none, a block has something that cannot be cut, or the configuration speaks of another router than the
             family has ("moe-model", "moe-router").
     """
-    config = getattr(model, "config", None) if config is None else config
+    config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = _family(section, config)
     pattern = re.compile(section.moe_layer_pattern) if section.moe_layer_pattern else None
@@ -66,6 +66,8 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, config: Any = Non
         one = _look(name, block, section)
         if one is not None:
             found.append(one)
+    if not found and not required:
+        return ()
     if not found:
         raise PlanError(
             f"{type(model).__name__} (model_type {getattr(config, 'model_type', None)!r}) has no block of experts that can be cut"
