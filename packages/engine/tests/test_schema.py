@@ -185,6 +185,8 @@ BASES: dict[str, Mapping[str, Any]] = {
         "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}
     },
     "compile": {"compile": {"deepcompile": True}},
+    "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
+    "use_data_before_expert_parallelism": {"expert_parallel": {"enabled": True}},
     "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
     "compression_training": {"compression_training": {
         "layer_reduction": {"enabled": True},

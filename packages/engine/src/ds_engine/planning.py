@@ -70,7 +70,9 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(units, precision, (sharding.shard_size or mesh.data * mesh.sequence, sharding.near), kept),
+        memory=_memory(
+            units, precision, (sharding.shard_size or mesh.data * mesh.sequence, sharding.near, mesh.expert), kept
+        ),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
@@ -145,20 +147,21 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
 
 
 def _memory(
-    units: Sequence[UnitSpec], precision: Precision, ranks: tuple[int, int], states: tuple[int, int | None]
+    units: Sequence[UnitSpec], precision: Precision, ranks: tuple[int, int, int], states: tuple[int, int | None]
 ) -> Memory:
     """What ds-zero's own arithmetic says of every unit.
 
     Args:
-        ranks: That share one copy, and of these the ones that keep what was gathered.
+        ranks: That share one copy, of these the ones that keep what was gathered, and those that have other experts each.
         states: Tensors per element, and their bytes if not as masters.
     """
     tensors, width = states
-    world, near = ranks
+    world, near, experts = ranks
     parts = []
     for unit in units:
         dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
-        found = plan_bytes(unit, dtypes, world, tensors)
+        copies = world // experts if unit.family.startswith("expert") else world
+        found = plan_bytes(unit, dtypes, copies, tensors)
         if 1 < near < world:
             found = in_nodes(found, Nodes(near, secondary=True))
         optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width

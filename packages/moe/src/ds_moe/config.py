@@ -6,13 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_config import Dead, StrictModel
+from ds_config import Dead, StrictModel, Unbuilt
 
 __all__ = ["ExpertParallelConfig"]
 
 Positive = Annotated[int, Field(gt=0)]
 Attribute = Annotated[str, Field(min_length=1, pattern=r"^[^.]+$")]
 _CHECKED = "It is checked against a family's own router, and says what the router of a user's pattern does."
+
+_FOUND = "leave it out: packed experts say what their weights are, and experts of a list are called as they are"
 
 
 class ExpertParallelConfig(StrictModel):
@@ -46,20 +48,16 @@ class ExpertParallelConfig(StrictModel):
         default="auto", description=f"What logits become. {_CHECKED}"
     )
     top_k: Positive | Literal["auto"] = Field(default="auto", description=f"Experts a token. {_CHECKED}")
-    load_balance_coeff: None = Field(
-        default=None,
-        description="Only null: a model's own auxiliary loss stays as it is; ds_moe.Balancer balances by a bias.",
-    )
+    load_balance_coeff: Annotated[
+        float | None,
+        Unbuilt("null: a model's own auxiliary loss stays as it is; ds_moe.balance_bias balances by a bias"),
+    ] = None
     routed_scaling_factor: float | Literal["auto"] = Field(
         default="auto", description=f"Another name of route_scale. {_CHECKED}"
     )
-    expert_w1: Attribute | None = Field(
-        default=None, description="An expert's weight or linear: gate (or gate and up)."
-    )
-    expert_w2: Attribute | None = Field(default=None, description="An expert's weight or linear: down.")
-    expert_w3: Attribute | None = Field(
-        default=None, description="An expert's weight or linear: up; null if w1 has it."
-    )
+    expert_w1: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
+    expert_w2: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
+    expert_w3: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
     num_experts_attr: Attribute | None = Field(default=None, description="In the model's config: number of experts.")
     top_k_attr: Attribute | None = Field(default=None, description="In the model's config: experts a token.")
     has_shared_experts: bool | None = Field(default=None, description="Whether a block has experts for all tokens.")

@@ -50,7 +50,7 @@ class PackedExperts(nn.Module):
                 f"{type(original).__name__}: without {missing} and with parameters {wrong or sorted(names)}, it is not "
                 f"{num_experts} packed experts",
                 code="moe-model",
-                fix="Name the experts' weights in expert_parallel (expert_w1, expert_w2), or leave this block as it is.",
+                fix="Leave this block out of moe_layer_pattern, or give its experts the attributes of transformers 5.",
             )
         self.original = (original,)  # in a tuple: its parameters are ours, and must not be found twice
         for name, param in original.named_parameters(recurse=False):

@@ -53,7 +53,7 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
         PlanError: there is none, a block has something that cannot be cut, or the configuration speaks of another router than the
             family has ("moe-model", "moe-router").
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = _family(section, config)
     pattern = re.compile(section.moe_layer_pattern) if section.moe_layer_pattern else None
@@ -144,7 +144,7 @@ def _rule(section: ExpertParallelConfig, family: Family | None, config: Any, exp
     said: dict[str, Any] = {}
     if section.top_k != "auto":
         said["k"] = section.top_k
-    elif family is None and section.top_k_attr is not None:
+    elif section.top_k_attr is not None:
         said["k"] = int(_attr(config, section.top_k_attr))
     if section.score_func != "auto":
         said["score"] = section.score_func

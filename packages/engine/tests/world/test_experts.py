@@ -1,0 +1,221 @@
+"""Experts over ranks through the engine and ds-zero: a dense loop's losses and values at every stage, checkpoints, clipping, bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_engine
+import ds_zero
+from ds_config.errors import ConfigError, PlanError
+from ds_moe import MoE, place
+from ds_testing import world
+
+WIDTH, EXPERTS = 8, 4
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two layers of experts between linears; values depend on logical names only."""
+
+    def __init__(self, ep_size: int = 1, k: int = 2, drop: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        rank = dist.get_rank() % ep_size if dist.is_initialized() else 0
+        options = {"k": k, "capacity_factor": 0.7, "min_capacity": 1, "drop_tokens": drop, "use_rts": False}
+        self.moes = nn.ModuleList(
+            MoE(WIDTH, Mlp(), EXPERTS, ep_size, top2_2nd_expert_sampling=False, **options) for _ in range(2)
+        )
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                logical = self.logical(name, rank, ep_size)
+                seed = sum(ord(c) * 31**i for i, c in enumerate(logical)) % 2**31
+                param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.4)
+
+    @staticmethod
+    def logical(name: str, rank: int, ep_size: int) -> str:
+        parts = name.split(".")
+        if "deepspeed_experts" in parts:
+            at = parts.index("deepspeed_experts") + 1
+            parts[at] = str(int(parts[at]) + rank * (EXPERTS // ep_size))
+        return ".".join(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        balance = x.new_zeros(())
+        x = self.first(x)
+        for moe in self.moes:
+            out, loss, _ = moe(x)
+            x, balance = x + out, balance + loss
+        return self.last(x).square().mean() + 0.01 * balance
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    tokens = 10 + 3 * rank
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def dense(
+    size: int, k: int, drop: bool, steps: int = 3, clip: float | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """All experts in one process, routed by each rank's own tokens: norms, values at the end."""
+    net = Net(1, k, drop).double()
+    optimizer, norms = torch.optim.AdamW(net.parameters(), lr=1e-2), []
+    for step in range(steps):
+        (sum(net(batch(rank, step, torch.float64)) for rank in range(size)) / size).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach() for name, p in net.named_parameters()}
+
+
+def check(ep_size: int, stage: int, k: int, drop: bool, clip: float | None) -> None:
+    norms, wanted = dense(dist.get_world_size(), k, drop, clip=clip)
+    net = Net(ep_size, k, drop).double()
+    placed = place(net)
+    optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters(), lr=1e-2), stage=stage, clip=clip)
+    for step in range(3):
+        net(batch(dist.get_rank(), step, torch.float64)).backward()
+        optimizer.step()
+        if clip is not None:
+            assert float(optimizer.last.norm) == pytest.approx(norms[step], rel=1e-6)
+    optimizer.close()
+    rank = dist.get_rank() % ep_size
+    for name, param in net.named_parameters():
+        error = float((param - wanted[Net.logical(name, rank, ep_size)]).abs().max())
+        assert error < 1e-6, f"EP {ep_size} stage {stage} k {k} drop {drop} clip {clip}: {name} off by {error}"
+    placed.close()
+
+
+@world(2, timeout=100)
+def test_two_ranks_at_every_stage():
+    for stage, (k, drop) in zip((0, 1, 2, 3), ((1, False), (2, True), (4, False), (2, False)), strict=True):
+        check(2, stage, k, drop, 0.3 if stage % 2 else None)
+
+
+@pytest.mark.slow
+@world(4, timeout=280)
+def test_the_grid_on_four_ranks():
+    for ep_size, stage, k, drop in itertools.product((1, 2, 4), (0, 1, 2, 3), (1, 2, 4), (False, True)):
+        check(ep_size, stage, k, drop, 0.3)
+
+
+@world(4, timeout=100)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_four_ranks_with_copies_of_experts(stage):
+    check(2, stage, 2, False, 0.3)
+
+
+@world(4, timeout=100)
+def test_state_of_experts_is_cut_over_their_copies():
+    for stage in (1, 2, 3):
+        net = nn.Sequential(MoE(32, nn.Linear(32, 64), EXPERTS, 2), nn.Linear(32, 32))
+        mine = [p for n, p in net.named_parameters() if "deepspeed_experts" in n]
+        experts = 2 * sum(p.numel() for p in mine)
+        place(net)
+        optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters()), stage=stage)
+        units = [unit for unit in optimizer.sharding.units if unit.spec.family.startswith("expert")]
+        held = sum(unit.layout.shard_numel for unit in units)
+        assert experts / 4 <= held <= 1.05 * experts / 4
+        optimizer.close()
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "gradient_clipping": 0.5,
+}
+
+
+def steps(engine: ds_engine.Engine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(batch(dist.get_rank(), step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def built(ep_size: int, stage: int) -> ds_engine.Engine:
+    return ds_engine.initialize(model=Net(ep_size), config=CONFIG | {"zero_optimization": {"stage": stage}})[0]
+
+
+@world(2, timeout=100)
+def test_a_checkpoint_of_one_degree_goes_on_at_another_degree_and_stage(tmp_path):
+    straight = built(2, 2)
+    steps(straight, 0, 2)
+    straight.save_checkpoint(tmp_path, tag="t")
+    wanted = steps(straight, 2, 4)
+    straight.close()
+    for ep_size, stage in ((1, 3), (2, 1), (2, 3)):
+        engine = built(ep_size, stage)
+        engine.load_checkpoint(tmp_path, tag="t")
+        assert steps(engine, 2, 4) == pytest.approx(wanted, abs=1e-5)
+        engine.close()
+
+
+@world(2, timeout=100)
+def test_an_engine_cuts_a_models_experts_and_gives_them_back():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+    )  # fmt: skip
+    rank = dist.get_rank()
+    tokens = [torch.randint(0, 48, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(10)]
+
+    def model():
+        torch.manual_seed(1)
+        return transformers.MixtralForCausalLM(config)
+
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(5):
+        each = [own(input_ids=tokens[2 * step + r], labels=tokens[2 * step + r]).loss for r in range(2)]
+        losses.append(float(each[rank].detach()))
+        (sum(each) / 2).backward()
+        nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (2, 3):
+        section = {"zero_optimization": {"stage": stage}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+        net = model()
+        engine, *_ = ds_engine.initialize(model=net, config=CONFIG | section)
+        assert "experts" in str(engine.plan)
+        assert net.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 2
+        for step in range(5):
+            mine = tokens[2 * step + rank]
+            loss = engine(input_ids=mine, labels=mine).loss
+            assert float(loss.detach()) == pytest.approx(losses[step], abs=1e-5)
+            engine.backward(loss)
+            engine.step()
+        engine.close()
+        for name, (param, value) in zip(
+            dict(own.named_parameters()), zip(net.parameters(), own.parameters(), strict=True), strict=True
+        ):
+            torch.testing.assert_close(param, value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@world(2)
+def test_what_cannot_be_is_said_before_anything_is_built():
+    with pytest.raises((PlanError, ConfigError), match="no block of experts"):
+        ds_engine.initialize(
+            model=nn.Linear(2, 2), config=CONFIG | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+        )
+    with pytest.raises(PlanError, match="mesh-expert"):
+        ds_engine.initialize(
+            model=nn.Linear(2, 2), config=CONFIG | {"expert_parallel": {"enabled": True, "autoep_size": 3}}
+        )
