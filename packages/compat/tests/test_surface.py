@@ -17,6 +17,7 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 from deepspeed._errors import UnsupportedImportError, UnsupportedNameError
 from deepspeed._stubs import stub, write
 from deepspeed._surface import MISSING_ATTRIBUTES, SURFACE, Constant, Missing
@@ -103,10 +104,8 @@ def test_a_missing_name_answers_hasattr_getattr_and_import():
         _ = deepspeed.PipelineModule
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinearReturnBias is not here"):
         from deepspeed.zero import TiledLinearReturnBias  # noqa: F401
-    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe"):
-        from deepspeed.moe.layer import MoE  # noqa: F401
-    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.moe"):
-        _ = deepspeed.moe
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):
+        from deepspeed.moe.layer import TopKGate  # noqa: F401
 
 
 @pytest.mark.parametrize(("module", "name"), GONE)
@@ -252,3 +251,18 @@ def test_versions():
     from deepspeed.git_version_info import version
 
     assert version == meta["version"]
+
+
+def test_a_model_with_experts_is_written_as_upstream_has_it():
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.sharded_moe import top1gating
+    from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), MoE(hidden_size=4, expert=torch.nn.Linear(4, 4), num_experts=2, ep_size=1, k=1)
+    )
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    assert [group["name"] for group in groups] == ["all", "ep_size_1"]
+    assert has_moe_layers(model) == (True, 2)
+    assert model(torch.randn(6, 4))[0].shape == (6, 4)
+    assert len(top1gating(torch.randn(6, 2), 1.0, 1)) == 4

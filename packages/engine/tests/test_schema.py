@@ -180,7 +180,6 @@ BASES: dict[str, Mapping[str, Any]] = {
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
         "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "autotuning",
         "weight_quantization")},
-    "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
     "tensor_parallel.partition_config.layer_specs": {
         "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}
     },

@@ -27,6 +27,7 @@ from ds_comm import barrier
 from ds_config.errors import UnsupportedError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.engine import Components
+from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
 
@@ -186,6 +187,11 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     def data_parallel_group(self) -> Any:
         """Their process group; None in a world of one that made none."""
         return self.mesh["data"].pg
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has `deepspeed.moe.layer.MoE` layers."""
+        return has_moe_layers(self.module)[0]
 
     @property
     def communication_data_type(self) -> torch.dtype | None:

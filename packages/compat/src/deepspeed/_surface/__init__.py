@@ -16,6 +16,7 @@ from deepspeed._surface.refusals import (
     COMPRESS,
     DATA,
     ELASTIC,
+    GATES,
     HYBRID,
     INFERENCE,
     INTERNAL,
@@ -417,15 +418,18 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.pipe.topology": {
         **not_(PIPELINE, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"),
     },
-    "deepspeed.moe": {**not_(MOE, "layer", "utils", "sharded_moe", "experts", "mappings")},
-    "deepspeed.moe.layer": {**not_(MOE, "MoE", "Experts", "MOELayer", "TopKGate")},
-    "deepspeed.moe.utils": {
-        **not_(
-            MOE, "configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group",
-            "split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params",
-        ),
+    "deepspeed.moe": {},
+    "deepspeed.moe.layer": {**from_("ds_moe", "MoE", "Experts"), **not_(GATES, "MOELayer", "TopKGate")},
+    "deepspeed.moe.experts": from_("ds_moe", "Experts"),
+    "deepspeed.moe.utils": from_(
+        "ds_moe.utils", "configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group",
+        "split_params_grads_into_shared_and_expert_params", "split_params_into_different_moe_groups_for_optimizer",
+        "split_params_into_shared_and_expert_params",
+    ),
+    "deepspeed.moe.sharded_moe": {
+        **from_("ds_moe", "top1gating", "top2gating", "topkgating"), **not_(GATES, "MOELayer", "TopKGate"),
     },
-    "deepspeed.moe.sharded_moe": {**not_(MOE, "MOELayer", "TopKGate", "top1gating", "top2gating", "topkgating")},
+    "deepspeed.moe.mappings": not_(MOE, "drop_tokens", "gather_tokens"),
     "deepspeed.module_inject": {**not_(TENSOR, "layers", "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
     "deepspeed.module_inject.layers": {**not_(TENSOR, "GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer")},
     "deepspeed.sequence": {**not_(SEQUENCE, "layer", "fpdt_layer", "cross_entropy", "auto_sp")},

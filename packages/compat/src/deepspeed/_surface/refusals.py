@@ -12,7 +12,8 @@ INFERENCE = Missing(
 HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
 PIPELINE = Missing("pipeline stages are not built yet", "ZeRO stage 3, which needs no stages")
-MOE = Missing("ds-moe is not built yet", "the model's own expert layers; ZeRO shards them as any module")
+MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
+GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
 TENSOR = Missing("tensor parallelism is not built yet", "ZeRO stage 3")
 SEQUENCE = Missing("sequence parallelism is not built yet", "activation checkpointing, or a shorter sequence per rank")
 DATA = Missing("ds-data is not built yet", "a sampler of your own, passed as data_iter or with your DataLoader")
@@ -50,7 +51,6 @@ MISSING_ATTRIBUTES: Mapping[str, Missing] = {
     "set_data_post_process_func": DATA,
     "compression_scheduler": COMPRESS,
     "quantizer": COMPRESS,
-    "has_moe_layers": MOE,
     "sequence_parallel_size": SEQUENCE,
 }
 """Attributes of upstream's engine that this one does not have."""
