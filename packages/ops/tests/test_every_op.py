@@ -309,6 +309,7 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 LEAST_N = {
+    "layer_norm": 8,  # of two numbers that are nearly equal, the variance is rounding
     "masked_softmax": 3,
     "rotate": 1,
     "top_k_gating": 1,
@@ -366,6 +367,7 @@ def test_torchs_own_kernels_agree_with_the_reference(name: str, d: Draw) -> None
     """What a device without our kernels runs."""
     (op,) = (op for op in every_op().ops if op.name == name)
     (backend,) = (b for b in op.backends if b.name == "torch")
+    d = replace(d, n=max(d.n, LEAST_N.get(name, 0)))
     if backend.obstacle("cpu", d.dtype):
         return
     for case in CASES[name]:
