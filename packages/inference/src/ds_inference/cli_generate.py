@@ -1,0 +1,61 @@
+"""`ds generate FOLDER PROMPT`: one answer in the terminal, as it comes; without a prompt, a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "answer in the terminal (`ds generate FOLDER PROMPT`, or a conversation without a prompt)"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
+    parser.add_argument("prompt", nargs="?", help="left out: a conversation, one line a turn, until end of input")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the answer."""
+    import torch
+
+    from ds_inference.loading import load
+    from ds_inference.sampling import Sampling
+    from ds_inference.text import read_tokenizer
+
+    tokenizer = read_tokenizer(args.folder)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    engine = load(args.folder, dtype=dtype, tokenizer=tokenizer)
+    how = Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    if args.prompt is not None:
+        _print(engine, tokenizer.encode(args.prompt), how)
+        return 0
+    turns: list[dict[str, Any]] = []
+    for line in sys.stdin:
+        turns.append({"role": "user", "content": line.rstrip("\n")})
+        turns.append({"role": "assistant", "content": _print(engine, tokenizer.chat(turns), how)})
+    return 0
+
+
+def _print(engine: Any, prompt: Sequence[int], how: Any) -> str:
+    from ds_inference.text import TextStream
+
+    text, said = TextStream(engine.tokenizer), ""
+    engine.submit(prompt, how)
+    for event in engine.stream():
+        piece = text.push(event.token) + (text.finish() if event.reason else "")
+        said += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return said

@@ -1,0 +1,50 @@
+"""`ds serve FOLDER`: answers over HTTP, in OpenAI's protocol."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "answer over HTTP, in OpenAI's protocol (`ds serve FOLDER`)"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this host only)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
+    )
+    parser.add_argument("--cache-tokens", type=int, default=65536, help="room for keys and values, in tokens")
+    parser.add_argument("--max-requests", type=int, default=256, help="under way at a time; further ones get 429")
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens of a prompt and its answer together")
+    parser.add_argument("--step-tokens", type=int, default=512, help="computed in one step, over all requests")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM, then answer what is under way and end."""
+    import torch
+    import uvicorn
+
+    from ds_inference.loading import load
+    from ds_inference.scheduler import Budget
+    from ds_inference.serve.app import Limits, make_app
+    from ds_inference.serve.worker import Worker
+    from ds_inference.text import read_tokenizer
+
+    tokenizer = read_tokenizer(args.folder)
+    engine = load(
+        args.folder,
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        cache_tokens=args.cache_tokens,
+        budget=Budget(args.step_tokens, min(args.step_tokens, args.max_requests), length=args.max_length),
+        tokenizer=tokenizer,
+    )
+    name = args.name or Path(args.folder).resolve().name
+    app = make_app(Worker(engine), tokenizer, name, Limits(args.max_requests, longest=args.max_length))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=60)
+    return 0

@@ -1,0 +1,314 @@
+"""The HTTP face: completions, chat, models, health, metrics. What is computed is the worker's business."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ds_config.errors import DsError, PlanError
+from ds_inference.engine import Event
+from ds_inference.sampling import Sampling
+from ds_inference.serve.schema import ChatRequest, CompletionRequest
+from ds_inference.serve.worker import Worker
+from ds_inference.text import HfTokenizer, TextStream
+
+__all__ = ["Limits", "make_app"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server takes on.
+
+    Attributes:
+        requests: Under way at a time; further ones get 429.
+        answer: Tokens of an answer that names no number.
+        longest: Tokens of prompt and answer together.
+    """
+
+    requests: int = 256
+    answer: int = 256
+    longest: int = 4096
+
+
+@dataclass(slots=True)
+class _Metrics:
+    """What Prometheus reads."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self.requests = Counter("ds_requests", "Requests by outcome", ["outcome"], registry=self.registry)
+        self.tokens = Counter("ds_tokens", "Tokens by kind", ["kind"], registry=self.registry)
+        self.first = Histogram("ds_first_token_seconds", "Time to the first token", registry=self.registry)
+        self.whole = Histogram("ds_request_seconds", "Time of a request", registry=self.registry)
+        self.running = Gauge("ds_running_requests", "Requests that are not over", registry=self.registry)
+        self.free = Gauge("ds_free_blocks", "Blocks of the cache that can be taken", registry=self.registry)
+
+    requests: Counter = field(init=False)
+    tokens: Counter = field(init=False)
+    first: Histogram = field(init=False)
+    whole: Histogram = field(init=False)
+    running: Gauge = field(init=False)
+    free: Gauge = field(init=False)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request in the form that both kinds share."""
+
+    prompts: list[list[int]]
+    how: Sampling
+    stream: bool
+    usage: bool
+    chat: bool
+
+
+def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits | None = None) -> FastAPI:
+    """The application. It closes the worker when it ends, after requests that are under way are answered."""
+    return _Server(worker, tokenizer, name, limits or Limits()).app
+
+
+class _Server:
+    def __init__(self, worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits) -> None:
+        self._worker, self._tokenizer, self._name, self._limits = worker, tokenizer, name, limits
+        self._metrics, self._busy, self._closing = _Metrics(), 0, False
+        self._numbers = itertools.count()
+        self._begun = int(time.time())
+        self.app = FastAPI(title="ds serve", lifespan=self._lifespan)
+        self.app.exception_handler(RequestValidationError)(self._malformed)
+        self.app.get("/health")(self.health)
+        self.app.get("/metrics")(self.metrics)
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/completions", response_model=None)(self.complete)
+        self.app.post("/v1/chat/completions", response_model=None)(self.chat)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        del app
+        yield
+        self._closing = True
+        while self._busy:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._worker.close)
+
+    # ---- what is asked
+
+    async def health(self) -> Response:
+        failed = self._worker.failure is not None
+        status = "failed" if failed else "closing" if self._closing else "ok"
+        return JSONResponse({"status": status}, 503 if failed or self._closing else 200)
+
+    async def metrics(self) -> Response:
+        load = self._worker.load
+        self._metrics.running.set(load.requests)
+        self._metrics.free.set(load.free)
+        return Response(generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def models(self) -> dict[str, Any]:
+        one = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "ds-inference"}
+        return {"object": "list", "data": [one]}
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        return await self._serve(body, request, lambda: self._completion(body))
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        return await self._serve(body, request, lambda: self._conversation(body))
+
+    def _completion(self, body: CompletionRequest) -> _Asked:
+        prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        how = body.sampling(self._seed(), self._limits.answer, body.logprobs)
+        return _Asked(prompts, how, body.stream, _wants_usage(body), chat=False)
+
+    def _conversation(self, body: ChatRequest) -> _Asked:
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._tokenizer.chat([message.plain() for message in body.messages])
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        how = body.sampling(self._seed(), self._limits.answer, logprobs)
+        return _Asked([prompt], how, body.stream, _wants_usage(body), chat=True)
+
+    # ---- how it is answered
+
+    async def _serve(self, body: Any, request: Request, read: Callable[[], _Asked]) -> Response:
+        if body.model and body.model != self._name:
+            return self._error(404, f"there is no model {body.model!r}; this server has {self._name!r}")
+        if self._closing or self._worker.failure is not None:
+            return self._error(503, "the server is shutting down" if self._closing else "the engine has failed")
+        if self._busy >= self._limits.requests:
+            return self._error(429, f"{self._busy} requests are under way, the most this server takes; try again later")
+        try:
+            asked = read()
+            self._check(asked)
+        except DsError as error:
+            return self._error(400, str(error))
+        self._busy += 1
+        if asked.stream:
+            return StreamingResponse(self._released(self._streamed(asked)), media_type="text/event-stream")
+        try:
+            return await self._until_gone(request, self._whole(asked))
+        finally:
+            self._busy -= 1
+
+    def _check(self, asked: _Asked) -> None:
+        for prompt in asked.prompts or [[]]:
+            if not prompt or len(prompt) + asked.how.max_new_tokens > self._limits.longest:
+                raise PlanError(
+                    f"a prompt of {len(prompt)} tokens and an answer of up to {asked.how.max_new_tokens}; "
+                    f"at least 1 and together at most {self._limits.longest} are taken",
+                    code="inference-too-long",
+                    fix="Shorten the prompt or ask for fewer tokens.",
+                )
+
+    async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
+        """The answer, or its cancellation as soon as the client has gone."""
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.25)
+            if not task.done() and await request.is_disconnected():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                self._metrics.requests.labels("cancelled").inc()
+                return Response(status_code=499)
+        return task.result()
+
+    async def _released(self, lines: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for line in lines:
+                yield line
+        finally:
+            self._busy -= 1
+
+    async def _whole(self, asked: _Asked) -> Response:
+        choices: list[dict[str, Any]] = []
+        begin, count = time.perf_counter(), 0
+        try:
+            for tokens in asked.prompts:
+                texts, ids = self._texts(asked), dict[int, int]()
+                found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.samples)]
+                async for event in self._worker.answer(tokens, asked.how):
+                    number = ids.setdefault(event.request, len(ids))
+                    count += 1
+                    if count == 1:
+                        self._metrics.first.observe(time.perf_counter() - begin)
+                    _say(found[number], asked.chat, self._piece(texts[number], event), event, self._tokenizer)
+                choices += found
+        except DsError as error:
+            self._metrics.requests.labels("refused").inc()
+            return self._error(400, str(error))
+        except RuntimeError as error:
+            self._metrics.requests.labels("failed").inc()
+            return self._error(500, str(error))
+        self._done(begin, asked, count)
+        body = {**self._head(asked.chat), "choices": choices, "usage": _usage(asked, count)}
+        return JSONResponse(body)
+
+    async def _streamed(self, asked: _Asked) -> AsyncIterator[str]:
+        head, begin, count = self._head(asked.chat, part=True), time.perf_counter(), 0
+        try:
+            for place, tokens in enumerate(asked.prompts):
+                texts, ids = self._texts(asked), dict[int, int]()
+                async for event in self._worker.answer(tokens, asked.how):
+                    number = ids.setdefault(event.request, len(ids))
+                    count += 1
+                    if count == 1:
+                        self._metrics.first.observe(time.perf_counter() - begin)
+                    text = self._piece(texts[number], event)
+                    if text or event.reason or event.logprob is not None:
+                        choice = _choice(asked.chat, place * asked.how.samples + number, part=True)
+                        _say(choice, asked.chat, text, event, self._tokenizer)
+                        yield _line({**head, "choices": [choice]})
+        except (DsError, RuntimeError) as error:
+            self._metrics.requests.labels("refused" if isinstance(error, DsError) else "failed").inc()
+            yield _line({"error": {"message": str(error), "type": "invalid_request_error"}})
+            return
+        self._done(begin, asked, count)
+        if asked.usage:
+            yield _line({**head, "choices": [], "usage": _usage(asked, count)})
+        yield "data: [DONE]\n\n"
+
+    def _texts(self, asked: _Asked) -> list[TextStream]:
+        return [TextStream(self._tokenizer, asked.how.stop) for _ in range(asked.how.samples)]
+
+    @staticmethod
+    def _piece(text: TextStream, event: Event) -> str:
+        said = text.push(event.token)
+        return said + text.finish() if event.reason is not None else said
+
+    def _done(self, begin: float, asked: _Asked, count: int) -> None:
+        self._metrics.requests.labels("answered").inc()
+        self._metrics.whole.observe(time.perf_counter() - begin)
+        self._metrics.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
+        self._metrics.tokens.labels("answer").inc(count)
+
+    def _head(self, chat: bool, part: bool = False) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if part else "chat.completion") if chat else "text_completion"
+        identity = f"{'chatcmpl' if chat else 'cmpl'}-{next(self._numbers)}"
+        return {"id": identity, "object": kind, "created": int(time.time()), "model": self._name}
+
+    @staticmethod
+    def _seed() -> int:
+        return secrets.randbits(31)
+
+    async def _malformed(self, request: Request, error: Exception) -> Response:
+        del request
+        problems = error.errors() if isinstance(error, RequestValidationError) else []
+        told = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
+        return self._error(400, told or str(error))
+
+    def _error(self, status: int, message: str) -> Response:
+        self._metrics.requests.labels("refused").inc()
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+
+def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
+    return bool((body.stream_options or {}).get("include_usage"))
+
+
+def _line(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _usage(asked: _Asked, count: int) -> dict[str, int]:
+    prompt = sum(map(len, asked.prompts))
+    return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+
+
+def _choice(chat: bool, index: int, part: bool = False) -> dict[str, Any]:
+    inner: dict[str, Any] = {"role": "assistant", "content": ""}
+    said = {"delta" if part else "message": inner} if chat else {"text": ""}
+    return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+
+def _say(choice: dict[str, Any], chat: bool, text: str, event: Event, tokenizer: HfTokenizer) -> None:
+    """Add a piece of an answer to a choice."""
+    if chat:
+        choice["delta" if "delta" in choice else "message"]["content"] += text
+    else:
+        choice["text"] += text
+    choice["finish_reason"] = event.reason
+    if event.logprob is None:
+        return
+    top = event.top or {}
+    token = tokenizer.decode([event.token])
+    if chat:
+        others = [{"token": tokenizer.decode([t]), "logprob": p, "bytes": None} for t, p in top.items()]
+        entry = {"token": token, "logprob": event.logprob, "bytes": None, "top_logprobs": others}
+        choice["logprobs"] = {"content": [*((choice["logprobs"] or {}).get("content") or []), entry]}
+        return
+    kept = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    kept["tokens"].append(token)
+    kept["token_logprobs"].append(event.logprob)
+    kept["top_logprobs"].append({tokenizer.decode([t]): p for t, p in top.items()})
+    choice["logprobs"] = kept

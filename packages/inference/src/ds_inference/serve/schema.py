@@ -1,0 +1,95 @@
+"""The requests of OpenAI's protocol as models: what is not understood is refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_inference.sampling import Sampling
+
+__all__ = ["ChatRequest", "CompletionRequest"]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = ""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    n: Annotated[int, Field(ge=1, le=32)] = 1
+    stream: bool = False
+    stream_options: dict[str, bool] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+
+    def sampling(self, seed: int, limit: int, logprobs: int | None) -> Sampling:
+        """How the answer is chosen. `seed` and `limit` where the request gives none."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Sampling(
+            max_new_tokens=self.max_tokens or limit,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
+            seed=self.seed if self.seed is not None else seed,
+            stop=tuple(s for s in stops if s),
+            ignore_end=self.ignore_eos,
+            logprobs=logprobs,
+            samples=self.n,
+        )
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str | list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """With its text in one piece."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(str(part.get("text", "")) for part in content)
+        return {"role": self.role, "content": content or ""}
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

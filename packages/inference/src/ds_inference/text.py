@@ -1,0 +1,108 @@
+"""Tokens to text while they come: nothing is said that a later token could change, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ds_config.errors import CheckpointError
+from ds_inference.engine import Tokenizer
+
+__all__ = ["HfTokenizer", "TextStream", "read_tokenizer"]
+
+_UNFINISHED = "\ufffd"
+"""What decoders give for bytes that are not a whole character yet."""
+
+
+class TextStream:
+    """The text of one answer, in pieces.
+
+    Args:
+        tokenizer: Decodes.
+        stops: The text ends before the first of these; `stopped` is then true.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokens: list[int] = []
+        self._said = 0  # characters of the window that were given out
+        self._first = 0  # tokens before this one are settled: they are only context for the decoder
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; often empty."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens[self._first :])
+        if text.endswith(_UNFINISHED):
+            return ""
+        new, self._said = text[self._said :], len(text)
+        if len(self._tokens) - self._first > 32:  # decoding stays short, however long the answer
+            self._first = len(self._tokens) - 8
+            self._said = len(self._tokenizer.decode(self._tokens[self._first :]))
+        return self._past_stops(new)
+
+    def finish(self) -> str:
+        """What was held back, and is certain because the answer is over; bytes that never became a character show as one that says so."""
+        rest = "" if self.stopped else self._tokenizer.decode(self._tokens[self._first :])[self._said :]
+        held, self._held = self._held, ""
+        return "" if self.stopped else held + rest
+
+    def _past_stops(self, new: str) -> str:
+        text = self._held + new
+        at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
+        if at >= 0:
+            self.stopped, self._held = True, ""
+            return text[:at]
+        hold = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - hold :] if hold else ""
+        return text[: len(text) - hold]
+
+
+class HfTokenizer:
+    """A tokenizer of transformers, with its chat template.
+
+    Attributes:
+        inner: The tokenizer.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt, with the tokenizer's own beginning."""
+        return list(self.inner.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens; spaces as they were."""
+        return str(self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Tokens of a conversation that ends where the answer begins; without a template, `role: text` lines."""
+        if getattr(self.inner, "chat_template", None):
+            found = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            return list(found)
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return self.encode("\n".join([*lines, "assistant:"]))
+
+
+def read_tokenizer(folder: str | PathLike[str]) -> HfTokenizer:
+    """The tokenizer of a folder. Needs transformers (the extra `text`).
+
+    Raises:
+        CheckpointError: there is none, or transformers is not installed ("inference-tokenizer").
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        return HfTokenizer(AutoTokenizer.from_pretrained(Path(folder), local_files_only=True))
+    except (ImportError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no tokenizer can be read from {folder}: {error}",
+            code="inference-tokenizer",
+            fix="Put tokenizer.json and tokenizer_config.json beside the weights; install ds-inference[text].",
+        ) from error

@@ -1,0 +1,257 @@
+"""The server, asked by OpenAI's own client over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+transformers = pytest.importorskip("transformers")
+httpx = pytest.importorskip("httpx")
+import uvicorn  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+
+from ds_inference import Budget, Sampling, load  # noqa: E402
+from ds_inference.cli_generate import main as generate_main  # noqa: E402
+from ds_inference.cli_generate import register  # noqa: E402
+from ds_inference.serve.app import Limits, make_app  # noqa: E402
+from ds_inference.serve.worker import Worker  # noqa: E402
+from ds_inference.text import TextStream, read_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a byte-level tokenizer trained on this file."""
+    where = tmp_path_factory.mktemp("tiny")
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"]
+    )
+    inner.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    fast.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    fast.save_pretrained(where)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=len(fast),
+        eos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.4)
+    model.save_pretrained(where)
+    return where
+
+
+class Server:
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.engine = load(folder, cache_tokens=2048, budget=Budget(64, 32), tokenizer=read_tokenizer(folder))
+        app = make_app(Worker(self.engine), read_tokenizer(folder), "tiny", limits)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    made = Server(folder, Limits(requests=40, answer=16, longest=300))
+    yield made
+    made.stop()
+    assert made.engine.scheduler.pool.free == made.engine.scheduler.pool.count
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def said(folder, prompt: str, count: int, **how) -> str:
+    engine = load(folder, tokenizer=read_tokenizer(folder))
+    return engine.generate([prompt], Sampling(count, **how))[0].text
+
+
+def test_completions_are_the_engines(client, folder):
+    found = client.completions.create(model="tiny", prompt="def test", max_tokens=12, temperature=0)
+    assert found.choices[0].text == said(folder, "def test", 12)
+    assert found.usage.completion_tokens == 12
+    assert found.choices[0].finish_reason == "length"
+
+
+def test_streams_say_the_same(client, folder):
+    parts = client.completions.create(
+        model="tiny", prompt="import", max_tokens=20, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    texts, usage = [], None
+    for part in parts:
+        texts += [choice.text for choice in part.choices]
+        usage = part.usage or usage
+    assert "".join(texts) == said(folder, "import", 20)
+    assert usage.completion_tokens == 20
+
+
+def test_chat_uses_the_template(client, folder):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    found = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=9, temperature=0, logprobs=True, top_logprobs=3
+    )
+    assert found.choices[0].message.content == said(folder, "[system] be brief\n[user] hello\n[assistant]", 9)
+    assert len(found.choices[0].logprobs.content) == 9
+    assert len(found.choices[0].logprobs.content[0].top_logprobs) == 3
+
+
+def test_samples_seeds_and_several_prompts(client, folder):
+    found = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=5, n=2, seed=3, temperature=0.9)
+    assert [c.index for c in found.choices] == [0, 1, 2, 3]
+    texts = [c.text for c in found.choices]
+    assert texts == [said(folder, p, 5, temperature=0.9, seed=s) for p in ("a", "b") for s in (3, 4)]
+
+
+def test_a_stop_string_is_not_said(client, folder):
+    free = said(folder, "x", 20)
+    stop = free[6:9]
+    found = client.completions.create(model="tiny", prompt="x", max_tokens=20, temperature=0, stop=stop)
+    assert found.choices[0].text == free[: free.index(stop)]
+    parts = client.completions.create(model="tiny", prompt="x", max_tokens=20, temperature=0, stop=stop, stream=True)
+    assert "".join(c.text for p in parts for c in p.choices) == free[: free.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "temperatur": 1}, "temperatur"),
+        ({"prompt": []}, "at least 1"),
+        ({"prompt": "a", "max_tokens": 10_000}, "10000"),
+        ({"prompt": [70000]}, "70000"),
+        ({"max_tokens": 4}, "prompt"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(server, body, word):
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert word in answer.json()["error"]["message"]
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client.completions.create(model="other", prompt="a")
+
+
+def test_health_models_and_metrics(server, client):
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    client.completions.create(model="tiny", prompt="a", max_tokens=2)
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'ds_requests_total{outcome="answered"}' in text
+    assert "ds_first_token_seconds_bucket" in text
+
+
+def crowd(server, folder, count: int) -> None:
+    """Requests at once, some cancelled, some malformed: right answers, nothing left behind."""
+    rng = random.Random(1)
+    engine = load(folder, tokenizer=read_tokenizer(folder))
+    prompts = ["".join(rng.choice("abcdef ") for _ in range(rng.randint(1, 40))) for _ in range(12)]
+    wanted = {p: a.text for p, a in zip(prompts, engine.generate(prompts, Sampling(8)), strict=True)}
+
+    async def one(http, i: int) -> str:
+        prompt = prompts[i % len(prompts)]
+        if i % 10 == 3:
+            answer = await http.post("/v1/completions", json={"prompt": prompt, "n": "many"})
+            assert answer.status_code == 400
+            return "malformed"
+        body = {"prompt": prompt, "max_tokens": 200 if i % 10 == 7 else 8, "temperature": 0, "ignore_eos": True}
+        work = asyncio.ensure_future(http.post("/v1/completions", json=body))
+        if i % 10 == 7:
+            await asyncio.sleep(0.05)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            return "cancelled"
+        answer = await work
+        if answer.status_code == 429:
+            return "busy"
+        text = answer.json()["choices"][0]["text"]
+        assert text.startswith(wanted[prompt][:4]), (text, wanted[prompt])
+        return "answered"
+
+    async def all_of() -> list[str]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
+            return await asyncio.gather(*(one(http, i) for i in range(count)))
+
+    outcomes = asyncio.run(all_of())
+    assert outcomes.count("answered") > count // 3
+    end = time.monotonic() + 20
+    while not server.engine.idle and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+
+
+def test_a_crowd_gets_right_answers_and_leaves_nothing(server, folder):
+    crowd(server, folder, 50)
+
+
+@pytest.mark.slow
+def test_crowds_for_two_minutes(folder):
+    server = Server(folder, Limits(requests=200, longest=300))
+    end = time.monotonic() + 115
+    while time.monotonic() < end:
+        crowd(server, folder, 200)
+    server.stop()
+
+
+def test_an_engine_that_fails_tells_everybody(folder):
+    server = Server(folder, Limits())
+    server.engine.decoder.forward = None  # type: ignore[assignment,method-assign]
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert "the engine failed" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    server.stop()
+
+
+# ---- text and terminal
+
+
+@pytest.mark.parametrize("text", ["plain words", "naïve café – 日本語 🙂🙂 end", "a b  c\n\n d"])
+def test_pieces_add_up_to_the_text(folder, text):
+    tokenizer = read_tokenizer(folder)
+    stream = TextStream(tokenizer)
+    tokens = tokenizer.encode(text * 5)
+    pieces = [stream.push(t) for t in tokens]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) + stream.finish() == text * 5
+
+
+def test_generate_in_the_terminal(folder, capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    register(parser)
+    assert generate_main(parser.parse_args([str(folder), "def", "--max-tokens", "7"])) == 0
+    assert capsys.readouterr().out == said(folder, "def", 7) + "\n"
