@@ -48,9 +48,11 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, and is certain because the answer is over; bytes that never became a character show as one that says so."""
-        rest = "" if self.stopped else self._tokenizer.decode(self._tokens[self._first :])[self._said :]
+        if self.stopped:
+            return ""
+        said = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._said :])
         held, self._held = self._held, ""
-        return "" if self.stopped else held + rest
+        return said + held
 
     def _past_stops(self, new: str) -> str:
         text = self._held + new
