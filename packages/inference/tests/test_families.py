@@ -39,12 +39,35 @@ _LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+_LONG = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _OLD = {"num_key_value_heads": ...}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama multi-head": ("Llama", {"num_key_value_heads": 4}),
+    "llama 3": (
+        "Llama",
+        {"rope_parameters": {**_LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ),
+    "llama yarn": ("Llama", {"rope_parameters": {**_LONG, "rope_type": "yarn"}}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}}),
+    "phi3 long": (
+        "Phi3",
+        {
+            "sliding_window": None,
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+                "original_max_position_embeddings": 512,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 2.5, 3.0, 4.0],
+            },
+        },
+    ),
     "mistral windowed": ("Mistral", {"sliding_window": 7}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -111,7 +134,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 def test_greedy_is_transformers_own(name: str) -> None:
     model, prompts = tiny(name), prompts_of([1, 5, 23, 12])
     wanted = expected(model, prompts, 10)
-    for budget in (Budget(64, 8), Budget(5, 3)):
+    for budget in (Budget(64, 8, length=500), Budget(5, 3, length=500)):
         generator: Generator = load(model, cache_tokens=256, block=4, budget=budget)
         found = [a.tokens for a in generator.generate(prompts, Sampling(max_new_tokens=10))]
         assert found == wanted
@@ -123,6 +146,8 @@ def test_logits_are_transformers_own(name: str) -> None:
     model, (prompt,) = tiny(name), prompts_of([19])
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
-    (answer,) = load(model, cache_tokens=64).generate([prompt], Sampling(max_new_tokens=1, logprobs=97))
+    (answer,) = load(model, cache_tokens=64, budget=Budget(length=500)).generate(
+        [prompt], Sampling(max_new_tokens=1, logprobs=97)
+    )
     found = torch.tensor([answer.tops[0][i] for i in range(97)])
     assert (found - wanted).abs().max() < 1e-4

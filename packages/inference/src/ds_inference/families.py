@@ -76,10 +76,10 @@ def _rope(config: Config, width: int, *, kind: str | None = None, interleaved: b
         parameters.setdefault("rope_type", parameters.pop("type"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
     share = parameters.get("partial_rotary_factor", _get(config, "partial_rotary_factor", "rotary_pct", default=1.0))
-    original = parameters.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    longest = config.get("max_position_embeddings", 0)
-    parameters.setdefault("max_position_embeddings", longest)
-    return Rope(int(width * share), float(theta), parameters, interleaved, int(original or longest))
+    if (original := config.get("original_max_position_embeddings")) is not None:
+        parameters.setdefault("original_max_position_embeddings", original)
+    parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings", 0))
+    return Rope(int(width * share), float(theta), parameters, interleaved)
 
 
 def _heads(config: Config) -> tuple[int, int, int]:

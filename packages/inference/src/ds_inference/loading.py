@@ -46,7 +46,9 @@ def load(
         UnsupportedError: nobody declared this kind of model ("inference-family").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
     """
-    decoder = read_decoder(source, dtype=dtype, device=device, weights=weights)
+    decoder = read_decoder(
+        source, dtype=dtype, device=device, weights=weights, length=budget.length if budget else None
+    )
     return Generator(
         decoder,
         blocks=-(-cache_tokens // block),
@@ -64,6 +66,7 @@ def read_decoder(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    length: int | None = None,
 ) -> Decoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -79,4 +82,8 @@ def read_decoder(
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
         return tensor.detach().to(device=device, dtype=wanted).contiguous()
 
-    return Decoder(spec, read_weights(spec, family.sources(config), checkpoint, keep))
+    return Decoder(
+        spec,
+        read_weights(spec, family.sources(config), checkpoint, keep),
+        None if length is None else min(length, spec.longest),
+    )

@@ -83,9 +83,10 @@ class Decoder:
     Args:
         spec: What it is made of.
         weights: Role -> tensor; matrices are [out, in]. They are used, not copied.
+        length: Of the longest sequence that is served; None: as long as the model knows.
     """
 
-    def __init__(self, spec: Spec, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: Spec, weights: Mapping[str, Tensor], length: int | None = None) -> None:
         self.spec, self.weights = spec, dict(weights)
         self.device, self.dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
         unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(_ACTIVATIONS)
@@ -96,7 +97,9 @@ class Decoder:
                 fix=f"Known are {', '.join(sorted(_ACTIVATIONS))}; load the model with transformers and pass the module.",
             )
         self._rotations = {
-            y.attention.rope: Rotation(y.attention.rope, self.device) for y in spec.layers if y.attention.rope
+            y.attention.rope: Rotation(y.attention.rope, length or spec.longest, self.device)
+            for y in spec.layers
+            if y.attention.rope
         }
         kinds = {(y.attention.heads, y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}

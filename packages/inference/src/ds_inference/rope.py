@@ -1,31 +1,42 @@
-"""Rotation of queries and keys by their positions: tables once, one turn a call."""
+"""Rotation of queries and keys by their positions: frequencies once, tables once a step, one turn a call.
+
+Where a scaling depends on the length in use (longrope has factors for short and for long contexts), it is chosen once, by the longest
+sequence that is served: keys in the cache and queries that come later must turn alike, whichever request they belong to.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ds_config.errors import UnsupportedError
 from ds_inference.spec import Rope
+from ds_ops.rotary_scaling import Rope as Scaled
+from ds_ops.rotary_scaling import rotary_frequencies
 
 __all__ = ["Rotation"]
 
 
 class Rotation:
-    """One kind of rotation, for all layers that have it."""
+    """One kind of rotation, for all layers that have it.
 
-    def __init__(self, rope: Rope, device: torch.device) -> None:
-        kind = rope.parameters.get("rope_type", "default")
-        if kind not in ("default", None):
-            raise UnsupportedError(f"rope {kind}", code="inference-rope", fix="")
-        exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
-        self._frequencies = 1.0 / rope.theta**exponents
+    Args:
+        length: Of the longest sequence that is served.
+    Raises:
+        UnsupportedError: a kind of scaling that is not known ("rotary-scaling").
+    """
+
+    def __init__(self, rope: Rope, length: int, device: torch.device) -> None:
+        scaling = {k: v for k, v in rope.parameters.items() if k != "max_position_embeddings"}
+        longest = int(rope.parameters.get("max_position_embeddings", 0) or 0)
+        found = rotary_frequencies(Scaled(rope.dim, rope.theta, scaling, longest), min(length, longest))
+        self._angles, self._magnitude = found.angles.float().to(device), found.magnitude
         self._rope = rope
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) [T, 1, dim / 2] of positions [T]; the same for all layers of a step."""
-        angles = positions.float()[:, None] * self._frequencies
-        return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+        angles = positions.float()[:, None] * self._angles
+        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, heads, width], turned."""

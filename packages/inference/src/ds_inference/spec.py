@@ -40,14 +40,12 @@ class Rope:
     Attributes:
         parameters: `rope_type` and what belongs to it, as a Hugging Face configuration has them.
         interleaved: Pairs are neighbours (2i, 2i + 1), else halves (i, i + dim / 2).
-        original: Positions the model was trained on, where the type asks for it.
     """
 
     dim: int
     theta: float = 10000.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
-    original: int = 0
 
 
 @dataclass(frozen=True, slots=True)
