@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ds_moe.dispatch import Rows
 
-__all__ = ["Experts"]
+__all__ = ["Experts", "each"]
 
 
 class Experts(nn.Module):
@@ -34,11 +35,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """y[r] = expert of row r (x[r]); zeros for rows that are nobody's."""
-        outs, start = [], 0
-        for expert, end in zip(self.deepspeed_experts, rows.on_host(), strict=True):
-            out = expert(x[start:end])
-            outs.append(out[0] if isinstance(out, tuple) else out)
-            start = end
-        if start < x.shape[0]:
-            outs.append(outs[0].new_zeros(x.shape[0] - start, *outs[0].shape[1:]))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return each(self.deepspeed_experts, x, rows)
+
+
+def each(experts: Iterable[nn.Module], x: Tensor, rows: Rows) -> Tensor:
+    """y[r] = expert of row r (x[r]) for modules; zeros for rows that are nobody's."""
+    bounds = rows.on_host()
+    sizes = [end - start for start, end in zip((0, *bounds), bounds, strict=False)]
+    # split, because the gradient of each x[a:b] would be as large as x.
+    *parts, rest = x.split([*sizes, x.shape[0] - (bounds[-1] if bounds else 0)])
+    made = [expert(part) for expert, part in zip(experts, parts, strict=True)]
+    outs = [out[0] if isinstance(out, tuple) else out for out in made]
+    if rest.shape[0]:
+        outs.append(outs[0].new_zeros(rest.shape[0], *outs[0].shape[1:]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ds_comm import Assignment, assign
 from ds_config.errors import PlanError
 from ds_moe.dispatch import Rows
+from ds_moe.experts import each
 from ds_moe.layer import RoutingOptions, route_through
 from ds_moe.load import Load
 from ds_moe.places import Places, alone
@@ -111,8 +112,4 @@ class ListedBlock(nn.Module):
         return (out, logits.to(x.dtype)) if self.returns_logits else out
 
     def _compute(self, x: Tensor, rows: Rows) -> Tensor:
-        outs, start = [], 0
-        for expert, end in zip(self.get_submodule(self.parts.experts).children(), rows.on_host(), strict=True):
-            outs.append(expert(x[start:end]))
-            start = end
-        return torch.cat([*outs, outs[0].new_zeros(x.shape[0] - start, outs[0].shape[1])])
+        return each(self.get_submodule(self.parts.experts).children(), x, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -73,34 +74,72 @@ def loads(model: nn.Module) -> dict[str, Load]:
 
 def expert_load(model: nn.Module, *, clear: bool = True) -> dict[str, LayerLoad]:
     """Read the load of all layers. Cost: one read of the device."""
-    counted = [
-        (name, c, d)
-        for name, at in loads(model).items()
-        if (c := at.counts) is not None and (d := at.dropped) is not None
-    ]
-    if not counted:
-        return {}
-    shares = torch.stack([entropy(c) for _, c, _ in counted])
-    packed = torch.cat([torch.cat((c, d[None])) for _, c, d in counted]).double()
-    told = torch.cat((packed, shares.double().to(packed.device))).tolist()
-    out, at = {}, 0
-    for i, (name, counts, _) in enumerate(counted):
-        numbers = tuple(int(n) for n in told[at : at + counts.numel()])
-        mean = sum(numbers) / len(numbers)
-        out[name] = LayerLoad(
-            numbers, int(told[at + len(numbers)]), told[packed.numel() + i], max(numbers) / mean if mean else 0.0
-        )
-        at += len(numbers) + 1
-    if clear:
-        for load in loads(model).values():
-            load.clear()
-    return out
+    reading = _Reading.begin(model, clear=clear)
+    return {} if reading is None else reading.read()
 
 
 def report_load(model: nn.Module) -> None:
-    """Gauges `moe/<layer>/{dropped,entropy,largest}` of all layers, if someone listens; else nothing is read."""
+    """Gauges `moe/<layer>/{dropped,entropy,largest}` of all layers since the last report, if someone listens.
+
+    Call it once a step: nothing waits for a device. What is on a GPU is copied behind the step and reported by a later call.
+    """
     if not ds_monitor.active():
         return
-    for name, load in expert_load(model).items():
-        for what in ("dropped", "entropy", "largest"):
-            ds_monitor.gauge(f"moe/{name}/{what}", getattr(load, what))
+    waiting = _waiting.setdefault(model, [])
+    begun = _Reading.begin(model, clear=True)
+    if begun is not None:
+        waiting.append(begun)
+    while waiting and waiting[0].ready():
+        for name, load in waiting.pop(0).read().items():
+            for what in ("dropped", "entropy", "largest"):
+                ds_monitor.gauge(f"moe/{name}/{what}", getattr(load, what))
+
+
+_waiting: WeakKeyDictionary[nn.Module, list[_Reading]] = WeakKeyDictionary()
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Numbers of all layers on their way to the host: for each its counts and drops, one after the other."""
+
+    layers: tuple[tuple[str, int], ...]
+    numbers: Tensor
+    arrived: torch.Event | None
+
+    @classmethod
+    def begin(cls, model: nn.Module, *, clear: bool) -> _Reading | None:
+        """Start; None if nothing was counted."""
+        counted = [
+            (name, c, d)
+            for name, at in loads(model).items()
+            if (c := at.counts) is not None and (d := at.dropped) is not None
+        ]
+        if not counted:
+            return None
+        packed = torch.cat(
+            [torch.cat((c.double(), d.double()[None], entropy(c).double()[None])) for _, c, d in counted]
+        )
+        arrived = None
+        if packed.device.type != "cpu":
+            packed = packed.to("cpu", non_blocking=True)
+            arrived = torch.Event(counted[0][1].device)
+            arrived.record()
+        if clear:
+            for load in loads(model).values():
+                load.clear()
+        return cls(tuple((name, c.numel()) for name, c, _ in counted), packed, arrived)
+
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self.arrived is None or bool(self.arrived.query())
+
+    def read(self) -> dict[str, LayerLoad]:
+        """The numbers; waits for them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        told, out = self.numbers.tolist(), {}
+        for name, size in self.layers:
+            numbers, dropped, told = tuple(told[:size]), told[size], told[size + 1 :]
+            mean, even = sum(numbers) / size, float(entropy(torch.tensor(numbers)))
+            out[name] = LayerLoad(numbers, dropped, even, max(numbers) / mean if mean else 0.0)
+        return out

@@ -10,7 +10,7 @@ from torch import nn
 from ds_comm import Assignment, Family, Mesh, all_gather_object, assign, world_group
 from ds_moe.experts import Experts
 from ds_moe.layer import MOELayer
-from ds_moe.places import Places, make_places
+from ds_moe.places import Places, alone, make_places
 
 __all__ = ["Placed", "place"]
 
@@ -19,13 +19,13 @@ __all__ = ["Placed", "place"]
 class Placed:
     """What `place` made."""
 
-    layers: dict[str, nn.Module]
+    layers: dict[str, MOELayer]
     places: tuple[Places, ...]
 
     def close(self) -> None:
-        """End the groups that were made; the layers cannot run any more. Collective."""
+        """End the groups that were made; layers whose experts are on several ranks cannot run any more. Collective."""
         for layer in self.layers.values():
-            layer.places = None  # type: ignore[assignment]
+            layer.places = alone() if layer.ep_size == 1 else None
         for places in self.places:
             places.close()
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_config.errors import PlanError
 from ds_engine.plan import Shapes
 from ds_engine.transforms.base import Asked, Site, Transform
-from ds_moe import Cut, Placed, cut_experts, place
+from ds_moe import Cut, Placed, cut_experts, place, report_load
 from ds_moe.config import ExpertParallelConfig
+from ds_monitor import current_step
 from ds_zero.units import ParamInfo
 
 __all__ = ["Experts"]
@@ -40,7 +45,16 @@ class Spread:
     copies: int
 
 
-class Experts(Transform[Spread, tuple[Cut | None, Placed]]):
+@dataclass(slots=True)
+class Made:
+    """What was made of it."""
+
+    cut: Cut | None
+    placed: Placed
+    hook: RemovableHandle
+
+
+class Experts(Transform[Spread, Made]):
     """In the plan if the configuration says so, or the model has MoE layers."""
 
     name = "expert parallel"
@@ -96,18 +110,31 @@ class Experts(Transform[Spread, tuple[Cut | None, Placed]]):
                 params.append(replace(param, family=f"expert{what.degree}"))
         return replace(shapes, params=tuple(params))
 
-    def apply(self, what: Spread, site: Site) -> tuple[Cut | None, Placed]:
+    def apply(self, what: Spread, site: Site) -> Made:
         cut = None
         if what.section is not None:
             required = site.mesh["pipe"].size == 1  # a stage may have no experts
             cut = cut_experts(site.model, what.section, site.mesh, data_first=what.data_first, required=required)
-        return cut, place(site.model, site.mesh, data_first=what.data_first)
+        placed = place(site.model, site.mesh, data_first=what.data_first)
+        return Made(cut, placed, site.model.register_forward_pre_hook(_Reporting()))
 
-    def undo(self, made: tuple[Cut | None, Placed]) -> None:
-        cut, placed = made
-        placed.close()
-        if cut is not None:
-            cut.undo()
+    def undo(self, made: Made) -> None:
+        made.hook.remove()
+        made.placed.close()
+        if made.cut is not None:
+            made.cut.undo()
+
+
+class _Reporting:
+    """Reports the load of experts once a step, with the first forward of the next one."""
+
+    def __init__(self) -> None:
+        self._step = current_step()
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if self._step != current_step():
+            self._step = current_step()
+            report_load(model)
 
 
 def _experts(param: ParamInfo, shapes: Shapes) -> int:
