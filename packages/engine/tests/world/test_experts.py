@@ -106,8 +106,9 @@ def test_two_ranks_at_every_stage():
 
 @pytest.mark.slow
 @world(4, timeout=280)
-def test_the_grid_on_four_ranks():
-    for ep_size, stage, k, drop in itertools.product((1, 2, 4), (0, 1, 2, 3), (1, 2, 4), (False, True)):
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_the_grid_on_four_ranks(ep_size):
+    for stage, k, drop in itertools.product((0, 1, 2, 3), (1, 2, 4), (False, True)):
         check(ep_size, stage, k, drop, 0.3)
 
 
