@@ -122,13 +122,13 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
     spec = MeshSpec(data_shard=world.size) if mesh is None else mesh.spec
     ranks = place_ranks(spec, ep_size, data_first=data_first)
     known = {} if mesh is None else {group.ranks: group for group in mesh.values()}
+    shared = set() if mesh is None else {group for name in mesh for group in spec.groups(name)}
     made: dict[tuple[int, ...], Group | None] = {}
 
     def own(name: str, groups: Iterable[tuple[int, ...]]) -> Group:
         mine = next(group for group in groups if world.global_rank in group)
         for group in groups:  # every rank makes every group, in one order
-            shared = spec.world_size > 1 and mesh is not None and any(group in spec.groups(n) for n in mesh)
-            if group not in made and not shared:
+            if group not in made and group not in shared:
                 made[group] = new_group(group, name)
         found = known.get(mine) or made.get(mine)
         if found is None:
