@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Rank:
 
 
 @contextmanager
-def job(size: int, folder: Path, deadline_s: float = 0.3) -> Iterator[list[Rank]]:
+def job(size: int, folder: Path, deadline_s: float = 0.3, warn_s: float = 60.0) -> Iterator[list[Rank]]:
     store, ranks = dist.HashStore(), []
     for rank in range(size):
         codes: list[int] = []
@@ -46,7 +47,7 @@ def job(size: int, folder: Path, deadline_s: float = 0.3) -> Iterator[list[Rank]
             ended.set()
 
         ring = Ring()
-        settings = WatchSettings(deadline_s, local_size=size, dump_dir=folder, end=end)
+        settings = WatchSettings(deadline_s, warn_s, local_size=size, dump_dir=folder, end=end)
         watchdog = Watchdog(ring, SideChannel(store, rank), (rank, size), settings)
         watchdog.groups["0"] = tuple(range(size))
         ranks.append(Rank(ring, watchdog, ended, codes))
@@ -152,12 +153,14 @@ def test_a_failed_operation_is_explained_by_who_left(tmp_path: Path) -> None:
 
 
 class Handle:
-    """A torch handle of a device operation."""
+    """An operation of a device."""
 
-    def __init__(self) -> None:
-        self.done = False
+    def __init__(self, error: str = "") -> None:
+        self.done, self.error = False, error
 
-    def is_completed(self) -> bool:
+    def __call__(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
         return self.done
 
 
@@ -166,12 +169,92 @@ def test_operations_that_only_the_device_waits_for_are_followed(tmp_path: Path) 
         first, second = Handle(), Handle()
         slots = [ranks[0].stamp(mark, wait=True) for mark in (1, 2)]
         for slot, handle in zip(slots, (first, second), strict=True):
-            ranks[0].watchdog.follow(slot, [handle])
+            ranks[0].watchdog.follow(slot, "0", handle)
         first.done = True
         time.sleep(0.3)
         stamps = [ranks[0].ring.stamp(slot) for slot in slots]
         assert [stamp is not None and stamp.waits for stamp in stamps] == [False, True]
         assert ranks[0].ended.wait(10), "the second does not move"
+
+
+def test_streams_of_different_groups_end_in_any_order(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        handles = [Handle(), Handle()]
+        slots = [ranks[0].stamp(mark, wait=True) for mark in (1, 2)]
+        for key, slot, handle in zip("01", slots, handles, strict=True):
+            ranks[0].watchdog.follow(slot, key, handle)
+        handles[1].done = True
+        held = weakref.ref(handles.pop())
+        time.sleep(0.5)
+        stamps = [ranks[0].ring.stamp(slot) for slot in slots]
+        assert [stamp is not None and stamp.waits for stamp in stamps] == [True, False]
+        del handle
+        assert held() is None, "what is over is not kept"
+
+
+@pytest.mark.parametrize(
+    "error", ["CUDA error: device-side assert triggered", "operation not permitted on an event in a graph"]
+)
+def test_a_device_that_cannot_be_asked_does_not_end_the_watch(tmp_path: Path, error: str) -> None:
+    with job(2, tmp_path, deadline_s=0.6) as ranks:
+        ranks[0].watchdog.follow(ranks[0].stamp(1, wait=True), "0", Handle(error))
+        time.sleep(0.5)
+        assert ranks[0].watchdog.watching
+        ranks[0].stamp(2, wait=True)
+        assert ranks[0].ended.wait(10)
+
+
+def test_a_look_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job(2, tmp_path, deadline_s=0.6) as ranks:
+        looks: list[float] = []
+        look = Watchdog._look
+
+        def fails_once(self: Watchdog, blocked_s: float) -> None:
+            looks.append(blocked_s)
+            if len(looks) == 1:
+                raise ZeroDivisionError("a mistake")
+            look(self, blocked_s)
+
+        monkeypatch.setattr(Watchdog, "_look", fails_once)
+        ranks[0].stamp(1, wait=True)
+        assert ranks[0].ended.wait(10)
+
+
+def test_hellos_are_read_until_the_ranks_of_the_host_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    introduced = SideChannel.introduced
+    monkeypatch.setattr(SideChannel, "introduced", lambda self, host: [reads.append(host), introduced(self, host)][1])
+    with job(2, tmp_path, deadline_s=0.4) as ranks:
+        met = len(reads)
+        time.sleep(0.8)
+        assert len(reads) == met
+        monkeypatch.setattr(ranks[0].watchdog, "_size", 64)  # the others are on other hosts
+        time.sleep(0.5)
+        assert len(reads) == met
+
+
+def test_a_goodbye_is_read_once_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job(4, tmp_path, deadline_s=2) as ranks:
+        asked: list[str] = []
+        ask = SideChannel.ask
+        monkeypatch.setattr(SideChannel, "ask", lambda self, key, rank: [asked.append(key), ask(self, key, rank)][1])
+        for rank in ranks[2:]:
+            rank.watchdog.stop("exited")
+        time.sleep(1.5)
+        assert "left" not in asked
+        assert sorted(ranks[1].watchdog._left) == [2, 3]
+        ranks[1].stamp(1, wait=True)
+        assert ranks[1].ended.wait(10)
+
+
+def test_where_the_deadline_is_far_a_long_wait_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with job(2, tmp_path, deadline_s=300, warn_s=0.6) as ranks:
+        ranks[0].stamp(1, wait=True)
+        time.sleep(2.5)
+        assert not ranks[0].codes
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "rank 0 waits since 1 s for all_reduce[layers.0] #1" in line
+    assert "at 300 s all ranks say where they are" in line
 
 
 def test_without_its_store_a_rank_that_works_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,8 +29,10 @@ def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     return clone
 
 
-def named_group(ranks: Sequence[int], name: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group of `ranks` that only they make, under `name`.
+def named_group(
+    ranks: Sequence[int], name: str, purpose: str, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A process group of `ranks` that only they make, under `name`. `timeout`: as torch has it when None.
 
     torch's own way names such a group after its ranks and the number of groups that this process has: two members that have not
     equally many wait for each other for ever, and a name that comes again finds the addresses of the group that had it before.
@@ -38,7 +41,7 @@ def named_group(ranks: Sequence[int], name: str, purpose: str, backend: str | No
     default, store = c10d._world.pg_map[world]
     kind = dist.Backend(backend or default)
     options: Any = {
-        "timeout": c10d._get_default_timeout(kind),
+        "timeout": timeout or c10d._get_default_timeout(kind),
         "device_id": world.bound_device_id,
         "group_desc": purpose,
     }

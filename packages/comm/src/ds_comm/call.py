@@ -180,7 +180,9 @@ class Call:
             span.__exit__(None, None, None)
             told = failed(self, recorder.explain(slot), error)
             raise told from (None if isinstance(error, CommError) else error)
-        work = Pending(started if back is None else _then(started, back), self, (recorder, slot), span, host_waits)
+        work = Pending(
+            started if back is None else _then(started, back), self, (recorder, slot, order.key), span, host_waits
+        )
         if async_op:
             return work
         work.wait()

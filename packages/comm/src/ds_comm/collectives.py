@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.call import Call
-from ds_comm.groups import GroupLike, as_group
+from ds_comm.groups import DEFAULT_TIMEOUT, GroupLike, as_group
 from ds_comm.shm import ShmProcessGroup
 from ds_comm.transports import Started
 from ds_comm.work import Work
@@ -351,7 +351,7 @@ def barrier(
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, *, unit: str = ""
 ) -> None:
-    """A barrier that raises after `timeout` (the group's own by default) and names ranks that did not come.
+    """A barrier that raises after `timeout` (10 minutes by default) and names ranks that did not come.
 
     gloo names all of them when `wait_all_ranks`; other backends what they know (shm: one; the group is over then).
     Raises:
@@ -360,6 +360,7 @@ def monitored_barrier(
     group = as_group(group)
     if group.pg is None:
         return
+    timeout = timeout or DEFAULT_TIMEOUT
     try:
         if dist.get_backend(group.pg) == "gloo":
             dist.monitored_barrier(group.pg, timeout, wait_all_ranks)

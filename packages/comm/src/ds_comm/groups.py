@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "Group",
     "GroupLike",
     "Order",
@@ -28,8 +30,18 @@ __all__ = [
     "part_group",
     "single_group",
     "twin_group",
+    "use_timeout",
     "world_group",
 ]
+
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_timeout: list[timedelta | None] = [None]  # of process groups made here; None: torch's own
+
+
+def use_timeout(timeout: timedelta | None) -> None:
+    """How long a backend lets an operation take in groups made from now on; None: torch's default."""
+    _timeout[0] = timeout
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +162,7 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
     inside = world.global_rank in members
     if len(members) == 1:
         return Group(name, members, 0) if inside else None
-    pg = dist.new_group(list(members), backend=backend, group_desc=name)
+    pg = dist.new_group(list(members), backend=backend, group_desc=name, timeout=_timeout[0])
     if not inside:
         return None
     return Group(name, members, members.index(world.global_rank), pg)
@@ -179,7 +191,7 @@ def part_group(ranks: Sequence[int], name: str, backend: str | None = None) -> G
     made = _made.setdefault(world.pg, {})
     number = made[members] = made.get(members, 0) + 1
     digest = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
-    return Group(name, members, place, named_group(members, f"part-{digest}", name, backend))
+    return Group(name, members, place, named_group(members, f"part-{digest}", name, backend, _timeout[0]))
 
 
 def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:

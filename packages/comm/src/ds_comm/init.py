@@ -15,11 +15,12 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
-from ds_comm.groups import Group, world_group
+from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import Launch, read_launch
 from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
 from ds_comm.shm import available
@@ -30,7 +31,8 @@ from ds_ops.shm import Segment, neighbourhood
 __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
 
 _log = logging.getLogger(__name__)
-DEFAULT_TIMEOUT = timedelta(minutes=10)
+# Where a watchdog ends hangs, a backend's own limit would only end ranks whose patience is longer.
+_WATCHED_TIMEOUT = timedelta(days=7)
 _PROBE_BYTES = 4096
 _POLL_S = 0.02
 _REFUSED_S = 0.005
@@ -52,9 +54,10 @@ def init_distributed(
         backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default what DS_COMM_BACKEND says, else the
             device's own; for the CPU `"shm"` where all ranks are on one host and can share memory (`ds_comm.shm`), and
             `"gloo"` where they cannot (rank 0 logs why).
-        timeout: How long the rendezvous and a collective of torch may take.
+        timeout: How long the rendezvous may take, and a collective where nobody watches (`deadline_s=0`).
         deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
-            (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S or 60; 0 turns recording and watching off.
+            (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S, or 60 s between CPUs and `timeout` between devices, with a
+            warning after 60 s; 0 turns recording and watching off.
     Returns:
         The world; a group of one, without a process group, when no launcher started this process.
     Raises:
@@ -67,16 +70,19 @@ def init_distributed(
         store = _own_keys(_meet(launch, timeout), launch.rank)
         _tell_torch(launch.environment())
         _choose_device(launch)
+        watched = _watch_settings(deadline_s, timeout).deadline_s > 0
+        use_timeout(_WATCHED_TIMEOUT if watched else timeout)
         dist.init_process_group(
             _backend(backend, launch, store),
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timeout,
+            timeout=_WATCHED_TIMEOUT if watched else timeout,
+            device_id=_own_device(),
         )
     world = world_group()
     if world.size > 1:
-        start_recorder(_watch_settings(deadline_s))
+        start_recorder(_watch_settings(deadline_s, timeout))
         set_place(f"rank {world.rank}/{world.size}")
     return world
 
@@ -84,6 +90,7 @@ def init_distributed(
 def destroy_process_group() -> None:
     """End communication: all process groups are destroyed. Does nothing in a world of one."""
     set_place("")
+    use_timeout(None)
     stop_recorder("ended communication")
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -97,10 +104,14 @@ def local_rank() -> int:
     return 0 if launch is None else launch.local_rank
 
 
-def _watch_settings(deadline_s: float | None) -> WatchSettings:
-    deadline_s = deadline_from(os.environ.get("DS_COMM_DEADLINE_S")) if deadline_s is None else deadline_s
+def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettings:
+    told = os.environ.get("DS_COMM_DEADLINE_S")
+    if deadline_s is None:
+        # A device runs long after its host: what hangs and what only computes look alike for longer.
+        on_device = get_accelerator().name != "cpu" and not told
+        deadline_s = timeout.total_seconds() if on_device else deadline_from(told)
     dump_dir = os.environ.get("DS_COMM_DUMP_DIR")
-    settings = WatchSettings(deadline_s, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    settings = WatchSettings(deadline_s, local_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
 
 
@@ -117,6 +128,12 @@ def _choose_device(launch: Launch) -> None:
     accelerator = get_accelerator()
     if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
         accelerator.set_device(launch.local_rank)
+
+
+def _own_device() -> torch.device | None:
+    """The device that this rank communicates from: with it torch splits groups from one communicator."""
+    accelerator = get_accelerator()
+    return None if accelerator.name == "cpu" else accelerator.device(accelerator.current_index())
 
 
 def _own_keys(store: dist.Store, rank: int) -> dist.Store:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,8 +38,8 @@ class Recorder(Protocol):
     def ended(self, slot: int) -> None:
         """It is complete."""
 
-    def follow(self, slot: int, works: Sequence[Any]) -> None:
-        """It is complete when these torch handles are; the host does not wait for it."""
+    def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None:
+        """It is complete when `done` says so; the host does not wait for it. `key` is the group's."""
 
     def explain(self, slot: int) -> Finding | None:
         """Why it failed, as far as other ranks explain it."""
@@ -64,7 +64,7 @@ class _Off:
 
     def ended(self, slot: int) -> None: ...
 
-    def follow(self, slot: int, works: Sequence[Any]) -> None: ...
+    def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None: ...
 
     def explain(self, slot: int) -> Finding | None:
         return None

@@ -4,7 +4,7 @@ Keys, below a prefix of their own:
 
     host/H      what the ranks of host H need to open each other's rings, one JSON text a line
     state/R     once a second: digests of its operations, and until when it asked for patience
-    left/R      rank R communicates no more, and why; `left` counts them
+    left/R      rank R communicates no more; `left` counts them, and goodbye/N is what the Nth of them said
     alarm       the first rank that gave up waiting, and what for; it makes all ranks report
     report/R    what rank R does, for everyone's line
     hung-up/R   rank R uses the store no more, because rank 0 left
@@ -82,12 +82,19 @@ class SideChannel:
 
     def leave(self, why: str, heads: Mapping[str, int]) -> None:
         """Say goodbye; `heads` is the last mark in each group that this rank came to."""
-        self.tell("left", {"why": why, "heads": dict(heads)})
-        self._store.add("left", 1)
+        number = self._store.add("left", 1)
+        self._store.set(f"goodbye/{number}", json.dumps({"rank": self._rank, "why": why, "heads": dict(heads)}))
+        self.tell("left", True)
 
-    def num_left(self) -> int:
-        """How many ranks said goodbye."""
-        return int(self._store.add("left", 0))
+    def left(self, known: int) -> list[tuple[int, str, dict[str, int]]]:
+        """Who said goodbye after the first `known` of them: rank, why, and the last mark in each group."""
+        found = []
+        for number in range(known + 1, int(self._store.add("left", 0)) + 1):
+            if not self._store.check([f"goodbye/{number}"]):
+                break  # it is about to say it
+            note = json.loads(self._store.get(f"goodbye/{number}"))
+            found.append((int(note["rank"]), str(note["why"]), dict(note["heads"])))
+        return found
 
     def report(self, report: Report) -> None:
         """Publish this rank's report."""

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ EXIT_CODE = 86
 _SUSPECT_S = 0.5  # a wait of this length makes the watchdog look at the others
 _REPORTED = 48  # stamps in a report; the dump has all
 _MEET_S = 1.0
+_MEETING_S = 120.0  # after which no more rank of this host is expected to introduce itself
 _COLLECT_S = 2.5
 _SEEN_S = 1.0
 _MANY_RANKS = 256  # above it only the rank that raised the alarm reads all reports
@@ -57,12 +58,14 @@ class WatchSettings:
 
     Attributes:
         deadline_s: How long a rank may be blocked in one operation.
+        warn_s: After which it says so once, where that is before the deadline.
         local_size: Ranks of this host, as far as known.
         dump_dir: Where each rank writes what it knew.
         end: Called at the end with the exit code; ends the process.
     """
 
     deadline_s: float = DEFAULT_DEADLINE_S
+    warn_s: float = DEFAULT_DEADLINE_S
     local_size: int = 1
     dump_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"ds-comm-{os.getuid()}")
     end: Callable[[int], Any] = os._exit
@@ -91,10 +94,13 @@ class Watchdog:
         self._left: dict[int, tuple[str, dict[str, int]]] = {}  # ranks that said goodbye, with what they said
         self._peers: dict[int, Peer | None] = {self._rank: None}
         self._digests: dict[str, dict[int, int]] = {}
-        self._on_device: deque[tuple[int, Sequence[Any]]] = deque()
+        # By group: operations whose end only the device knows, in the order of its stream.
+        self._on_device: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
         self._pause_until_s = 0.0  # on the clock of time.time(), which hosts share well enough
         self._next_tick_s = 0.0
+        self._meeting_until_s = time.monotonic() + _MEETING_S
         self._ticks = 0
+        self._warned_s = 0.0
         self._launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._host = socket.gethostname()
         self._store_error = ""
@@ -137,9 +143,9 @@ class Watchdog:
             self._pause_until_s = max(before, time.time() + self._settings.deadline_s)
             self._publish()
 
-    def follow(self, slot: int, works: Sequence[Any]) -> None:
-        """An operation whose end only the device knows: stamp it when these torch handles are complete."""
-        self._on_device.append((slot, works))
+    def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None:
+        """An operation of group `key` whose end only the device knows: stamp it when `done` says so."""
+        self._on_device.setdefault(key, deque()).append((slot, done))
 
     def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
         """Why an operation of this rank failed, if another rank explains it; waits a moment for that to show."""
@@ -159,10 +165,11 @@ class Watchdog:
             if self._world is not None and (self._world() is None or not dist.is_initialized()):
                 self._goodbye("destroyed its process groups")
                 return
-            self._follow_device()
-            since = self._ring.blocked_since()
-            blocked_s = time.monotonic() - since if since else 0.0
+            blocked_s = 0.0
             try:
+                self._follow_device()
+                since = self._ring.blocked_since()
+                blocked_s = time.monotonic() - since if since else 0.0
                 self._look(blocked_s)
             except RuntimeError as error:
                 # Rank 0 or the launcher serves the store; with them it is gone. That is no reason to end a rank that
@@ -170,25 +177,28 @@ class Watchdog:
                 self._store_error = str(error).splitlines()[0]
                 if blocked_s > min(self._settings.deadline_s, 2.0):
                     self._end({"rank": self._rank, "why": "the job's store is gone"})
+            except Exception:  # whatever is wrong with one look, the next may be the one that ends a hang
+                _log.warning("the watchdog of rank %d could not look", self._rank, exc_info=True)
 
     def _follow_device(self) -> None:
-        # A device runs them in order, so only the first can be the one that does not move, since it became the first.
-        done = False
-        while self._on_device and all(work.is_completed() for work in self._on_device[0][1]):
-            self._ring.ended(self._on_device.popleft()[0])
-            done = True
-        if done and self._on_device:
-            self._ring.waiting(self._on_device[0][0])
+        # The stream of a group runs them in order, so only the first can be the one that does not move, since it became the
+        # first. Streams of different groups run in any order.
+        for queue in list(self._on_device.values()):
+            done = False
+            while queue and _is_over(queue[0][1]):
+                self._ring.ended(queue.popleft()[0])
+                done = True
+            if done and queue:
+                self._ring.waiting(queue[0][0])
 
     def _look(self, blocked_s: float) -> None:
         now = time.monotonic()
         if now < self._next_tick_s and blocked_s < _SUSPECT_S:
             return
         self._next_tick_s = now + self._settings.tick_s
-        if len(self._peers) < self._size:
+        if now < self._meeting_until_s:
             self._meet_peers()
-        if self._side.num_left() > len(self._left):
-            self._read_goodbyes(range(self._size))
+        self._read_goodbyes()
         if 0 in self._left and self._rank and not self._launcher_serves:
             self._side.hang_up()
         if self._side.alarm() is None:
@@ -206,9 +216,21 @@ class Watchdog:
             finding = self._blame_gone(wait)
             if finding is not None:
                 return finding.line
+            if self._settings.warn_s < blocked_s < self._settings.deadline_s:
+                self._warn(wait, blocked_s)
             if blocked_s > self._settings.deadline_s and not self._asked_for_patience(self.groups.get(wait.key, ())):
                 return f"rank {self._rank} was blocked for {blocked_s:.1f} s in {wait}"
         return self._compare()
+
+    def _warn(self, wait: Stamp, blocked_s: float) -> None:
+        if self._warned_s == wait.waited_s:
+            return
+        self._warned_s = wait.waited_s
+        limit_s = self._settings.deadline_s
+        sys.stderr.write(
+            f"[ds-comm] rank {self._rank} waits since {blocked_s:.0f} s for {wait} at {user_frame(wait.thread)}; "
+            f"at {limit_s:.0f} s all ranks say where they are and end. DS_COMM_DEADLINE_S sets that limit.\n"
+        )
 
     def _longest_wait(self) -> Stamp | None:
         return next(iter(self._own_report().waits()), None)
@@ -241,10 +263,9 @@ class Watchdog:
                 found[rank] = peer.end(), {}
         return found
 
-    def _read_goodbyes(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank not in self._left and (note := self._side.ask("left", rank)) is not None:
-                self._left[rank] = note["why"], note["heads"]
+    def _read_goodbyes(self) -> None:
+        for rank, why, heads in self._side.left(len(self._left)):
+            self._left[rank] = why, heads
 
     def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> Report:
         peer = self._peers.get(rank)
@@ -278,6 +299,10 @@ class Watchdog:
         self._side.tell("state", {"pause_until_s": self._pause_until_s, "digests": self._digests})
 
     def _meet_peers(self) -> None:
+        if len(self._peers) >= min(
+            self._size, self._settings.local_size if self._settings.local_size > 1 else self._size
+        ):
+            return
         for hello in self._side.introduced(self._host):
             if hello["rank"] not in self._peers:
                 self._peers[hello["rank"]] = open_peer(hello["pid"], hello["fd"])
@@ -313,7 +338,7 @@ class Watchdog:
         try:
             self._side.report(report)
             reports |= self._side.collect(self._asked(alarm), _COLLECT_S)
-            self._read_goodbyes(set(range(self._size)) - reports.keys())
+            self._read_goodbyes()
         except RuntimeError as error:
             self._store_error = self._store_error or str(error).splitlines()[0]
         for rank, (why, heads) in self._gone().items():
@@ -362,3 +387,12 @@ class Watchdog:
                 time.sleep(_SEEN_S / 4)
         except RuntimeError as error:
             _log.debug("the store is gone: %s", error)
+
+
+def _is_over(done: Callable[[], bool]) -> bool:
+    """Whether an operation on a device is over. One that cannot be asked (a device error, a captured event) is not waited for."""
+    try:
+        return done()
+    except RuntimeError as error:
+        _log.debug("an operation of the device cannot be asked: %s", error)
+        return True

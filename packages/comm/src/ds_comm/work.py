@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
@@ -52,20 +53,20 @@ def time_device_operations(on: bool) -> None:
 class Pending:
     """An operation on its way, with what remains to do at its end, and the stamp and span that end with it."""
 
-    __slots__ = ("_host_waits", "_name", "_recorder", "_slot", "_span", "_started")
+    __slots__ = ("_host_waits", "_key", "_name", "_recorder", "_slot", "_span", "_started")
 
     def __init__(
         self,
         started: Started,
         name: object,
-        stamp: tuple[Recorder, int],
+        stamp: tuple[Recorder, int, str],
         span: AbstractContextManager[None],
         host_waits: bool,
     ) -> None:
-        """`host_waits`: whether waiting blocks this thread until the end (CPU), or only the device's stream."""
+        """`stamp` is the recorder, the slot and the group's key. `host_waits`: whether waiting blocks this thread until the end (CPU), or only the device's stream."""
         self._started: Started | None = started
         self._name, self._span, self._host_waits = name, span, host_waits
-        self._recorder, self._slot = stamp
+        self._recorder, self._slot, self._key = stamp
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As `Work.wait`.
@@ -99,13 +100,27 @@ class Pending:
             self._recorder.ended(self._slot)
             told = failed(self._name, self._recorder.explain(self._slot), error)
             raise told from (None if isinstance(error, CommError) else error)
-        if self._host_waits:
+        done = None if self._host_waits else _device_end()
+        if done is None:
             self._recorder.ended(self._slot)
         else:
-            self._recorder.follow(self._slot, started.works)
+            self._recorder.follow(self._slot, self._key, done)
 
     def is_completed(self) -> bool:
         return self._started is None or all(work.is_completed() for work in self._started.works)
+
+
+def _device_end() -> Callable[[], bool] | None:
+    """What tells whether the current stream has come to here, and so past what it waits for; None while it is captured.
+
+    An event and not the backend's handle: that would keep the buffers of an operation for as long as somebody looks at it.
+    """
+    stream = torch.accelerator.current_stream()
+    if stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event.query
 
 
 def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommError:

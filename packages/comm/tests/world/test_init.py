@@ -51,6 +51,16 @@ def test_a_process_group_of_others_is_watched_until_they_end_it() -> None:
 
 
 @world(2, backend=None)
+def test_no_limit_of_a_backend_ends_a_rank_whose_patience_is_longer() -> None:
+    for deadline_s, days in ((60.0, 7), (0.0, 0)):
+        ds_comm.init_distributed("gloo", deadline_s=deadline_s)
+        groups = [dist.group.WORLD, ds_comm.twin_group(None, "twin").pg]
+        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        assert [limit.days for limit in limits] == [days, days]
+        ds_comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_zero_turns_the_watchdog_off() -> None:
     ds_comm.init_distributed("gloo", deadline_s=0)
     assert watchdogs() == 0
