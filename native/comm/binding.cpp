@@ -15,6 +15,27 @@ namespace {
 
 py::tuple told(const Outcome &o) { return py::make_tuple(static_cast<int>(o.code), o.rank); }
 
+// Whether a signal handler of Python raised; only in the main thread anything is handled here.
+bool python_interrupted() {
+  py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Lets what runs meanwhile in this thread be ended by Python's signal handlers; the GIL is released.
+class Interruptible {
+ public:
+  Interruptible() { set_interrupted(&python_interrupted); }
+  ~Interruptible() { set_interrupted(nullptr); }
+  Interruptible(const Interruptible &) = delete;
+
+ private:
+  py::gil_scoped_release nogil_;
+};
+
+void raise_if_interrupted() {
+  if (PyErr_Occurred()) throw py::error_already_set();
+}
+
 std::vector<Peer> watched(const std::vector<int> &pids) {
   std::vector<Peer> peers;
   for (int pid : pids) {
@@ -79,6 +100,7 @@ class Endpoint {
  public:
   Endpoint(int fd, std::int64_t slot_bytes, std::int64_t mailbox_bytes, int rank, std::vector<int> pids)
       : layout_{slot_bytes, mailbox_bytes}, world_(static_cast<int>(pids.size())) {
+    if (const char *why = layout_.refusal(world_)) throw std::invalid_argument(why);
     bytes_ = static_cast<std::size_t>(layout_.total(world_));
     base_ = mapped(fd, bytes_, 0);
     peers_ = watched(pids);
@@ -90,6 +112,11 @@ class Endpoint {
 
   void close() {
     if (!channel_) return;
+    if (::getpid() != owner_) {  // a forked child has none of the threads; the channel is its parent's
+      static_cast<void>(progress_.release());
+      static_cast<void>(channel_.release());
+      return;
+    }
     {
       py::gil_scoped_release nogil;
       progress_.reset();
@@ -107,12 +134,13 @@ class Endpoint {
     for (auto s : src) sources.push_back(reinterpret_cast<const void *>(s));
     Outcome o;
     {
-      py::gil_scoped_release nogil;
+      Interruptible waiting;
       o = progress_->run(meet, spin_us, timeout_ms);
       if (o.code == Code::ok)
         combine(reinterpret_cast<void *>(dst), sources.data(), static_cast<int>(sources.size()), static_cast<Element>(element),
                 static_cast<Op>(op), n);
     }
+    raise_if_interrupted();
     return told(o);
   }
 
@@ -130,9 +158,10 @@ class Endpoint {
     const Call c = call(verb, element, op, root, n, in, out, send, receive);
     Outcome o;
     {
-      py::gil_scoped_release nogil;
+      Interruptible waiting;
       o = progress_->run(c, spin_us, timeout_ms);
     }
+    raise_if_interrupted();
     return told(o);
   }
   std::shared_ptr<Job> start(int verb, int element, int op, int root, std::int64_t n, std::uintptr_t in, std::uintptr_t out,
@@ -152,6 +181,7 @@ class Endpoint {
  private:
   Layout layout_;
   int world_;
+  pid_t owner_ = ::getpid();
   std::size_t bytes_ = 0;
   void *base_ = nullptr;
   std::vector<Peer> peers_;
@@ -163,7 +193,17 @@ class Endpoint {
 
 void bind_shm(py::module_ &m) {
   py::class_<Job, std::shared_ptr<Job>>(m, "ShmJob")
-      .def("wait", &Job::wait, py::arg("timeout_ms"), py::call_guard<py::gil_scoped_release>())
+      .def("wait",
+           [](Job &job, std::int64_t timeout_ms) {
+             bool over;
+             {
+               Interruptible waiting;
+               over = job.wait(timeout_ms);
+             }
+             raise_if_interrupted();
+             return over;
+           },
+           py::arg("timeout_ms"))
       .def("done", &Job::done)
       .def("outcome", [](const Job &job) { return told(job.outcome()); });
   py::class_<Endpoint>(m, "ShmEndpoint")
@@ -186,6 +226,13 @@ void bind_shm(py::module_ &m) {
   m.def(
       "shm_total_bytes",
       [](std::int64_t slot_bytes, std::int64_t mailbox_bytes, int world) { return Layout{slot_bytes, mailbox_bytes}.total(world); },
+      py::arg("slot_bytes"), py::arg("mailbox_bytes"), py::arg("world"));
+  m.def(
+      "shm_refusal",
+      [](std::int64_t slot_bytes, std::int64_t mailbox_bytes, int world) {
+        const char *why = Layout{slot_bytes, mailbox_bytes}.refusal(world);
+        return std::string(why ? why : "");
+      },
       py::arg("slot_bytes"), py::arg("mailbox_bytes"), py::arg("world"));
   m.def("shm_huge_file", &huge_file, py::call_guard<py::gil_scoped_release>());
   m.def("shm_combine", [](std::uintptr_t dst, const std::vector<std::uintptr_t> &src, int element, int op, std::int64_t n) {

@@ -49,6 +49,20 @@ std::int64_t Layout::total(int world) const {
   return control_bytes(world) + 2 * world * slot_bytes + 2ll * world * world * mailbox_bytes;
 }
 
+const char *Layout::refusal(int world) const {
+  if (world < 1 || slot_bytes < page || mailbox_bytes < page || slot_bytes % page || mailbox_bytes % page)
+    return "slots and cells are whole pages";
+  if (slot_bytes / world / line == 0) return "a slot needs 64 bytes for each rank";
+  if ((1 + static_cast<std::int64_t>(world)) * 8 > slot_bytes) return "a slot needs 8 bytes for each rank and 8 more";
+  return nullptr;
+}
+
+namespace {
+thread_local Interrupted hook_of_thread = nullptr;
+}
+void set_interrupted(Interrupted hook) { hook_of_thread = hook; }
+bool interrupted() { return hook_of_thread && hook_of_thread(); }
+
 class Channel::Impl {
  public:
   Impl(void *base, const Layout &layout, int rank, int world, const Peer *peers)
@@ -139,6 +153,8 @@ class Channel::Impl {
         const Cell &head = box.cell[taken & 1];
         if (head.total != letter.nbytes || head.tag != letter.tag) return {Code::mismatch, letter.peer};
         m = head.nbytes;
+        // What stands in shared memory is another process's word: never more than there is room for.
+        if (m < 0 || m > letter.nbytes - *moved || m > layout_.mailbox_bytes) return {Code::mismatch, letter.peer};
         take(letter.data + *moved, cell(from, to, taken & 1), m);
         publish(box.taken, taken + 1);
       }
@@ -200,6 +216,10 @@ class Channel::Impl {
     const auto enough = [this] {
       const Outcome state = health(-1);
       if (state.code != Code::ok) return !fail(state.code, state.rank);
+      if (interrupted()) {
+        abort();
+        return !fail(Code::aborted, rank_);
+      }
       if (deadline_us_ < 0 || now_us() < deadline_us_) return false;
       abort();  // the barrier has counted us: nobody can use it any more
       return !fail(Code::timeout, missing());

@@ -20,7 +20,11 @@ bool Job::wait(std::int64_t timeout_ms) {
   if (Progress *helper = helper_.load()) helper->help(*this, timeout_ms < 0 ? Progress::Help::now : Progress::Help::by_thread);
   std::unique_lock<std::mutex> lock(mutex_);
   if (timeout_ms < 0) {
-    finished_.wait(lock, [this] { return done_; });
+    while (!finished_.wait_for(lock, std::chrono::milliseconds(200), [this] { return done_; })) {
+      lock.unlock();
+      if (interrupted()) return false;
+      lock.lock();
+    }
     return true;
   }
   return finished_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [this] { return done_; });

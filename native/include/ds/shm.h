@@ -74,7 +74,15 @@ struct Layout {
   std::int64_t slot_bytes;     // multiple of 4096
   std::int64_t mailbox_bytes;  // of one cell, multiple of 4096
   std::int64_t total(int world) const;
+  // Why no channel of `world` ranks can be laid out so; null if it can. A slot must have a cache line for each rank.
+  const char *refusal(int world) const;
 };
+
+// Asked now and then by calls that wait in the thread that made them: true ends the call with `aborted`, on every rank. A
+// thread that did not set it has none.
+using Interrupted = bool (*)();
+void set_interrupted(Interrupted hook);
+bool interrupted();
 
 // One rank's end of a segment. Calls of one Channel must not overlap in time (its owner queues them).
 class Channel {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -60,10 +61,55 @@ def test_the_note_of_a_killed_job_is_not_followed(folder: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     note = folder / f"ds-comm-{os.getuid()}-job-{os.getppid()}.port"
-    note.write_text(f"{dead.pid} 1")
+    note.write_text(f"{dead.pid} 1 secret")
+    note.chmod(0o600)
     with pytest.raises(CommError, match="left no note") as caught:
         meet(replace(PAIR, rank=1), timeout_s=0.2)
     assert caught.value.code == "comm-rendezvous"
+
+
+def test_a_note_that_others_may_write_is_not_believed(folder: Path) -> None:
+    note = folder / f"ds-comm-{os.getuid()}-job-{os.getppid()}.port"
+    note.write_text(f"{os.getpid()} 1 secret")
+    note.chmod(0o666)
+    with pytest.raises(CommError, match=r"what is there belongs to user .* with mode 666"):
+        meet(replace(PAIR, rank=1), timeout_s=0.2)
+    note.unlink()
+    (folder / "elsewhere").write_text(f"{os.getpid()} 1 secret")
+    (folder / "elsewhere").chmod(0o600)
+    note.symlink_to(folder / "elsewhere")
+    with pytest.raises(CommError, match="left no note"):
+        meet(replace(PAIR, rank=1), timeout_s=0.2)
+
+
+def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in it: typed errors, within the time given, and no connection to a port that nobody named."""
+    monkeypatch.setattr(init.time, "sleep", lambda seconds: None)
+    rng = random.Random(0)
+    note = folder / "note"
+    for _ in range(2000):
+        note.write_bytes(rng.randbytes(rng.randrange(40)) if rng.random() < 0.7 else b"%d x y" % rng.randrange(1 << 40))
+        note.chmod(0o600)
+        with pytest.raises(TimeoutError, match="left no note"):
+            init._read_note(note, timedelta(microseconds=50))
+
+
+def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    replaced = Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: [modes.append(self.stat().st_mode & 0o777), replaced(self, to)][1]
+    )
+    told: list[dict[str, str]] = []
+    monkeypatch.setattr(init, "_tell_torch", told.append)
+    threads = [threading.Thread(target=meet, args=(replace(PAIR, job="secret", rank=rank),)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert modes == [0o600]
+    assert told[0]["DS_JOB_SECRET"] == told[1]["DS_JOB_SECRET"]
+    assert len(told[0]["DS_JOB_SECRET"]) == 32
 
 
 def test_ranks_that_do_not_come_are_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -245,6 +246,36 @@ def test_a_goodbye_is_read_once_by_each(tmp_path: Path, monkeypatch: pytest.Monk
         assert sorted(ranks[1].watchdog._left) == [2, 3]
         ranks[1].stamp(1, wait=True)
         assert ranks[1].ended.wait(10)
+
+
+def test_a_stranger_cannot_end_the_job(tmp_path: Path) -> None:
+    """It can write to the store, and read what stands there, but it does not know the job's secret."""
+    store = dist.HashStore()
+    ours, theirs = SideChannel(store, 0, b"secret"), SideChannel(store, 1, b"guess")
+    theirs.raise_alarm({"rank": 1, "why": "I say so"})
+    theirs.leave("gone", {})
+    theirs.tell("state", {"pause_until_s": 1e12})
+    theirs.introduce("host", {"pid": 1, "fd": 0})
+    assert ours.alarm() is None
+    assert ours.left(0) == []
+    assert ours.ask("state", 1) is None
+    assert ours.introduced("host") == []
+    ours.raise_alarm({"rank": 0, "why": "a wait"})
+    assert SideChannel(store, 2, b"secret").alarm() == {"rank": 0, "why": "a wait"}
+    sealed = dist.PrefixStore("ds_comm/watch", store).get("alarm")
+    dist.PrefixStore("ds_comm/watch", store).set("state/0", sealed)  # its code is for another place
+    assert ours.ask("state", 0) is None
+
+
+def test_what_a_rank_leaves_is_its_users_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    with job(2, folder) as ranks:
+        ranks[0].stamp(1, wait=True)
+        assert ranks[0].ended.wait(10)
+        assert ranks[1].ended.wait(10)
+        assert os.fstat(ranks[0].ring.fd).st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 def test_where_the_deadline_is_far_a_long_wait_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from ds_ops.shm import Channel, ChannelSettings, Op, Segment
 __all__ = ["Arena", "Wish", "arena_refusal"]
 
 _PAGE = 4096
+_LINE = 64
 # Tensors of one arena do not start at the same place of a page: streams that alias in the cache cost a fifth of the
 # bandwidth (docs/benchmarks/ops.md).
 _STAGGER = 1024
@@ -87,7 +88,9 @@ class Arena:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.nbytes = 0
         crowded = group.size > len(os.sched_getaffinity(0))
-        settings = ChannelSettings(_PAGE, _PAGE, spin_us=20 if crowded else 200, timeout_s=patient_s(timeout_s))
+        settings = ChannelSettings(
+            _slot_bytes(group.size), _PAGE, spin_us=20 if crowded else 200, timeout_s=patient_s(timeout_s)
+        )
         segment = self._segment(settings.segment_bytes(self.size))
         self._channel = Channel(segment, self.rank, [one.pid for one in told], settings)
         self._order = own_order(group, "arena")
@@ -174,3 +177,8 @@ class Arena:
         mine = Segment(nbytes) if self.rank == 0 else None
         token = broadcast_json(mine.token if mine else "", self.group, unit="arena")
         return mine or Segment.attach(token, nbytes)
+
+
+def _slot_bytes(ranks: int) -> int:
+    """What a channel that only meets needs: a cache line a rank, in whole pages."""
+    return -(-ranks * _LINE // _PAGE) * _PAGE

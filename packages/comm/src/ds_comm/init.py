@@ -23,6 +23,7 @@ from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import Launch, read_launch
 from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
+from ds_comm.secret import SECRET_VARIABLE, new_secret
 from ds_comm.shm import available
 from ds_comm.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
@@ -227,25 +228,35 @@ def _meet_on_free_port(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         draft = note.with_suffix(f".{os.getpid()}")
-        draft.write_text(f"{os.getpid()} {store.port}")
+        secret = os.environ.get(SECRET_VARIABLE) or new_secret()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, flags, 0o600), "w") as file:
+            file.write(f"{os.getpid()} {store.port} {secret}")
         draft.replace(note)  # others see all of it or nothing
         store.wait([f"here/{rank}" for rank in range(1, launch.world_size)], timeout)
         note.unlink()
     else:
-        store = dist.TCPStore("127.0.0.1", _read_note(note, timeout), is_master=False, timeout=timeout)
+        port, secret = _read_note(note, timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         store.set(f"here/{launch.rank}", "")
-    _tell_torch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
+    _tell_torch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), SECRET_VARIABLE: secret})
     return store
 
 
-def _read_note(note: Path, timeout: timedelta) -> int:
-    deadline = time.monotonic() + timeout.total_seconds()
+def _read_note(note: Path, timeout: timedelta) -> tuple[int, str]:
+    """The port and the job's secret. A note of another user, or one that others may read or write, is not believed."""
+    deadline, strange = time.monotonic() + timeout.total_seconds(), ""
     while time.monotonic() < deadline:
         try:
-            pid, port = map(int, note.read_text().split())
-            os.kill(pid, 0)  # a note may be left by a job that was killed
-        except (FileNotFoundError, ProcessLookupError):
+            with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                    strange = f"; what is there belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}"
+                    raise FileNotFoundError(note)
+                pid, port, secret = file.read().split()
+            os.kill(int(pid), 0)  # a note may be left by a job that was killed
+            return int(port), secret
+        except (OSError, ValueError, OverflowError):
             time.sleep(_POLL_S)
-        else:
-            return port
-    raise TimeoutError(f"rank 0 left no note in {note}")
+    raise TimeoutError(f"rank 0 left no note in {note}{strange}")

@@ -19,6 +19,7 @@ from ds_comm._torch import second_connection
 from ds_comm.frames import error_place
 from ds_comm.groups import Order
 from ds_comm.ring import Ring
+from ds_comm.secret import job_secret
 from ds_comm.sidechannel import SideChannel
 from ds_comm.verdict import Finding
 from ds_comm.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
@@ -124,7 +125,7 @@ def start_recorder(settings: WatchSettings) -> None:
         return
     stop_recorder("started anew")  # one may be left of a process group that is gone
     ring = Ring()
-    side = SideChannel(second_connection(world), world.rank())
+    side = SideChannel(second_connection(world), world.rank(), job_secret())
     watchdog = Watchdog(ring, side, (world.rank(), world.size()), settings)
     _current[0] = _On(ring, watchdog)
     watchdog.start()

@@ -119,6 +119,7 @@ class Ring:
         self.fd = os.memfd_create("ds-comm-ring") if hasattr(os, "memfd_create") else -1
         size = _HEAD_BYTES + _SLOTS * _RECORD.size
         if self.fd >= 0:
+            os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
         self._next = 0

@@ -1,5 +1,8 @@
 """What the watchdogs of a job tell each other, over their own connection to the job's store.
 
+Who can connect to the store can write to it. Where the job has a secret (`secret.job_secret`), each text carries a code made with it,
+and a text without a valid one counts as not written: a stranger cannot end the job by an alarm.
+
 Keys, below a prefix of their own:
 
     host/H      what the ranks of host H need to open each other's rings, one JSON text a line
@@ -13,7 +16,9 @@ Keys, below a prefix of their own:
 
 from __future__ import annotations
 
+import hmac
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -23,10 +28,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_comm.ring import Stamp
+from ds_comm.secret import seal
 from ds_comm.verdict import Report
 
 __all__ = ["SideChannel"]
 
+_log = logging.getLogger(__name__)
 _PATIENCE = timedelta(seconds=5)  # for one answer of the store
 _POLL_S = 0.02
 
@@ -38,10 +45,27 @@ class SideChannel:
     connection breaks.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, secret: bytes = b"") -> None:
         self._open: Any = dist.PrefixStore("ds_comm/watch", store)  # Any: torch's stubs lack append
         self._open.set_timeout(_PATIENCE)
-        self._rank = rank
+        self._rank, self._secret = rank, secret
+
+    def _seal(self, key: str, value: object) -> str:
+        text = json.dumps(value)
+        return f"{seal(self._secret, key, text)} {text}" if self._secret else text
+
+    def _opened(self, key: str, data: bytes) -> Any:
+        """What stands there; None where it is not from this job."""
+        text = data.decode(errors="replace")
+        if self._secret:
+            code, _, text = text.partition(" ")
+            if not hmac.compare_digest(code, seal(self._secret, key, text)):
+                _log.warning("something that is not of this job wrote %r to its store; it is not believed", key)
+                return None
+        return json.loads(text)
+
+    def _read(self, key: str) -> Any:
+        return self._opened(key, self._store.get(key)) if self._store.check([key]) else None
 
     @property
     def _store(self) -> Any:
@@ -56,43 +80,47 @@ class SideChannel:
 
     def tell(self, key: str, value: object) -> None:
         """Publish this rank's `key`."""
-        self._store.set(f"{key}/{self._rank}", json.dumps(value))
+        name = f"{key}/{self._rank}"
+        self._store.set(name, self._seal(name, value))
 
     def ask(self, key: str, rank: int) -> Any:
         """What rank `rank` published; None when nothing."""
-        name = f"{key}/{rank}"
-        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+        return self._read(f"{key}/{rank}")
 
     def introduce(self, host: str, hello: Mapping[str, Any]) -> None:
         """Tell the ranks of this host how to open this rank's ring."""
-        self._store.append(f"host/{host}", json.dumps({"rank": self._rank, **hello}) + "\n")
+        name = f"host/{host}"
+        self._store.append(name, self._seal(name, {"rank": self._rank, **hello}) + "\n")
 
     def introduced(self, host: str) -> list[dict[str, Any]]:
         """What the ranks of this host told so far."""
         name = f"host/{host}"
-        return list(map(json.loads, self._store.get(name).splitlines())) if self._store.check([name]) else []
+        lines = self._store.get(name).splitlines() if self._store.check([name]) else []
+        return [hello for line in lines if (hello := self._opened(name, line)) is not None]
 
     def raise_alarm(self, reason: Mapping[str, Any]) -> None:
         """Make every rank report; the first alarm of a job counts."""
-        self._store.compare_set("alarm", "", json.dumps(reason))
+        if self.alarm() is None:
+            self._store.set("alarm", self._seal("alarm", reason))
 
     def alarm(self) -> Any:
         """The alarm; None while there is none."""
-        return json.loads(self._store.get("alarm")) if self._store.check(["alarm"]) else None
+        return self._read("alarm")
 
     def leave(self, why: str, heads: Mapping[str, int]) -> None:
         """Say goodbye; `heads` is the last mark in each group that this rank came to."""
         number = self._store.add("left", 1)
-        self._store.set(f"goodbye/{number}", json.dumps({"rank": self._rank, "why": why, "heads": dict(heads)}))
+        name = f"goodbye/{number}"
+        self._store.set(name, self._seal(name, {"rank": self._rank, "why": why, "heads": dict(heads)}))
         self.tell("left", True)
 
     def left(self, known: int) -> list[tuple[int, str, dict[str, int]]]:
         """Who said goodbye after the first `known` of them: rank, why, and the last mark in each group."""
         found = []
         for number in range(known + 1, int(self._store.add("left", 0)) + 1):
-            if not self._store.check([f"goodbye/{number}"]):
+            note = self._read(f"goodbye/{number}")
+            if note is None:
                 break  # it is about to say it
-            note = json.loads(self._store.get(f"goodbye/{number}"))
             found.append((int(note["rank"]), str(note["why"]), dict(note["heads"])))
         return found
 

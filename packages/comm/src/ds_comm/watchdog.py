@@ -364,7 +364,7 @@ class Watchdog:
         if finding.code == "comm-hang" and not alarm["why"].startswith(f"rank {self._rank} was"):
             line += f" Alarm: {alarm['why']}."
         try:
-            dump.parent.mkdir(parents=True, exist_ok=True)
+            dump.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             content = {
                 "line": finding.line,
                 "code": finding.code,
@@ -372,7 +372,8 @@ class Watchdog:
                 "reports": [asdict(other) for other in reports.values()],
                 "stamps": [asdict(stamp) for stamp in self._ring.stamps()],
             }
-            dump.write_text(json.dumps(content))
+            with open(dump, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
+                json.dump(content, file)
             line += f" Details: ds comm debug {dump.parent}"
         except OSError as error:
             line += f" No dump: {error}"

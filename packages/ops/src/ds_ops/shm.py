@@ -121,6 +121,7 @@ class Segment:
             fd = _huge_file() if huge else -1
             if fd < 0:
                 fd = os.memfd_create("ds-shm", os.MFD_CLOEXEC)
+                os.fchmod(fd, 0o600)  # as huge files are
             os.ftruncate(fd, nbytes)
         self.fd = fd
 
