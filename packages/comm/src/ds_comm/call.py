@@ -11,6 +11,7 @@ from torch import Tensor
 import ds_monitor
 from ds_comm.groups import Group
 from ds_comm.recorder import current
+from ds_comm.ring import MESSAGES
 from ds_comm.transports import Started, Transport
 from ds_comm.work import DONE, Pending, Work, failed
 from ds_config.errors import CommError
@@ -164,7 +165,7 @@ class Call:
             return DONE
         transport = self._transport(order.transports, tensor)
         mark = 0  # messages have no place in the group's order: only two ranks see them
-        if self.op not in ("send", "recv"):
+        if self.op not in MESSAGES:
             order.mark = mark = order.mark + 1
         host_waits = tensor is None or tensor.device.type == "cpu"
         recorder = current()

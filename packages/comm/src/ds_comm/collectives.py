@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_comm.call import Call
 from ds_comm.groups import DEFAULT_TIMEOUT, GroupLike, as_group
-from ds_comm.shm import ShmProcessGroup
+from ds_comm.recorder import patience
 from ds_comm.transports import Started
 from ds_comm.work import Work
 from ds_config.errors import CommError
@@ -360,14 +360,11 @@ def monitored_barrier(
     group = as_group(group)
     if group.pg is None:
         return
-    timeout = timeout or DEFAULT_TIMEOUT
+    limit = timeout or DEFAULT_TIMEOUT
+    call = Call("monitored_barrier", group, unit)
     try:
-        if dist.get_backend(group.pg) == "gloo":
-            dist.monitored_barrier(group.pg, timeout, wait_all_ranks)
-        elif isinstance(group.pg, ShmProcessGroup):
-            group.pg.monitored_barrier(timeout)
-        else:
-            barrier(group, async_op=True, unit=unit).wait(timeout)
+        with patience(limit.total_seconds()):  # it has a limit of its own
+            call.start(None, False, lambda to: to.monitored_barrier(limit, wait_all_ranks))
     except RuntimeError as error:
         raise CommError(
             f"monitored_barrier[{unit}] of group {group.name!r} on rank {group.global_rank}: {str(error).splitlines()[0]}",

@@ -110,9 +110,23 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
                 fix="Pass ds_comm.isend or ds_comm.irecv as op.",
             )
     if any(p2p.tensor.device.type != "cpu" for p2p in p2p_op_list):
-        works: Any = dist.batch_isend_irecv([_as_torch(p2p) for p2p in p2p_op_list])
-        return list(works)
+        return _fused(p2p_op_list)
     return [p2p.op(p2p.tensor, p2p.peer, p2p.group, p2p.tag, p2p.group_peer, unit=p2p.unit) for p2p in p2p_op_list]
+
+
+def _fused(messages: Sequence[P2POp]) -> list[Work]:
+    """One launch for the messages of each group."""
+    groups: dict[Any, list[P2POp]] = {}
+    for message in messages:
+        groups.setdefault(as_group(message.group).pg, []).append(message)
+    works = []
+    for batch in groups.values():
+        call = Call("batch_isend_irecv", as_group(batch[0].group), batch[0].unit)
+        ops = [_as_torch(message) for message in batch]
+        largest = max((message.tensor for message in batch), key=Tensor.numel)
+        nbytes = sum(message.tensor.nbytes for message in batch)
+        works.append(call.start(largest, True, lambda to, ops=ops: to.batch(ops), nbytes=nbytes))  # type: ignore[misc]
+    return works
 
 
 def _as_torch(p2p: P2POp) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["OPS", "UNEVEN", "Ring", "RingReader", "Stamp"]
+__all__ = ["MESSAGES", "OPS", "UNEVEN", "Ring", "RingReader", "Stamp"]
 
 OPS = (
     "all_reduce",
@@ -47,9 +47,11 @@ OPS = (
     "send",
     "recv",
     "post",
+    "batch_isend_irecv",
 )
+MESSAGES = frozenset({"send", "recv", "batch_isend_irecv"})  # only two ranks see them: no place in the group's order
 UNEVEN = frozenset(
-    {"all_gather", "all_to_all", "all_to_all_pieces", "all_to_all_single", "gather", "scatter", "send", "recv"}
+    {"all_gather", "all_to_all", "all_to_all_pieces", "all_to_all_single", "gather", "scatter", *MESSAGES}
 )
 _UNEVEN_CODES = [code for code, op in enumerate(OPS) if op in UNEVEN]
 _OP_CODES = {op: code for code, op in enumerate(OPS)}

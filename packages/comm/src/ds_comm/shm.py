@@ -284,9 +284,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._channel.call(Verb.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
         return _ShmWork(self, [], [])
 
-    def monitored_barrier(self, timeout: timedelta | None) -> None:
+    def meet_within(self, timeout: timedelta) -> None:
         """A barrier with a timeout of its own; its error names a rank that did not come, and ends the group."""
-        self._channel.barrier(None if timeout is None else timeout.total_seconds())
+        self._channel.barrier(timeout.total_seconds())
 
     # ---- point to point
 

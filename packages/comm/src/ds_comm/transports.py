@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -114,6 +115,20 @@ class Transport:
 
     def barrier(self) -> Started:
         return _started(dist.barrier(self.pg, async_op=self.asynchronous))
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> Started:
+        """Blocks; names who did not come, as far as the backend knows."""
+        if dist.get_backend(self.pg) == "gloo":
+            dist.monitored_barrier(self.pg, timeout, wait_all_ranks)
+        elif (own := getattr(self.pg, "meet_within", None)) is not None:
+            own(timeout)
+        else:
+            dist.barrier(self.pg, async_op=True).wait(timeout)
+        return Started(())
+
+    def batch(self, messages: Sequence[Any]) -> Started:
+        """Messages that the backend launches as one; `messages` are torch's P2POp."""
+        return Started(dist.batch_isend_irecv(list(messages)))
 
 
 class GlooTransport(Transport):

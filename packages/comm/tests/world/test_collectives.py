@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -86,6 +87,32 @@ def test_messages() -> None:
         anyone = [None, None]
         ds_comm.recv_object_list(anyone, 2)
         assert anyone == ["x", 1]
+
+
+@world(2)
+def test_batches_and_monitored_barriers_are_operations_of_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_comm import call, p2p
+    from ds_comm.recorder import _Off
+
+    seen: list[tuple[str, str, int]] = []
+
+    class Seen(_Off):
+        def begin(self, order: object, mark: int, what: tuple[str, str, int], tensor: object) -> int:
+            seen.append((*what[:2], mark))
+            return 0
+
+    monkeypatch.setattr(call, "current", Seen)
+    peer, out = 1 - dist.get_rank(), torch.empty(3)
+    mark = ds_comm.world_group().order.mark
+    ops = [
+        ds_comm.P2POp(ds_comm.isend, torch.full((3,), 5.0), peer, unit="pair"),
+        ds_comm.P2POp(ds_comm.irecv, out, peer),
+    ]
+    for work in p2p._fused(ops):  # what a batch on a device is
+        work.wait()
+    assert out.tolist() == [5.0] * 3
+    ds_comm.monitored_barrier(unit="save")
+    assert seen == [("batch_isend_irecv", "pair", 0), ("monitored_barrier", "save", mark + 1)]
 
 
 @world(2)

@@ -73,6 +73,12 @@ def test_a_forgotten_watchdog_ends_with_the_process_group() -> None:
     ds_comm.init_distributed()
     with ds_comm.patience(5):
         ds_comm.barrier()
+        assert watchdogs() == 1
+        dist.destroy_process_group()
+        deadline = time.monotonic() + 10
+        while watchdogs() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert watchdogs() == 0
 
 
 @pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
