@@ -24,9 +24,11 @@ import ds_monitor
 from ds_ckpt import LoadOptions
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
+from ds_comm.family import assignment_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 from ds_zero import ShardedOptimizer, Sharding
+from ds_zero.families import logical_of
 
 __all__ = ["Run", "load_run", "save_run"]
 
@@ -79,12 +81,14 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
     }
-    left_out = set() if frozen else {f"param/{n}" for n, p in run.module.named_parameters() if not p.requires_grad}
-    # Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same.
+    still = [n for n, p in run.module.named_parameters() if not p.requires_grad]
+    left_out = set() if frozen else {f"param/{run.sharding.logical[n].name}" for n in still}
+    # Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same; of a family, of its first.
     first = all(run.mesh[name].rank == 0 for name in ("gradient", "tensor"))
-    buffers = [shard for _, shard in _buffers(run.module)] if first else []
+    family = {n: assignment_of(buffer).family for n, buffer in run.module.named_buffers()}
+    buffers = [s for n, s in _buffers(run.module) if (first if (of := family[n]) is None else of.group.rank == 0)]
     model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *buffers]
-    aliases = {name: stored for name, stored in _aliases(run.module).items() if stored not in left_out}
+    aliases = {name: stored for name, stored in _aliases(run).items() if stored not in left_out}
     shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
     run.checkpointer.save(path, shards, meta, aliases=aliases)
     ds_monitor.event("engine/saved", path=path)
@@ -169,7 +173,7 @@ def _newest(root: str) -> str | None:
 def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
     """Persistent buffers by name; their shards are views of them, or copies of those that are not contiguous."""
     persistent = set(module.state_dict(keep_vars=True)) if _has_buffers(module) else set()
-    return [(n, _whole(f"buffer/{n}", buffer)) for n, buffer in module.named_buffers() if n in persistent]
+    return [(n, _whole(f"buffer/{logical_of(n, buffer).name}", buffer)) for n, buffer in module.named_buffers() if n in persistent]
 
 
 def _set_buffers(module: nn.Module, loaded: Iterable[tuple[str, LocalShard]]) -> None:
@@ -219,11 +223,14 @@ def _whole(name: str, tensor: Tensor) -> LocalShard:
     return LocalShard(TensorShard.whole(name, tuple(tensor.shape), dtype), tensor.detach().reshape(-1).contiguous())
 
 
-def _aliases(module: nn.Module) -> dict[str, str]:
+def _aliases(run: Run) -> dict[str, str]:
     """Second names of tied parameters, so that other readers find them."""
-    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-    every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
-    return {f"param/{name}": f"param/{first[id(p)]}" for name, p in every if first[id(p)] != name}
+    first: dict[int, str] = {id(p): name for name, p in run.module.named_parameters()}
+    every: Iterable[tuple[str, nn.Parameter]] = run.module.named_parameters(remove_duplicate=False)
+    logical = run.sharding.logical
+    # What has a logical name of its own has no other: the module's names may be other parameters' on other ranks.
+    plain = {name for name in first.values() if logical[name].name == name}
+    return {f"param/{n}": f"param/{first[id(p)]}" for n, p in every if first[id(p)] != n and first[id(p)] in plain}
 
 
 # --- random streams

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import ds_comm as comm
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
 from ds_zero.sharding import Sharding, sharding_of
@@ -62,24 +63,38 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         )
     entries = _entries(Path(path))
     aliases = _aliases(model)
-    missing = _params(sharding, entries, aliases, strict) + _buffers(model, entries)
+    # Checked on all ranks before anything is written on one.
+    found = _find(sharding, entries, aliases)
+    missing = _told(sharding, [n for n, entry in found.items() if entry is None] + _missing_buffers(model, entries))
     if missing and strict:
         raise CheckpointError(
             f"{len(missing)} tensors of the model are in no file of {path}: {', '.join(missing[:5])}",
             code="pretrained-missing",
             fix="Load the right weights, or pass strict=False and set what is missing yourself.",
         )
+    _read_params(sharding, found)
+    _read_buffers(model, entries)
     sharding.unloaded.clear()
     sharding.refresh()
     known = {alias for names in aliases.values() for alias in names} | {n for n, _ in model.named_buffers()}
     known |= {logical.name for logical in sharding.logical.values()}
-    return tuple(sorted(set(entries) - known))
+    # What no rank has: of experts each has others.
+    return tuple(sorted(set(entries).difference(_told(sharding, sorted(known & set(entries))))))
 
 
-def _params(
-    sharding: Sharding, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]], strict: bool
-) -> list[str]:
-    # Everything is checked before anything is written.
+def _told(sharding: Sharding, names: list[str]) -> list[str]:
+    """The names of all ranks, where the ranks' models differ. Collective."""
+    if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
+        return names
+    told: list[list[str]] = [[]] * sharding.everyone.size
+    comm.all_gather_object(told, names, sharding.everyone, unit="load_pretrained")
+    return sorted({name for of in told for name in of})
+
+
+def _find(
+    sharding: Sharding, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
+) -> dict[str, _Entry | None]:
+    """Where each parameter's logical tensor is in the files."""
     found: dict[str, _Entry | None] = {}
     for slot in (slot for unit in sharding.units for slot in unit.layout.slots):
         logical = sharding.logical[slot.name]
@@ -91,9 +106,10 @@ def _params(
                 code="pretrained-shape",
                 fix="Build the model with the configuration that the weights were made with.",
             )
-    missing = [name for name, entry in found.items() if entry is None]
-    if missing and strict:
-        return missing
+    return found
+
+
+def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None:
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
         for piece in sharding.pieces(unit):
@@ -102,21 +118,24 @@ def _params(
                 mine = sharding.logical[piece.name].shard("param", "", piece.interval)
                 for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
                     _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
-    return missing
 
 
-def _buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> list[str]:
-    kept = {
+def _fits(entry: _Entry | None, buffer: Tensor) -> bool:
+    return entry is not None and entry.shape == tuple(buffer.shape)
+
+
+def _missing_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> list[str]:
+    needless = {
         f"{name}.{key}" if name else key for name, m in model.named_modules() for key in m._non_persistent_buffers_set
     }
-    missing = []
+    return [n for n, b in model.named_buffers() if not _fits(entries.get(n), b) and n not in needless]
+
+
+def _read_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> None:
     for name, buffer in model.named_buffers():
         entry = entries.get(name)
-        if entry is not None and entry.shape == tuple(buffer.shape):
+        if entry is not None and _fits(entry, buffer):
             _read(entry, 0, buffer.view(-1))
-        elif name not in kept:
-            missing.append(name)
-    return missing
 
 
 def _read(entry: _Entry, start: int, out: Tensor) -> None:
