@@ -9,7 +9,7 @@ from torch import nn
 import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
-from ds_zero.elementwise import needed_layouts
+from ds_zero.elementwise import habits_of
 
 
 def params():
@@ -20,25 +20,25 @@ def params():
     "name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "Rprop", "ASGD", "Adadelta"]
 )
 def test_elementwise(name):
-    assert needed_layouts(getattr(torch.optim, name)(params(), lr=1e-2), None) == {0: "flat"}
+    assert habits_of(getattr(torch.optim, name)(params(), lr=1e-2), None)[0].layout == "flat"
 
 
 def test_fused_and_warming_up():
-    assert needed_layouts(torch.optim.AdamW(params(), lr=0.0, fused=True), None) == {0: "flat"}
-    assert needed_layouts(torch.optim.AdamW(params(), lr=torch.tensor(1e-3)), "dim0") == {0: "dim0"}
+    assert habits_of(torch.optim.AdamW(params(), lr=0.0, fused=True), None)[0].layout == "flat"
+    assert habits_of(torch.optim.AdamW(params(), lr=torch.tensor(1e-3)), "dim0")[0].layout == "dim0"
 
 
 def test_whole_parameters_by_group():
     matrix, bias = params()
-    assert needed_layouts(torch.optim.Muon([matrix], lr=1e-2), None) == {0: "whole"}
-    assert needed_layouts(torch.optim.Adafactor([matrix, bias], lr=1e-2), None) == {0: "whole"}
-    assert needed_layouts(optim.Lamb([matrix, bias], lr=1e-2), None) == {0: "whole"}
+    assert habits_of(torch.optim.Muon([matrix], lr=1e-2), None)[0].layout == "whole"
+    assert habits_of(torch.optim.Adafactor([matrix, bias], lr=1e-2), None)[0].layout == "whole"
+    assert habits_of(optim.Lamb([matrix, bias], lr=1e-2), None)[0].layout == "whole"
 
 
 @pytest.mark.parametrize("asked", ["flat", "dim0"])
 def test_a_layout_that_would_be_wrong_is_refused(asked):
     with pytest.raises(UnsupportedError, match="Adafactor needs whole parameters"):
-        needed_layouts(torch.optim.Adafactor(params(), lr=1e-2), asked)
+        habits_of(torch.optim.Adafactor(params(), lr=1e-2), asked)
 
 
 class Coupled(torch.optim.SGD):
@@ -63,7 +63,7 @@ def test_asking_leaves_optimizer_and_randomness_alone():
     optimizer = torch.optim.AdamW(params(), lr=1e-2)
     before = torch.random.get_rng_state()
     groups = [dict(g) for g in optimizer.param_groups]
-    needed_layouts(optimizer, None)
+    habits_of(optimizer, None)
     assert torch.equal(before, torch.random.get_rng_state())
     assert not optimizer.state
     assert all(a["params"] is b["params"] for a, b in zip(groups, optimizer.param_groups, strict=True))

@@ -24,7 +24,7 @@ NO_PERSIST = ds_zero.UnitPolicy(max_numel=64 * 64 + 64, persist_numel=0)
     ("stage", "precision", "bytes_per_element"),
     # world 4; per element: full, shard, grads, optim
     [(0, "fp32", (4, 0, 4, 8)), (1, "fp32", (4, 0, 1, 2)), (2, "fp32", (4, 0, 1, 2)), (3, "fp32", (0, 1, 1, 2)),
-     (0, "bf16", (2, 4, 2 + 4, 8)), (1, "bf16", (2, 1, 1, 2)), (2, "bf16", (2, 1, 1, 2)), (3, "bf16", (0, 1, 1, 2))],
+     (0, "bf16", (2, 4, 2 + 4, 8)), (1, "bf16", (2, 1, 1, 2)), (2, "bf16", (2, 1, 1, 2)), (3, "bf16", (0.5, 1, 1, 2))],
 )  # fmt: skip
 def test_kept_bytes_are_the_papers_and_at_stage_1_only_a_shard_of_gradients(stage, precision, bytes_per_element):
     options = ds_zero.ShardOptions(stage=stage, precision=precision, policy=NO_PERSIST)

@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ from ds_engine.together import together
 from ds_engine.transforms import TRANSFORMS, Site, apply_all
 from ds_monitor.config import make_sinks
 from ds_zero import ShardedOptimizer
-from ds_zero.sharding import describe
+from ds_zero.options import Habits, describe
 
 __all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
 
@@ -93,7 +94,7 @@ def initialize(
 
 def shapes_of(model: nn.Module) -> Shapes:
     """The shapes that planning needs. Works on a model on meta, too. A pipeline's model has an attribute `pipe_stages`."""
-    params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, "flat")
+    params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, Habits())
     return Shapes(tuple(params), tuple(modules), getattr(model, "pipe_stages", 1))
 
 
@@ -120,6 +121,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         checkpointer = make_engine(plan.config.checkpoint, mesh["world"])
     if site.sharding is None:
         raise RuntimeError("a plan without ZeRO")
+    plan = replace(plan, zero=site.sharding.plan)
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:

@@ -173,7 +173,11 @@ def _newest(root: str) -> str | None:
 def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
     """Persistent buffers by name; their shards are views of them, or copies of those that are not contiguous."""
     persistent = set(module.state_dict(keep_vars=True)) if _has_buffers(module) else set()
-    return [(n, _whole(f"buffer/{logical_of(n, buffer).name}", buffer)) for n, buffer in module.named_buffers() if n in persistent]
+    return [
+        (n, _whole(f"buffer/{logical_of(n, buffer).name}", buffer))
+        for n, buffer in module.named_buffers()
+        if n in persistent
+    ]
 
 
 def _set_buffers(module: nn.Module, loaded: Iterable[tuple[str, LocalShard]]) -> None:

@@ -121,7 +121,7 @@ class Engine(nn.Module):
 
     def __init__(self, plan: Plan, components: Components) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan = replace(plan, zero=components.sharding.plan)
         self.module = components.module
         self.optimizer, self._sharding = components.optimizer, components.sharding
         self.lr_scheduler = components.scheduler

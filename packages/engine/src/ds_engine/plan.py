@@ -16,7 +16,7 @@ from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
 from ds_pipe import Program
-from ds_zero import Precision, Residency, UnitPolicy, UnitSpec
+from ds_zero import Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.units import ModuleInfo, ParamInfo
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
@@ -54,6 +54,12 @@ class Memory:
     master_bytes: int
     optimizer_bytes: int
     passing_bytes: int = 0
+
+    @classmethod
+    def of(cls, zero: ZeroPlan) -> Memory:
+        """What ds-zero says of every unit, added up."""
+        kept = zero.kept
+        return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing)
 
     @property
     def total_bytes(self) -> int:
@@ -139,11 +145,11 @@ class Plan:
         program: The actions of one step on every rank of a pipeline, with the reductions marked.
         residency: What is sharded (the ZeRO stage as a value).
         precision: Formats and loss scale.
-        units: Parameters that travel together.
+        zero: Parameters that travel together, and what each rank holds of them: as planned from shapes, and once the model is sharded, as it
+            was built.
         states: Format of optimizer state; None is what the optimizer does by itself (fp32).
         casting: What the forward sees.
         sharding: How units are cut, and how they travel.
-        memory: Expected bytes of model state per rank.
         clip: Largest global gradient norm; None does not clip.
         sums: Whether gradients are added up over ranks instead of averaged.
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
@@ -160,11 +166,10 @@ class Plan:
     program: Program
     residency: Residency
     precision: Precision
-    units: tuple[UnitSpec, ...]
+    zero: ZeroPlan
     states: torch.dtype | None
     casting: Casting
     sharding: ShardPlan
-    memory: Memory
     clip: float | None
     sums: bool
     data_multiple: int
@@ -173,6 +178,16 @@ class Plan:
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
     transforms: tuple[Change, ...] = ()
+
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """Parameters that travel together."""
+        return self.zero.units
+
+    @property
+    def memory(self) -> Memory:
+        """Expected bytes of model state per rank."""
+        return Memory.of(self.zero)
 
     def arguments(self, step: int) -> Mapping[str, object]:
         """Keywords that the forward gets besides the batch's, in training, after `step` steps."""

@@ -13,23 +13,13 @@ import torch
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.optimizers import state_tensors
-from ds_engine.plan import Memory, Plan, Shapes, ShardPlan, Telling
+from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
 from ds_engine.precision import casting_of, precision_of
 from ds_engine.rules import asked_batch, check_rules
 from ds_engine.transforms import TRANSFORMS, Asked, decide_all
 from ds_pipe import Program, add_comms, mark_reduce, one_f_one_b, verify
-from ds_zero import (
-    STAGES,
-    Nodes,
-    Precision,
-    Residency,
-    UnitPolicy,
-    UnitSpec,
-    in_nodes,
-    passing_bytes,
-    plan_bytes,
-    plan_units,
-)
+from ds_zero import STAGES, Nodes, Precision, Residency, ShardOptions, UnitPolicy
+from ds_zero import plan as plan_sharding
 from ds_zero.units import ModuleInfo
 
 __all__ = ["known_axes", "make_plan", "rebatched"]
@@ -55,10 +45,21 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         max(1, config.zero_optimization.zero_hpz_partition_size),
         config.zero_optimization.mics_hierarchical_params_gather,
     )
-    units = plan_units(shapes.params, shapes.modules, residency, sharding.policy)
     precision = precision_of(config)
     states = _states(config, shapes, precision)
-    kept = (state_tensors(config.optimizer), None if states is None else states.itemsize)
+    # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
+    kept = state_tensors(config.optimizer)
+    options = ShardOptions(
+        stage=residency,
+        precision=precision if states is None else replace(precision, state=states),
+        policy=sharding.policy,
+        shard_size=sharding.shard_size,
+        nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
+    )
+    params = [replace(p, states=kept) for p in shapes.params]
+    ranks = mesh.data * mesh.sequence
+    experts = {p.family: max(1, ranks // mesh.expert) for p in params if p.family.startswith("expert")}
+    zero = plan_sharding(params, ranks, options, modules=shapes.modules, families=experts)
     return Plan(
         config=config,
         mesh=mesh,
@@ -66,13 +67,10 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         program=_program(batch, residency, mesh.pipe),
         residency=residency,
         precision=precision,
-        units=units,
+        zero=zero,
         states=states,
         casting=casting_of(config),
         sharding=sharding,
-        memory=_memory(
-            units, precision, (sharding.shard_size or mesh.data * mesh.sequence, sharding.near, mesh.expert), kept
-        ),
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
         data_multiple=batch.train if config.dataloader_drop_last else 1,
@@ -143,33 +141,4 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
         persist_numel=zero.param_persistence_threshold,
         persist_total=zero.model_persistence_threshold,
         leaves=frozenset(leaves),
-    )
-
-
-def _memory(
-    units: Sequence[UnitSpec], precision: Precision, ranks: tuple[int, int, int], states: tuple[int, int | None]
-) -> Memory:
-    """What ds-zero's own arithmetic says of every unit.
-
-    Args:
-        ranks: That share one copy, of these the ones that keep what was gathered, and those that have other experts each.
-        states: Tensors per element, and their bytes if not as masters.
-    """
-    tensors, width = states
-    world, near, experts = ranks
-    parts = []
-    for unit in units:
-        dtypes = precision.resolve(getattr(torch, unit.params[0].dtype))
-        copies = world // experts if unit.family.startswith("expert") else world
-        found = plan_bytes(unit, dtypes, copies, tensors)
-        if 1 < near < world:
-            found = in_nodes(found, Nodes(near, secondary=True))
-        optim = found.optim if width is None else found.optim // dtypes.master.itemsize * width
-        parts.append((found, optim))
-    return Memory(
-        params_bytes=sum(found.full for found, _ in parts),
-        grads_bytes=sum(found.grads for found, _ in parts),
-        master_bytes=sum(found.shard for found, _ in parts),
-        optimizer_bytes=sum(optim for _, optim in parts),
-        passing_bytes=passing_bytes((found for found, _ in parts), units[0].residency) if units else 0,
     )

@@ -25,18 +25,20 @@ from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
 from ds_zero.optimizer import ShardedOptimizer, StepReport
-from ds_zero.plan import UnitBytes, ZeroPlan, in_nodes, passing_bytes, plan, plan_bytes
+from ds_zero.options import Habits, ShardOptions
+from ds_zero.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
 from ds_zero.precision import LossScale, Precision, PrecisionRule
 from ds_zero.pretrained import load_pretrained
 from ds_zero.released import Released
 from ds_zero.residency import STAGES, Residency
-from ds_zero.sharding import Sharding, ShardOptions
+from ds_zero.sharding import Sharding
 from ds_zero.tiled import TiledLinear
 from ds_zero.units import UnitPolicy, UnitSpec, plan_units
 
 __all__ = [
     "STAGES",
     "GatheredParameters",
+    "Habits",
     "Init",
     "LossScale",
     "MiCS_Init",
@@ -45,24 +47,26 @@ __all__ = [
     "NonfiniteSearch",
     "Precision",
     "PrecisionRule",
+    "Ranks",
+    "Reduction",
     "Released",
     "Residency",
     "ShardOptions",
     "ShardedOptimizer",
     "Sharding",
     "StepReport",
+    "Storage",
     "TiledLinear",
     "UnitBytes",
     "UnitLayout",
+    "UnitPlan",
     "UnitPolicy",
     "UnitSpec",
     "ZeroPlan",
-    "in_nodes",
     "load_pretrained",
-    "passing_bytes",
     "plan",
-    "plan_bytes",
     "plan_layout",
+    "plan_unit",
     "plan_units",
     "register_external_parameter",
     "safe_get_full_fp32_param",

@@ -2,7 +2,8 @@
 
 Words: *full* functions give or take a tensor in the parameter's true shape (of a part of a logical tensor: that of the part) and are
 collective over the ranks that the parameter lives on: every one calls them, in the same order. *local* functions give or take this rank's elements, 1-D, and
-communicate nothing. A write goes to the shard in master format, so the next step starts from it.
+communicate nothing. A write goes to the shard in master format, so the next step starts from it. What another tier keeps is fetched
+for it; what was only read stays until the next update.
 
 A gradient is what the next `step` would use before clipping: averaged over ranks, loss scale and divisor taken out.
 """
@@ -194,10 +195,14 @@ def _keep(places: Sequence[_Place]) -> None:
     """The full copy's values become the shard's."""
     with torch.no_grad():
         for place in places:
+            place.unit.tier.fetch()
             flat = place.unit.views[place.member].reshape(-1)
             for start, at, numel in place.ranges():
                 place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
-            place.unit.forget_near()
+    for unit in dict.fromkeys(place.unit for place in places):
+        unit.forget_near()
+        unit.publish()
+        unit.tier.store()
 
 
 @contextmanager
@@ -231,6 +236,7 @@ _Source = Callable[[_Place], "list[tuple[int, Tensor]] | None"]
 
 
 def _param(place: _Place) -> list[tuple[int, Tensor]]:
+    place.unit.tier.fetch()
     return [(start, place.unit.shard[at : at + numel]) for start, at, numel in place.ranges()]
 
 
@@ -245,6 +251,7 @@ def _state(key: str) -> _Source:
 
     def source(place: _Place) -> list[tuple[int, Tensor]] | None:
         found = []
+        place.unit.tier.fetch()
         for start, at, numel in place.ranges():
             for part in place.unit.parts:
                 if part.start <= at and at + numel <= part.stop:
@@ -267,14 +274,14 @@ def _get_local(param: Tensor, source: _Source) -> Tensor | None:
     return torch.cat([data.detach() for _, data in ranges]) if ranges else place.unit.shard[:0].detach()
 
 
-def _get_full(param: Tensor, source: _Source) -> Tensor | None:
+def _get_full(param: Tensor, source: _Source, dtype: torch.dtype | None = None) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None
     ranges, group = source(place), place.unit.seat.shards
     slot = place.unit.layout.slots[place.member]
     # One more element counts the ranks that have something, so that all of them know when nobody has.
-    full = torch.zeros(slot.numel + 1, dtype=place.unit.dtypes.master, device=place.unit.full.device)
+    full = torch.zeros(slot.numel + 1, dtype=dtype or place.unit.dtypes.master, device=place.unit.full.device)
     full[-1] = 1.0 if ranges is not None and (ranges or not slot.numel) else 0.0
     with torch.no_grad():
         for start, data in ranges or ():
@@ -325,8 +332,14 @@ def _nothing(param: Tensor, place: _Place | None) -> PlanError:
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """The parameter in master format and true shape, on every rank; None if it is not part of a sharded model. Collective."""
-    return _get_full(param, _param)
+    """The parameter in true shape, on every rank, in master format (fp32, if that of a frozen one is narrower); None if it is not
+    part of a sharded model. Collective."""
+    return _get_full(param, _param, torch.promote_types(param.dtype, torch.float32) if _frozen(param) else None)
+
+
+def _frozen(param: Parameter) -> bool:
+    place = _place(param)
+    return place is not None and not place.unit.spec.trained and param.is_floating_point()
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -358,6 +371,7 @@ def _publish(param: Parameter) -> None:
     place = _place(param)
     if place is not None:
         place.unit.mark_updated()
+        place.unit.tier.store()
         if not place.unit.releases:
             place.unit.unshard()
 

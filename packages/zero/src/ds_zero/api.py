@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from ds_comm import Group
 from ds_zero.layout import Kind
 from ds_zero.nodes import Nodes
 from ds_zero.optimizer import ShardedOptimizer
+from ds_zero.options import ShardOptions
 from ds_zero.precision import Precision
 from ds_zero.residency import Residency
-from ds_zero.sharding import Sharding, ShardOptions
-from ds_zero.units import UnitPolicy
+from ds_zero.sharding import Sharding
+from ds_zero.units import UnitPolicy, UnitSpec
 
 __all__ = ["shard"]
 
@@ -34,6 +36,7 @@ class _Options(TypedDict, total=False):
     nodes: Nodes | None
     sparse: bool
     memory: Literal["auto", "private", "shared"]
+    tier: str | Callable[[UnitSpec], str]
 
 
 @overload
@@ -49,7 +52,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, nodes, sparse, memory.
+            strict, layout, shard_size, nodes, sparse, memory, tier.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -14,6 +14,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,30 +26,31 @@ from ds_config.errors import UnsupportedError
 from ds_ops.optim import OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout import Kind
+from ds_zero.options import Habits
 from ds_zero.precision import Dtypes
 
-__all__ = ["keeps_state", "needed_layout", "needed_layouts", "owns_reduction", "state_format"]
+__all__ = ["habits_of", "keeps_state", "owns_reduction", "state_format"]
 
 _SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
 
-def needed_layouts(optimizer: Optimizer, asked: Kind | None) -> dict[int, Kind]:
-    """The layout of each optimizer group: what was asked for where it will do, else the one the optimizer needs.
+def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
+    """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
 
     Raises:
         UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
     """
-    layouts: dict[int, Kind] = {}
+    habits: dict[int, Habits] = {}
     for number, group in enumerate(optimizer.param_groups):
-        need = _declared(optimizer) if owns_reduction(optimizer) else needed_layout(optimizer, group)
-        if need == "whole" and asked not in (None, "whole"):
+        found = Habits(_declared(optimizer)) if owns_reduction(optimizer) else _habits(optimizer, group)
+        if found.layout == "whole" and asked not in (None, "whole"):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
                 code="zero-optimizer",
                 fix='Leave layout at None, or pass layout="whole".',
             )
-        layouts[number] = need if asked is None else asked
-    return layouts
+        habits[number] = found if asked is None else replace(found, layout=asked)
+    return habits
 
 
 def owns_reduction(optimizer: Optimizer) -> bool:
@@ -75,24 +77,28 @@ def _declared(optimizer: Optimizer) -> Kind:
     return "flat" if getattr(optimizer, "elementwise", True) else "whole"
 
 
-def needed_layout(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
+def _habits(optimizer: Optimizer, group: dict[str, Any]) -> Habits:
     """`"flat"` for an elementwise optimizer, `"whole"` for a per-tensor one, with the settings of one of its groups."""
     first = [_wave(_SHAPE, 0.3)]
     try:
-        alone, together = _run(optimizer, group, first), _run(optimizer, group, [*first, _wave((6, 10), 1.7)])
+        (alone, states), (together, _) = (
+            _run(optimizer, group, first),
+            _run(optimizer, group, [*first, _wave((6, 10), 1.7)]),
+        )
     except Exception as error:  # whatever a foreign optimizer raises is the reason to give
         raise _neither(optimizer, f"it cannot step a tensor of shape {_SHAPE}: {error}") from error
     if not _close(alone, together[:1]):
         raise _neither(optimizer, "the update of one tensor depends on the others")
     flat = first[0].reshape(-1)
     try:
-        pieces = _run(optimizer, group, [flat[:_CUT].clone(), flat[_CUT:].clone()])
+        pieces, _ = _run(optimizer, group, [flat[:_CUT].clone(), flat[_CUT:].clone()])
     except Exception:  # it takes no vectors, so it takes no shards
-        return "whole"
-    return "flat" if _close([alone[0].reshape(-1)], [torch.cat(pieces)]) else "whole"
+        return Habits("whole", states)
+    return Habits("flat" if _close([alone[0].reshape(-1)], [torch.cat(pieces)]) else "whole", states)
 
 
-def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """The tensors after a few steps, and how many tensors as large as the first the optimizer keeps for it."""
     params = [Parameter(value.clone()) for value in values]
     twin = object.__new__(type(optimizer))
     own = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in optimizer.__dict__.items()}
@@ -108,7 +114,8 @@ def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) 
             turned = param.detach() * (5.0 + number) + 0.5
             param.grad = turned / (1.0 + turned * turned)
         step(twin)
-    return [param.detach() for param in params]
+    kept = [v for v in twin.state[params[0]].values() if isinstance(v, Tensor) and v.shape == params[0].shape]
+    return [param.detach() for param in params], len(kept)
 
 
 def _wave(shape: tuple[int, ...], phase: float) -> Tensor:

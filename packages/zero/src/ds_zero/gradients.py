@@ -28,7 +28,8 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_zero._torch import foreach_add, foreach_copy
-from ds_zero.exchange import Exchange, sends_from_anywhere
+from ds_zero.exchange import Exchange
+from ds_zero.plan import Reduction, UnitPlan
 from ds_zero.posting import Posting
 from ds_zero.rows import RowSum
 from ds_zero.seat import Members, Seat
@@ -54,14 +55,14 @@ class Gradients:
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open = False
-        self._members, self._layout, self._dtypes = members, members.layout, members.dtypes
+        self._members, self._layout, self._dtypes = members, members.plan.layout, members.plan.dtypes
         self._views: list[Tensor] = []
-        self._gaps = members.layout.gaps
+        self._gaps = self._layout.gaps
         self._sums_in_arena = False
         self._reducing: _Reduction | None = None
         self._square: tuple[float, int] | None = None
-        self._direct = self._way(members, seat)
-        self.ranges: tuple[tuple[int, int], ...] = ((0, members.layout.shard_numel),)
+        self._direct = self._way(members.plan, seat)
+        self.ranges: tuple[tuple[int, int], ...] = ((0, self._layout.shard_numel),)
         # One tensor where what was summed is sent on to other ranks.
         self._in_place = self._direct is not None and seat.replicas.size == 1
         if self._direct is not None and self._in_place:
@@ -69,12 +70,11 @@ class Gradients:
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     @staticmethod
-    def _way(members: Members, seat: Seat) -> Posting | Exchange | None:
-        layout, name = members.layout, members.spec.name
-        if seat.host is not None:
-            return Posting(seat.host, layout, seat.shards.rank, name)
-        if layout.world > 1 and sends_from_anywhere(seat.shards, members.device):
-            return Exchange(seat.shards, layout, seat.pool, name)
+    def _way(plan: UnitPlan, seat: Seat) -> Posting | Exchange | None:
+        if plan.reduction is Reduction.POSTING and seat.host is not None:
+            return Posting(seat.host, plan.layout, seat.shards.rank, plan.name)
+        if plan.reduction is Reduction.EXCHANGE:
+            return Exchange(seat.shards, plan.layout, seat.pool, plan.name)
         return None
 
     def collect(self, *, now: bool = True) -> None:
@@ -119,7 +119,7 @@ class Gradients:
             self._post(self._direct, arena)
             return
         if arena is None:
-            raise RuntimeError(f"unit {self._members.spec.name} has no gradient buffer to reduce")
+            raise RuntimeError(f"unit {self._members.plan.name} has no gradient buffer to reduce")
         self._reducing, self.open = self._start(arena), False
 
     def _start(self, arena: Tensor) -> _Reduction:
@@ -131,7 +131,7 @@ class Gradients:
             out = arena[: self._layout.shard_numel]
         else:
             out = self._take_spare(0) if fits else self._take_flat(arena.dtype)
-        name, works = self._members.spec.name, []
+        name, works = self._members.plan.name, []
         for segment in self._layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self._layout.world]
             mine = out[segment.at : segment.at + segment.chunk]
@@ -170,7 +170,7 @@ class Gradients:
         square = None if self._direct is None else self._pull(self._direct, going.outs)
         if self._layout.world > 1 and self.seat.replicas.size > 1:
             for out in going.outs:
-                comm.all_reduce(out, group=self.seat.replicas, unit=self._members.spec.name)
+                comm.all_reduce(out, group=self.seat.replicas, unit=self._members.plan.name)
             square = None
         if going.flat is not None:
             self._add(going.outs)

@@ -30,13 +30,14 @@ from ds_comm.family import Family
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
 from ds_zero.agreement import Facts, agree
-from ds_zero.elementwise import keeps_state, needed_layouts, owns_reduction, state_format
-from ds_zero.layout import Kind, Piece
+from ds_zero.elementwise import habits_of, keeps_state, owns_reduction, state_format
+from ds_zero.layout import Piece
 from ds_zero.moving import KINDS
 from ds_zero.norms import weight_of
+from ds_zero.options import Habits, ShardOptions, dtype_name
 from ds_zero.precision import Precision, ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
-from ds_zero.sharding import Sharding, ShardOptions, dtype_name
+from ds_zero.sharding import Sharding
 from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
 from ds_zero.units import DENSE
@@ -83,9 +84,9 @@ class ShardedOptimizer(Optimizer):
         self.last: StepReport | None = None
         self.riders: tuple[float, ...] = ()
         self._scaled = 0
-        self._layouts = needed_layouts(inner, options.layout)
+        self._habits = habits_of(inner, options.layout)
         self._scale: ScaleState | None = None
-        self._cut(model, options, self._layouts)
+        self._cut(model, options, self._habits)
         if self.sharding.precision.scale:
             self._scale = self.sharding.precision.scale.start()
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
@@ -93,15 +94,17 @@ class ShardedOptimizer(Optimizer):
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
 
-    def _cut(self, model: nn.Module, options: ShardOptions, layouts: Mapping[int, Kind]) -> None:
+    def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
-        self.sharding = Sharding(model, self._groups, options, layouts)
+        self.sharding = Sharding(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._check_scaled
         self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
         self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
+        for unit in self.sharding.units:
+            unit.tier.states = self.sharding.state_of
         for number, group in enumerate(inner.param_groups):
             group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
         inner.state.clear()
@@ -153,7 +156,7 @@ class ShardedOptimizer(Optimizer):
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         self.sharding.close()
         self.inner.state.clear()
-        self._cut(model, options, self._layouts)
+        self._cut(model, options, self._habits)
         dropped = {self.sharding.logical[n].name for n, p in model.named_parameters() if not p.requires_grad}
         scalars["scalars"] = {
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
@@ -290,22 +293,42 @@ class ShardedOptimizer(Optimizer):
                 for grad in unit.gradients.sums or ():
                     grad.mul_(weight)
         grads = [grad for u in units for grad in u.gradients.sums or ()]
-        if any(grad.dtype != u.shard.dtype for u in units for grad in u.gradients.sums or ()):
+        if any(
+            (grad.dtype, grad.device) != (u.shard.dtype, u.shard.device)
+            for u in units
+            for grad in u.gradients.sums or ()
+        ):
             for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
                 grad.mul_(factor)
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
             if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
+                unit.tier.fetch()
                 self._split(unit)
+        gone = dict(zip(units, unused, strict=True))
+        together = [u for u in units if not u.tier.alone]
+        batches = [together, *([u] for u in units if u.tier.alone)]
+        for batch, after in zip(batches, [*batches[1:], []], strict=True):
+            self._update_units({unit: gone[unit] for unit in batch}, after, factor)
+
+    def _update_units(self, units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float) -> None:
+        """Update units, of which some parameters were used by nobody, in one call of the optimizer; see `tiers.py`."""
+        if not units:
+            return
+        for unit, absent in units.items():
+            unit.tier.fetch()
             for part in unit.parts:
                 mine = unit.gradients.view(part.start, part.stop)
                 if mine is not None and (not absent.issuperset(part.members) or not absent):
-                    part.tensor.grad = _as(mine, part.tensor)
-        step_with(self.inner, grads, factor)
+                    part.tensor.grad = unit.tier.gradient(mine, part.tensor)
+        for unit in after:
+            unit.tier.begin_fetch()
+        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
         for unit in units:
             for part in unit.parts:
                 part.tensor.grad = None
             unit.mark_updated()
+            unit.tier.store()
 
     def _split(self, unit: Unit) -> None:
         """Give every parameter of a unit its own part, with its share of the state so far."""
@@ -366,6 +389,7 @@ class ShardedOptimizer(Optimizer):
     def _state_of(self, unit: Unit) -> Iterator[tuple[str, Piece, Tensor]]:
         """Tensors of the optimizer's state: (key, of which elements, as many values). What does not have the elements of its
         parameter (the row sums of Adafactor) comes whole, with the parameter's first piece."""
+        unit.tier.fetch()
         pieces = self.sharding.pieces(unit) if unit.parts else []
         for part in unit.parts:
             inside = [piece for piece in pieces if part.start <= piece.start and piece.stop <= part.stop]
@@ -387,6 +411,7 @@ class ShardedOptimizer(Optimizer):
             state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
         """
         for unit in self.sharding.units:
+            unit.tier.fetch()
             for part in unit.parts:
                 state = self.inner.state[part.tensor]
                 for name in state_names:
@@ -534,12 +559,6 @@ def _check_states(model: nn.Module, inner: Optimizer, precision: Precision) -> N
                 code="zero-state-dtype",
                 fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
             )
-
-
-def _as(grad: Tensor, like: Tensor) -> Tensor:
-    if grad.dtype != like.dtype:
-        grad = grad.to(like.dtype)
-    return grad if grad.shape == like.shape else grad.view(like.shape)
 
 
 def _share(value: Any, old: Part, new: Part) -> Any:

@@ -1,4 +1,6 @@
-"""Bytes per rank before anything is allocated: the same arithmetic the units are made by. No tensor, no group.
+"""One plan: what each unit is, where its state lives and how its gradients travel, before anything is allocated. No tensor, no group.
+
+`Sharding` makes what stands here and decides nothing more; `plan` makes the same from a model, or from records, for any number of ranks.
 
 Words: *kept* bytes are there between steps, exactly; *passing* bytes come and go within a step and are bounded here:
 gathered units, gradient buffers on their way. Activations are not part of model states and not counted.
@@ -8,71 +10,140 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import nn
 
-from ds_zero.layout import plan_layout
+from ds_comm.family import assignment_of
+from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
+from ds_zero.options import Habits, ShardOptions, describe
 from ds_zero.precision import Dtypes, Precision
-from ds_zero.residency import Residency
-from ds_zero.sharding import ShardOptions, describe
+from ds_zero.residency import Residency, UnitBytes
+from ds_zero.tiers import tier_of
 from ds_zero.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
 
-__all__ = ["UnitBytes", "ZeroPlan", "in_nodes", "passing_bytes", "plan", "plan_bytes"]
+__all__ = ["Ranks", "Reduction", "Storage", "UnitBytes", "UnitPlan", "ZeroPlan", "passing_bytes", "plan", "plan_unit"]
+
+
+class Storage(Enum):
+    """Where a unit's parameters are between uses."""
+
+    PRIVATE = "private"  # every rank keeps all of them
+    RELEASED = "released"  # every rank keeps its shard, and gathers the rest for a use
+    SHARED = "shared"  # the ranks of a host keep one copy between them
+
+
+class Reduction(Enum):
+    """How gradients are summed over the ranks that share a unit's state."""
+
+    ARENA = "arena"  # a flat buffer, and the collective of the backend
+    POSTING = "posting"  # in memory that the ranks share
+    EXCHANGE = "exchange"  # by messages from the memory where autograd made them
 
 
 @dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """One unit on one rank.
+class Ranks:
+    """What planning knows of the ranks of a family.
 
     Attributes:
-        full: Kept bytes of the parameters in the format forward uses.
-        shard: Kept bytes of the master shard; 0 where it is a part of full.
-        grads: Bytes of this rank's share of the gradients from backward to update: of memory of its own, which is kept, or of the
-            gradients that it is made of, which is not.
-        optim: Kept bytes of the optimizer's per-element state.
-        gathered: Passing bytes while the unit is in use.
-        arena: Passing bytes while its gradients travel.
+        shards: Ranks that share one copy of its state.
+        shared: They are on one host, and keep one copy of the parameters.
+        anywhere: Messages between them leave from any memory at no cost.
+        nodes: Which of them are close to each other; None: gathers are flat.
     """
 
-    full: int = 0
-    shard: int = 0
-    grads: int = 0
-    optim: int = 0
-    gathered: int = 0
-    arena: int = 0
+    shards: int = 1
+    shared: bool = False
+    anywhere: bool = False
+    nodes: Nodes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """One unit.
+
+    Attributes:
+        spec: Its parameters, their family, and what is kept of them.
+        layout: Where each element lives.
+        dtypes: In which formats; of parameters that are not trained all are that of the parameter.
+        storage, reduction: Which strategy runs it.
+        nodes: How it is gathered between nodes; None: flat.
+        tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
+        bytes: On every rank (ranks hold equal shares).
+    """
+
+    spec: UnitSpec
+    layout: UnitLayout
+    dtypes: Dtypes
+    storage: Storage
+    reduction: Reduction
+    nodes: Nodes | None
+    tier: str
+    bytes: UnitBytes
 
     @property
-    def kept(self) -> int:
-        return self.full + self.shard + self.grads + self.optim
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the master shard is a range of the buffer that forward uses."""
+        own = self.storage is Storage.RELEASED or not tier_of(self.tier).resident
+        return self.dtypes.same and len(self.layout.segments) == 1 and not own
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether a copy of the shard is kept in the format and place that gathers send from."""
+        return self.storage is Storage.RELEASED and not (self.dtypes.same and tier_of(self.tier).resident)
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that a rank sends to others of its shards for one gather and for one reduction; shared memory sends none."""
+        if self.storage is Storage.SHARED:
+            return {"gather": 0, "reduce": 0}
+        chunk = self.layout.shard_numel * (self.layout.world - 1)
+        reduce = chunk * self.dtypes.reduce.itemsize if self.spec.trained else 0
+        return {"gather": chunk * self.dtypes.param.itemsize, "reduce": reduce}
+
+    def __str__(self) -> str:
+        formats = " ".join(
+            str(d).removeprefix("torch.") for d in dict.fromkeys((self.dtypes.param, self.dtypes.master))
+        )
+        return (
+            f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroPlan:
-    """What will be: the units, and each one's bytes on every rank (ranks hold equal shares).
+    """What will be: the units, and each one's bytes on every rank.
 
     Attributes:
         world: Ranks that train the model.
         residency: What is sharded.
         units: In canonical order.
-        bytes: One for each unit.
     """
 
     world: int
     residency: Residency
-    units: tuple[UnitSpec, ...]
-    bytes: tuple[UnitBytes, ...]
+    units: tuple[UnitPlan, ...]
 
     @property
     def kept(self) -> Mapping[str, int]:
         """Bytes of parameters, masters, gradients and optimizer state on one rank, by category."""
-        return {k: sum(getattr(b, k) for b in self.bytes) for k in ("full", "shard", "grads", "optim")}
+        return {k: sum(getattr(u.bytes, k) for u in self.units) for k in ("full", "shard", "grads", "optim")}
 
     @property
     def passing(self) -> int:
         """Most bytes that come and go at a time, see `passing_bytes`."""
-        return passing_bytes(self.bytes, self.residency)
+        return passing_bytes((unit.bytes for unit in self.units), self.residency)
 
     @property
     def peak(self) -> int:
@@ -99,42 +170,48 @@ def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
     return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
-def plan_bytes(
-    unit: UnitSpec, dtypes: Dtypes, world: int, state_tensors: int = 2, *, shared: bool = False
-) -> UnitBytes:
-    """One unit's bytes on one of `world` ranks, padding included.
+def plan_unit(spec: UnitSpec, precision: Precision, ranks: Ranks, tier: str = "device") -> UnitPlan:
+    """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
+    shards = ranks.shards if spec.residency.shard_optim else 1
+    layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
+    dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
+    dtypes = dtypes if spec.trained else dtypes.frozen
+    storage, reduction = Storage.PRIVATE, Reduction.ARENA
+    if shards > 1 and ranks.shared:
+        storage, reduction = Storage.SHARED, Reduction.POSTING
+    elif shards > 1:
+        storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
+        reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
+    nodes = ranks.nodes if storage is Storage.RELEASED else None
+    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier if spec.trained else "device", UnitBytes())
+    return replace(made, bytes=tier_of(made.tier).planned(_bytes(made)))
 
-    Args:
-        state_tensors: Per-element tensors the optimizer keeps (AdamW 2, SGD with momentum 1, SGD 0), in the state's format, else the master's.
-        shared: The ranks keep one copy of full between them; each counts its part of it.
-    """
-    shards = world if unit.residency.shard_optim else 1
-    shared = shared and shards > 1
-    layout = plan_layout(unit.shapes, shards, kind=unit.params[0].layout)
-    releases = unit.residency.shard_params and shards > 1 and not shared
-    aliased = dtypes.same and len(layout.segments) == 1 and not releases
+
+def _bytes(unit: UnitPlan) -> UnitBytes:
+    layout, dtypes, shards = unit.layout, unit.dtypes, unit.layout.world
     full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
-    found = {
-        "arena": 0,
-        "full": 0 if releases else full // (shards if shared else 1),
-        "gathered": full if releases else 0,
+    kept = {
+        Storage.PRIVATE: full,
+        Storage.RELEASED: own * dtypes.param.itemsize if unit.keeps_sent else 0,
+        Storage.SHARED: full // shards,
     }
-    found["shard"] = 0 if aliased else own * dtypes.master.itemsize
-    if not unit.trained:
-        return UnitBytes(**found)
-    found["optim"] = state_tensors * own * (dtypes.state or dtypes.master).itemsize
+    found = UnitBytes(
+        full=kept[unit.storage],
+        shard=0 if unit.aliased else own * dtypes.master.itemsize,
+        gathered=full if unit.storage is Storage.RELEASED else 0,
+    )
+    if unit.nodes is not None:  # by way of nodes: its secondary copy is kept, its first step passes
+        piece = found.gathered // unit.nodes.size
+        kept_near, staged = (piece if unit.nodes.secondary else 0), (piece if unit.nodes.two_steps else 0)
+        found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
+    if not unit.spec.trained:
+        return found
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
-    apart = own * dtypes.accumulate.itemsize
-    found["grads"] = apart if shards > 1 or wide else 0
-    found["grads" if shards == 1 else "arena"] += arena
-    return UnitBytes(**found)
-
-
-def in_nodes(unit: UnitBytes, nodes: Nodes) -> UnitBytes:
-    """The same unit where it is gathered by way of nodes: its secondary copy is kept, its first step passes."""
-    piece = unit.gathered // nodes.size
-    kept, staged = (piece if nodes.secondary else 0), (piece if nodes.two_steps else 0)
-    return replace(unit, full=unit.full + kept, gathered=unit.gathered + staged)
+    apart = own * dtypes.accumulate.itemsize if shards > 1 or wide else 0
+    optim = unit.spec.params[0].states * own * (dtypes.state or dtypes.master).itemsize
+    if shards == 1:
+        return replace(found, optim=optim, grads=apart + arena)
+    return replace(found, optim=optim, grads=apart, arena=arena)
 
 
 def plan(
@@ -144,28 +221,37 @@ def plan(
     *,
     state_tensors: int = 2,
     modules: Sequence[ModuleInfo] = (),
+    families: Mapping[str, int] | None = None,
 ) -> ZeroPlan:
     """What `shard` would do with a model on `world` ranks. Works on a model on the meta device, or on records alone.
 
     Args:
         model: A model whose parameters that require gradients are trained in one group; or the planner's records.
         options: As for `shard`; the group is not used. Memory is taken as shared where that is asked for by name.
+        state_tensors: Per element, of the optimizer, where `model` is one; records say it themselves.
         modules: With records, their modules in registration order.
+        families: With records, on how many ranks the parameters of each family live; those of others on `world`.
     """
     options = options or ShardOptions()
+    precision = Precision.of(options.precision)
+    sizes = dict(families or {})
     if isinstance(model, nn.Module):
-        precision = Precision.of(options.precision)
-        params, found = describe(model, {id(p): 0 for p in model.parameters()}, options.layout or "flat", precision)
+        habits = Habits(options.layout or "flat", state_tensors)
+        params, found = describe(model, {id(p): 0 for p in model.parameters()}, habits, precision)
+        sizes |= {f.name: f.group.size for p in model.parameters() if (f := assignment_of(p).family) is not None}
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
-    precision = Precision.of(options.precision)
-    units = plan_units(params, found, options.residency, options.policy)
-    formats = [precision.resolve(getattr(torch, u.params[0].dtype), u.params[0].name) for u in units]
-    shards = options.shard_size or world
-    shared = options.memory == "shared"
-    sizes = [
-        plan_bytes(u, dtypes, shards, state_tensors, shared=shared) for u, dtypes in zip(units, formats, strict=True)
-    ]
-    if options.nodes is not None and 1 < options.nodes.size < shards:
-        sizes = [in_nodes(found, options.nodes) for found in sizes]
-    return ZeroPlan(world, options.residency, units, tuple(sizes))
+    specs = plan_units(params, found, options.residency, options.policy)
+    ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
+    return ZeroPlan(
+        world,
+        options.residency,
+        tuple(plan_unit(spec, precision, ranks[spec.family], options.tier_of(spec)) for spec in specs),
+    )
+
+
+def ranks_of(world: int, options: ShardOptions) -> Ranks:
+    """What planning assumes of ranks that there are not yet."""
+    shards = min(options.shard_size or world, world)
+    nodes = options.nodes if options.nodes is not None and 1 < options.nodes.size < shards else None
+    return Ranks(shards, shared=options.memory == "shared", nodes=nodes)

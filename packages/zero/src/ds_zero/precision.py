@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
@@ -93,6 +92,11 @@ class Dtypes:
         """Whether the master shard has the full copy's format, so that it can be a part of it."""
         return self.param == self.master
 
+    @property
+    def frozen(self) -> Dtypes:
+        """The same of parameters that are not trained: they have no gradients, no master and no state."""
+        return Dtypes(self.param, self.param, self.param, self.param)
+
 
 @dataclass(frozen=True, slots=True)
 class PrecisionRule:
@@ -173,13 +177,3 @@ _RECIPES: Mapping[str, Precision] = {
     "bf16": Precision(param=torch.bfloat16, skip_nonfinite=True),
     "fp16": Precision(param=torch.float16, scale=LossScale(), skip_nonfinite=True),
 }
-
-
-def scale_to_json(state: ScaleState) -> dict[str, Any]:
-    """A JSON-able copy of `state`."""
-    return {
-        "scale": state.scale,
-        "tolerance": state.tolerance,
-        "step": state.step,
-        "last_overflow": state.last_overflow,
-    }

@@ -112,6 +112,7 @@ def _find(
 def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None:
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
+        unit.tier.fetch()
         for piece in sharding.pieces(unit):
             entry = found[piece.name]
             if entry is not None:

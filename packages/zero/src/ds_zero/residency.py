@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["STAGES", "Residency"]
+__all__ = ["STAGES", "Residency", "UnitBytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +39,29 @@ STAGES: Mapping[int, Residency] = {
     3: Residency(shard_optim=True, shard_grads=True, shard_params=True),
 }
 """The four ZeRO stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit on one rank.
+
+    Attributes:
+        full: Kept bytes of the parameters in the format forward uses.
+        shard: Kept bytes of the master shard; 0 where it is a part of full.
+        grads: Bytes of this rank's share of the gradients from backward to update: of memory of its own, which is kept, or of the
+            gradients that it is made of, which is not.
+        optim: Kept bytes of the optimizer's per-element state.
+        gathered: Passing bytes while the unit is in use.
+        arena: Passing bytes while its gradients travel.
+    """
+
+    full: int = 0
+    shard: int = 0
+    grads: int = 0
+    optim: int = 0
+    gathered: int = 0
+    arena: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.full + self.shard + self.grads + self.optim

@@ -14,22 +14,19 @@ import ds_comm as comm
 from ds_comm import Group, drop_group, twin_group
 from ds_comm.family import Family
 from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.exchange import sends_from_anywhere
 from ds_zero.families import cut
 from ds_zero.host import HostMemory, HostPlan, host_refusal
-from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes, Route, split_nodes
-from ds_zero.precision import Dtypes
+from ds_zero.plan import Ranks, UnitPlan
 from ds_zero.replicas import Replicas
 from ds_zero.residency import Residency
 from ds_zero.store import Pool
-from ds_zero.units import DENSE, UnitSpec
+from ds_zero.units import DENSE
 
-__all__ = ["HostSpecs", "Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
+__all__ = ["Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
 
 _log = logging.getLogger("ds_zero")
-
-HostSpecs = dict[int, tuple[UnitSpec, Dtypes]]
-"""Units by number, with their formats."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +47,8 @@ class Seat:
         gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
         replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
         pool: Where gradient buffers come from.
-        host: Memory that the ranks of `shards` share; None where they share none.
+        shared: The ranks of `shards` keep one copy of the parameters between them ...
+        host: ... in this memory.
         route: How gathers go between nodes; None: flat.
     """
 
@@ -60,6 +58,7 @@ class Seat:
     gathers: Group
     replicas: Group
     pool: Pool
+    shared: bool = False
     host: HostMemory | None = None
     route: Route | None = None
     _unforeseen: _Unforeseen = field(default_factory=_Unforeseen)
@@ -84,18 +83,17 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """The parameters of one unit and how they lie in it.
+    """The parameters of one unit.
 
     Attributes:
         number: Of the unit, in its model.
+        plan: What was decided about it.
         device: Of all of them, also while they are on meta.
     """
 
     number: int
-    spec: UnitSpec
+    plan: UnitPlan
     params: tuple[Parameter, ...]
-    layout: UnitLayout
-    dtypes: Dtypes
     device: torch.device
 
 
@@ -119,33 +117,32 @@ class Seating:
 
     Args:
         families: Dense first; the others in the same order on every rank.
-        specs: By family, its units with their formats by number: what memory of a host is planned from.
     """
 
-    def __init__(
-        self, families: Mapping[str, Family], specs: Mapping[str, HostSpecs], pool: Pool, options: SeatOptions
-    ) -> None:
+    def __init__(self, families: Mapping[str, Family], pool: Pool, options: SeatOptions) -> None:
         self.pool, self.options = pool, options
         self._dense = families[DENSE].group
         self._made: list[Group] = []
         self._routes: list[Route] = []
         self._replicas: list[Replicas] = []
         self.seats: dict[str, Seat] = {}
-        by_ranks: dict[tuple[object, ...], Seat] = {}
+        if options.nodes is not None and not options.residency.shard_params:
+            raise PlanError(
+                f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
+                "backward",
+                code="zero-nodes",
+                fix="Use stage 3, or leave nodes out.",
+            )
+        # Families of the same ranks share groups, and so one shared memory.
+        self._alike: dict[tuple[object, ...], list[str]] = {}
         for name, family in families.items():
-            # Families of the same ranks share groups, and so one shared memory.
-            key = (family.group.ranks, None if family.shards is None else family.shards.ranks)
-            known = by_ranks.get(key)
-            if known is None:
-                alike = [
-                    n
-                    for n, f in families.items()
-                    if (f.group.ranks, None if f.shards is None else f.shards.ranks) == key
-                ]
-                known = by_ranks[key] = self._make(family, [specs.get(n, {}) for n in alike])
+            shards = None if family.shards is None else family.shards.ranks
+            alike = self._alike.setdefault((family.group.ranks, shards), [])
+            known = self.seats[alike[0]] if alike else self._make(family)
             self.seats[name] = replace(known, family=family)
+            alike.append(name)
 
-    def _make(self, family: Family, specs: Sequence[HostSpecs]) -> Seat:
+    def _make(self, family: Family) -> Seat:
         apart = not set(family.group.ranks) <= set(self._dense.ranks)
         if not self.options.residency.shard_optim:
             alone = comm.single_group("alone", family.group.global_rank)
@@ -153,37 +150,31 @@ class Seating:
         replicas = cut(family, self._dense, self.options.shard_size)
         self._replicas.append(replicas)
         shards = gathers = replicas.shards
-        host = self._host(shards, specs)
-        route = self._route(shards, host)
-        if self.options.residency.shard_params and shards.pg is not None and host is None:
+        shared = self._shares(shards)
+        route = self._route(shards, shared)
+        if self.options.residency.shard_params and shards.pg is not None and not shared:
             gathers = twin_group(shards, "gather", None)
             self._made.append(gathers)
-        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, host, route)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route)
 
-    def _host(self, group: Group, specs: Sequence[HostSpecs]) -> HostMemory | None:
-        if not any(specs) or not self.options.host or not wants_shared(self.options.memory, group):
-            return None
+    def _shares(self, group: Group) -> bool:
+        if not self.options.host or not wants_shared(self.options.memory, group):
+            return False
         refusal = host_refusal(group)
         if not refusal:
-            return HostMemory(group, _plan_host(specs, group.size))
+            return True
         if self.options.memory == "auto":
             _log.info("zero: memory stays private: %s", refusal)
-            return None
+            return False
         raise UnsupportedError(
             f"memory='shared' was asked for and is not possible: {refusal}",
             code="zero-memory",
             fix="Leave memory at 'auto', or shard over ranks of one host.",
         )
 
-    def _route(self, shards: Group, host: HostMemory | None) -> Route | None:
-        nodes, residency = self.options.nodes, self.options.residency
-        if nodes is not None and not residency.shard_params:
-            raise PlanError(
-                f"nodes of {nodes.size} ranks were told with {residency}: no parameter is gathered in forward or backward",
-                code="zero-nodes",
-                fix="Use stage 3, or leave nodes out.",
-            )
-        if nodes is not None and host is not None:
+    def _route(self, shards: Group, shared: bool) -> Route | None:
+        nodes = self.options.nodes
+        if nodes is not None and shared:
             _log.info(
                 "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
             )
@@ -193,6 +184,37 @@ class Seating:
         route = split_nodes(nodes, shards, self.pool)
         self._routes += [] if route is None else [route]
         return route
+
+    @property
+    def ranks(self) -> dict[str, Ranks]:
+        """What planning is to know of each family."""
+        device = torch.device("cpu" if self.options.host else "meta")
+        return {
+            name: Ranks(
+                seat.shards.size,
+                seat.shared,
+                sends_from_anywhere(seat.shards, device),
+                None if seat.route is None else seat.route.nodes,
+            )
+            for name, seat in self.seats.items()
+        }
+
+    def share(self, units: Sequence[UnitPlan]) -> None:
+        """Get the memory that hosts share for `units`. Collective over each family's shards."""
+        for alike in self._alike.values():
+            seat = self.seats[alike[0]]
+            mine = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
+            if not seat.shared or not mine:
+                continue
+            widths = [
+                unit.layout.numel * max(unit.dtypes.reduce.itemsize, unit.dtypes.accumulate.itemsize)
+                for unit in mine.values()
+                if unit.spec.trained
+            ]
+            fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
+            host = HostMemory(seat.shards, HostPlan(fulls, max(widths, default=0)))
+            for name in alike:
+                self.seats[name] = replace(self.seats[name], host=host)
 
     @property
     def hosts(self) -> list[HostMemory]:
@@ -212,16 +234,6 @@ class Seating:
         self._made.clear()
         self._routes.clear()
         self._replicas.clear()
-
-
-def _plan_host(specs: Sequence[HostSpecs], world: int) -> HostPlan:
-    fulls, slot_bytes = {}, 0
-    for number, (spec, dtypes) in sorted((number, one) for of in specs for number, one in of.items()):
-        layout = plan_layout(spec.shapes, world, kind=spec.params[0].layout)
-        fulls[number] = (layout.numel, dtypes.param)
-        if spec.trained:
-            slot_bytes = max(slot_bytes, layout.numel * max(dtypes.reduce.itemsize, dtypes.accumulate.itemsize))
-    return HostPlan(fulls, slot_bytes)
 
 
 def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
@@ -23,106 +22,20 @@ from ds_comm.placement import Interval
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.families import family_name, find_families, logical_of
 from ds_zero.hooks import Runtime, Schedule
-from ds_zero.layout import Kind, Piece
+from ds_zero.layout import Piece
 from ds_zero.moving import KINDS, Away, bring_back, take_away
-from ds_zero.nodes import Nodes
+from ds_zero.options import Habits, ShardOptions, describe, dtype_name
+from ds_zero.plan import UnitPlan, ZeroPlan, plan_unit
 from ds_zero.precision import Precision
-from ds_zero.residency import STAGES, Residency
 from ds_zero.rows import row_sum, tables
 from ds_zero.same import check_same, make_same
 from ds_zero.scattered import is_scattered
-from ds_zero.seat import HostSpecs, Seating, SeatOptions
+from ds_zero.seat import Seating, SeatOptions
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Unit
-from ds_zero.units import DENSE, ModuleInfo, ParamInfo, UnitPolicy, UnitSpec, plan_units
+from ds_zero.units import DENSE, plan_units
 
-__all__ = ["ShardOptions", "Sharding", "describe", "dtype_name", "sharding_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardOptions:
-    """How a model is sharded.
-
-    Attributes:
-        stage: ZeRO stage, 0 to 3, or a Residency.
-        group: Ranks to shard and average over; None: all.
-        precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
-        clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
-        overlap: Communicate while computing.
-        norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
-            norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
-        policy: Sizes of units and of what stays gathered.
-        strict: Raise on all ranks if the ranks of a step used different parameters.
-        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
-            independently of each other, whole for one that needs whole parameters (found out by asking it).
-        shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
-            over all ranks. None: all ranks share one copy. Of a family that lives on some of the ranks: of its ranks.
-        nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
-        sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
-        memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
-            parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
-    """
-
-    stage: int | Residency = 1
-    group: Group | dist.ProcessGroup | None = None
-    precision: Precision | str | None = None
-    clip: float | None = None
-    norm: Group | dist.ProcessGroup | None = None
-    overlap: bool = True
-    policy: UnitPolicy = field(default_factory=UnitPolicy)
-    strict: bool = False
-    layout: Kind | None = None
-    shard_size: int | None = None
-    nodes: Nodes | None = None
-    sparse: bool = False
-    memory: Literal["auto", "private", "shared"] = "auto"
-
-    @property
-    def residency(self) -> Residency:
-        """The stage as a value."""
-        if isinstance(self.stage, Residency):
-            return self.stage
-        if self.stage not in STAGES:
-            raise PlanError(
-                f"ZeRO stage {self.stage!r} does not exist",
-                code="zero-stage",
-                fix="Use a stage from 0 to 3, or a Residency.",
-            )
-        return STAGES[self.stage]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def describe(
-    model: nn.Module,
-    groups: Mapping[int, int],
-    layout: Kind | Mapping[int, Kind],
-    precision: Precision | None = None,
-) -> tuple[list[ParamInfo], list[ModuleInfo]]:
-    """The planner's records of a model.
-
-    Args:
-        groups: id of a parameter -> number of its optimizer group.
-        layout: Of all trained parameters, or by number of the group.
-        precision: Parameters to which different rules of it apply do not share a unit.
-    """
-    modules = [
-        ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
-    ]
-    params = []
-    for name, param in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        group = groups.get(id(param)) if param.requires_grad else None
-        kind: Kind = "flat"
-        if group is not None:
-            kind = layout if isinstance(layout, str) else layout[group]
-        rule = precision.rule_of(name) if precision is not None else None
-        shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
-        params.append(ParamInfo(name, shape, dtype, owner, group, family, kind, rule))
-    return params, modules
+__all__ = ["ShardOptions", "Sharding", "sharding_of"]
 
 
 def _check_everyone(everyone: Group, families: Mapping[str, Family], options: ShardOptions) -> None:
@@ -144,7 +57,9 @@ class Sharding:
             equal on the family's ranks only.
         groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
         options: How.
-        layouts: Layout by number of the optimizer group; by default that of the options for all.
+        habits: What the optimizer needs and keeps, by number of its group; by default the layout of the options for all.
+    Attributes:
+        plan: What was decided, unit by unit, before anything was allocated.
     """
 
     def __init__(
@@ -152,7 +67,7 @@ class Sharding:
         model: nn.Module,
         groups: Mapping[int, int],
         options: ShardOptions,
-        layouts: Mapping[int, Kind] | None = None,
+        habits: Mapping[int, Habits] | None = None,
     ) -> None:
         self.model, self.options = model, options
         self.group = comm.as_group(options.group)
@@ -167,11 +82,11 @@ class Sharding:
         self.families = find_families(model, self.group)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
-        params, modules = describe(model, groups, layouts or options.layout or "flat", self.precision)
-        self.specs = plan_units(params, modules, residency, options.policy)
+        params, modules = describe(model, groups, habits or Habits(options.layout or "flat"), self.precision)
+        specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
         self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
-        check_same(self.specs, self.logical, self.families)
+        check_same(specs, self.logical, self.families)
         self.unloaded = {name for name, param in by_name.items() if param.is_meta}
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
         for name, family in self.families.items():
@@ -180,8 +95,12 @@ class Sharding:
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
         chosen = SeatOptions(residency, options.shard_size, options.nodes, options.memory, on_host)
-        self.seating = Seating(self.families, self._specs_by_family(by_name), self.pool, chosen)
-        self.units = [self._unit(spec, by_name, i) for i, spec in enumerate(self.specs)]
+        self.seating = Seating(self.families, self.pool, chosen)
+        ranks = self.seating.ranks
+        planned = (plan_unit(s, self.precision, ranks[s.family], options.tier_of(s)) for s in specs)
+        self.plan = ZeroPlan(self.group.size, residency, tuple(planned))
+        self.seating.share(self.plan.units)
+        self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
         if options.sparse:
             names = tables(model)
             for unit in self.units:
@@ -201,18 +120,9 @@ class Sharding:
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
 
-    def _unit(self, spec: UnitSpec, params: Mapping[str, Parameter], number: int) -> Unit:
-        members = [params[p.name] for p in spec.params]
-        dtypes = self.precision.resolve(members[0].dtype, spec.params[0].name)
-        return Unit(spec, members, dtypes, self.seating.seats[spec.family], number)
-
-    def _specs_by_family(self, params: Mapping[str, Parameter]) -> dict[str, HostSpecs]:
-        """Units by family, with their formats: what memory of a host is planned from."""
-        found: dict[str, HostSpecs] = {}
-        for number, spec in enumerate(self.specs):
-            dtypes = self.precision.resolve(params[spec.params[0].name].dtype, spec.params[0].name)
-            found.setdefault(spec.family, {})[number] = (spec, dtypes)
-        return found
+    def _unit(self, plan: UnitPlan, params: Mapping[str, Parameter], number: int) -> Unit:
+        members = [params[p.name] for p in plan.spec.params]
+        return Unit(plan, members, self.seating.seats[plan.spec.family], number)
 
     def keep_gradients_local(self) -> None:
         """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
@@ -244,14 +154,13 @@ class Sharding:
         self.unloaded.clear()
         for unit in self.units:
             unit.mark_updated()
+            unit.tier.store()
         self.gather_kept()
 
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
         kept = [u for u in self.units if not u.releases]
         shared, private = [u for u in kept if u.host is not None], [u for u in kept if u.host is None]
-        for unit in shared:
-            unit.publish()
         for host in self.seating.hosts:
             host.barrier("update")
         for unit in shared:
@@ -307,9 +216,13 @@ class Sharding:
         self.away.clear()
 
     def param_shards(self) -> list[LocalShard]:
-        """This rank's elements of every parameter, in master format, as views: `param/<name>`."""
+        """This rank's elements of every parameter, in master format, as views: `param/<name>`.
+
+        What another tier keeps is fetched, and stays until the next update or `refresh`.
+        """
         found = []
         for unit in self.units:
+            unit.tier.fetch()
             dtype = dtype_name(unit.shard.dtype)
             for piece in self.pieces(unit):
                 shard = self.logical[piece.name].shard("param", dtype, piece.interval)

@@ -4,12 +4,14 @@ The only place that holds sharded parameters; their gradients are its `gradients
 has a `Residency`, and three verbs:
 
     unshard        make the parameters usable: all-gather the shards into the full buffer
-    reshard        give the full buffer's memory back, if the residency says so
+    reshard        give the full buffer's memory back, if the plan says so
     mark_updated   the optimizer wrote the shard: the full buffer is old
 
 Words: *full* is the flat buffer all parameters are views of, in the format forward uses. *shard* is this rank's part of it
 in master format, the only thing an optimizer sees; where the formats agree and full keeps its storage, shard is a range of
-full itself, so an update needs no copy and the gather is in place.
+full itself, so an update needs no copy and the gather is in place. Where full is released and the formats differ, *sent* is the
+shard in full's format: it is written once an update, and gathers recast nothing. Between updates the shard may be elsewhere
+(`tiers.py`).
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 
@@ -34,13 +36,13 @@ import ds_comm as comm
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import storage_uses
 from ds_zero.gradients import Gradients
-from ds_zero.layout import Piece, Slot, UnitLayout, plan_layout
+from ds_zero.layout import Piece, Slot
 from ds_zero.nodes import Secondary
-from ds_zero.precision import Dtypes
+from ds_zero.plan import Storage, UnitPlan
 from ds_zero.released import release, restore
 from ds_zero.scattered import is_scattered, whole
 from ds_zero.seat import Members, Seat
-from ds_zero.units import UnitSpec
+from ds_zero.tiers import tier_of
 
 __all__ = ["Full", "Part", "Unit"]
 
@@ -74,27 +76,27 @@ class Part:
 class Unit:
     """See the module's docstring. Made on all ranks of the seat alike; every verb that communicates is called on all of them."""
 
-    def __init__(
-        self, spec: UnitSpec, params: Sequence[Parameter], dtypes: Dtypes, seat: Seat, number: int = 0
-    ) -> None:
-        self.number, self.host = number, seat.host
-        self.spec, self.params, self.dtypes, self.seat = spec, list(params), dtypes, seat
-        self.layout: UnitLayout = plan_layout(spec.shapes, seat.shards.size, kind=spec.params[0].layout)
+    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], seat: Seat, number: int = 0) -> None:
+        self.number, self.host, self.plan = number, seat.host, plan
+        self.spec, self.layout, self.dtypes = plan.spec, plan.layout, plan.dtypes
+        self.params, self.seat = list(params), seat
         self.rank = seat.shards.rank
         self.owned = self.layout.owned(self.rank)
-        self.releases = spec.residency.shard_params and seat.shards.size > 1 and self.host is None
+        self.releases = plan.storage is Storage.RELEASED
+        self.aliased = plan.aliased
+        self.tier = tier_of(plan.tier)(self)
         self.pins = 0
         self.state = Full.CURRENT
         self._was_released = False
         self._gathering: list[comm.Work] = []
         keeps_near = seat.route is not None and seat.route.nodes.secondary and self.releases
-        self.near = Secondary(seat.route, self.layout, spec.name) if seat.route is not None and keeps_near else None
-        members = Members(number, spec, tuple(self.params), self.layout, dtypes, _device(self.params[0]))
-        self.gradients = Gradients(members, seat)
+        self.near = Secondary(seat.route, self.layout, plan.name) if seat.route is not None and keeps_near else None
+        self.gradients = Gradients(Members(number, plan, tuple(self.params), _device(self.params[0])), seat)
         self._adopt()
         self.parts: list[Part] = []
-        if spec.trained:
+        if self.spec.trained:
             self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
+        self.tier.store()
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
@@ -112,14 +114,17 @@ class Unit:
                 self.full[gap.start : gap.stop].zero_()
         else:
             self.home, self.full = self.host.full(self.number)
-        segments = self.layout.segments
-        self.aliased = self.dtypes.same and len(segments) == 1 and not self.releases
         with torch.no_grad():
             if self.aliased:
                 self.shard = self._own(self.home)[0]
             else:
                 self.shard = torch.empty(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
-                self._clear_shard_gaps()
+                _clear_gaps(self.shard, self.owned)
+            # What a gather sends, where neither the shard nor a range of full can be sent.
+            self.sent: Tensor | None = None
+            if self.plan.keeps_sent:
+                self.sent = torch.empty(self.layout.shard_numel, dtype=self.dtypes.param, device=device)
+                _clear_gaps(self.sent, self.owned)
             owned: dict[str, list[Piece]] = {}
             for piece in self.owned:
                 owned.setdefault(piece.name, []).append(piece)
@@ -147,19 +152,13 @@ class Unit:
             return None
         return param.data.view(-1)
 
-    def _clear_shard_gaps(self) -> None:
-        end = 0
-        for piece in self.owned:
-            self.shard[end : piece.start].zero_()
-            end = piece.stop
-        self.shard[end:].zero_()
-
     def _fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor) -> None:
         """Put one parameter's values where this unit keeps them. Those of meta parameters come later: `load_pretrained`."""
         keeps_full = self.host is None and not self.releases
         if value.is_meta:
-            for piece in pieces if not self.aliased else ():
-                self.shard[piece.start : piece.stop].zero_()
+            for piece in pieces:
+                for mine in ([] if self.aliased else [self.shard]) + ([] if self.sent is None else [self.sent]):
+                    mine[piece.start : piece.stop].zero_()
             if keeps_full:
                 self.full[slot.offset : slot.offset + slot.numel].zero_()
             return
@@ -173,6 +172,8 @@ class Unit:
                 self.home[slot.offset + piece.interval.start : slot.offset + piece.interval.stop].copy_(mine)
             if not self.aliased:
                 self.shard[piece.start : piece.stop].copy_(mine)
+            if self.sent is not None:
+                self.sent[piece.start : piece.stop].copy_(mine)
 
     def _make_views(self) -> None:
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
@@ -207,8 +208,6 @@ class Unit:
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
         gathers = self.layout.world > 1 and self.host is None
-        if not (gathers and self.dtypes.same):
-            self.publish()
         if gathers and channel is None and self.near is not None and self.near.valid:
             self._gathering += self.near.gather(self.full)
         elif gathers:
@@ -218,9 +217,7 @@ class Unit:
     def _gather(self, channel: comm.Group | None) -> None:
         self.forget_near()
         route = self.seat.route if channel is None else None
-        for segment, own in zip(self.layout.segments, self._own(self.full), strict=True):
-            # Where formats agree the collective puts this rank's chunk in its place, too.
-            mine = self.shard[segment.at : segment.at + segment.chunk] if self.dtypes.same else own
+        for segment, mine in zip(self.layout.segments, self._sources(), strict=True):
             out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
             if route is not None and route.nodes.two_steps:
                 work = route.gather(out, mine, self.spec.name)
@@ -234,12 +231,24 @@ class Unit:
         if self.near is not None:
             self.near.valid = False
 
+    def _sources(self) -> list[Tensor]:
+        """What a gather sends, one tensor a segment. Where it is not in its place in full, the collective puts it there, too."""
+        base = self.sent if self.sent is not None else self.shard if self._sends_shard else None
+        if base is None:
+            return self._own(self.home)
+        return [base[s.at : s.at + s.chunk] for s in self.layout.segments]
+
+    @property
+    def _sends_shard(self) -> bool:
+        return self.dtypes.same and self.tier.resident and self.layout.world > 1 and self.host is None
+
     def publish(self) -> None:
-        """The shard's values go to this rank's chunk of home, in home's format."""
-        if not self.aliased:
-            with torch.no_grad():
-                for segment, own in zip(self.layout.segments, self._own(self.home), strict=True):
-                    own.copy_(self.shard[segment.at : segment.at + segment.chunk])
+        """The shard's values go where gathers send them from, in full's format."""
+        if self.aliased or (self.sent is None and self._sends_shard):
+            return
+        with torch.no_grad():
+            for segment, there in zip(self.layout.segments, self._sources(), strict=True):
+                there.copy_(self.shard[segment.at : segment.at + segment.chunk])
 
     def published(self) -> None:
         """Every rank has published and all have met since: full is current."""
@@ -284,6 +293,7 @@ class Unit:
     def mark_updated(self) -> None:
         """The shard was written. A graph recorded before must not be used again: autograd refuses it by version."""
         self.forget_near()
+        self.publish()
         increment_version(self.params)
         self._versions = [param._version for param in self.params]
         if self.state is Full.CURRENT and not (self.aliased and self.layout.world == 1):
@@ -324,9 +334,13 @@ class Unit:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, a secondary copy, too."""
-        held = {"full": self.full.untyped_storage().nbytes(), "shard": 0 if self.aliased else self.shard.nbytes}
+        """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, and so do a secondary copy and what gathers send."""
+        held = {
+            "full": self.full.untyped_storage().nbytes(),
+            "shard": 0 if self.aliased else self.shard.untyped_storage().nbytes(),
+        }
         held["full"] += 0 if self.near is None else self.near.nbytes
+        held["full"] += 0 if self.sent is None else self.sent.untyped_storage().nbytes()
         return held | {"grad_full": self.gradients.full_bytes, "grad_shard": self.gradients.shard_bytes}
 
     def drop_idle(self) -> int:
@@ -359,6 +373,14 @@ class Unit:
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])
             parts.append(Part(self._parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
         return parts
+
+
+def _clear_gaps(shard: Tensor, owned: Sequence[Piece]) -> None:
+    end = 0
+    for piece in owned:
+        shard[end : piece.start].zero_()
+        end = piece.stop
+    shard[end:].zero_()
 
 
 def _device(param: Parameter) -> torch.device:

@@ -36,6 +36,7 @@ class ParamInfo:
         family: Name of the set of ranks it lives on and is averaged over, see `families.py`.
         layout: How its unit is laid out.
         rule: Number of the precision rule that applies to it; None for the general one.
+        states: Tensors per element that its optimizer keeps.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParamInfo:
     family: str = DENSE
     layout: Kind = "flat"
     rule: int | None = None
+    states: int = 2
 
     @property
     def numel(self) -> int:
@@ -134,7 +136,7 @@ def plan_units(
 
 
 def _key(param: ParamInfo) -> tuple[object, ...]:
-    return param.dtype, param.group, param.family, param.layout, param.rule
+    return param.dtype, param.group, param.family, param.layout, param.rule, param.states
 
 
 def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:
