@@ -235,7 +235,8 @@ def test_a_decoder_from_its_sizes(tmp_path: Path) -> None:
         {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     )
     plan = make_plan(config, found, 1024)
-    assert 12 * found.numel / 1024 < plan.memory.total_bytes < 18 * found.numel / 1024
+    # 2 bytes of what gathers send, 4 each of gradient and master, 8 of Adam; padding, and what stays gathered.
+    assert 17.9 * found.numel / 1024 < plan.memory.total_bytes < 18.5 * found.numel / 1024
     assert plan.memory.passing_bytes > 0
     small = {**LLAMA_70B, "model_type": "qwen2", "num_hidden_layers": 1, "tie_word_embeddings": True}
     names = [name for name, _, _ in decoder_shapes(small)]
