@@ -280,3 +280,29 @@ def test_a_wrong_configuration_is_a_config_error():
     with pytest.raises(ConfigError, match="log_level"):
         deepspeed.runtime.config.get_log_level({"log_level": "loud"})
     assert deepspeed.runtime.config.get_log_level({"log_level": "warning"}) == 30
+
+
+# ---- schedules of stages
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 4), (4, 8)])
+def test_stages_send_what_others_take(stages, micro_batches):
+    """What one stage sends in a step its neighbour takes in the same one; every microbatch goes through all of them once."""
+    from deepspeed.runtime.pipe import schedule
+
+    plans = [list(schedule.TrainSchedule(micro_batches, stages, stage)) for stage in range(stages)]
+    assert {len(plan) for plan in plans} == {2 * (micro_batches + stages - 1)}
+
+    def count(step, stage, kind):
+        return sum(type(done) is kind for done in plans[stage][step]) if 0 <= stage < stages else 0
+
+    for step in range(len(plans[0])):
+        for stage in range(stages):
+            assert count(step, stage, schedule.SendActivation) == count(step, stage + 1, schedule.RecvActivation)
+            assert count(step, stage, schedule.SendGrad) == count(step, stage - 1, schedule.RecvGrad)
+    for plan in plans:
+        done = [type(instruction) for cmds in plan for instruction in cmds]
+        assert done.count(schedule.ForwardPass) == done.count(schedule.BackwardPass) == micro_batches
+        assert done[-3:] == [schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep]
+    runs = list(schedule.InferenceSchedule(micro_batches, stages, stages - 1))
+    assert sum(type(done) is schedule.ForwardPass for cmds in runs for done in cmds) == micro_batches

@@ -98,14 +98,18 @@ def test_a_module_of_which_nothing_is_here_cannot_be_imported(module):
 
 
 def test_a_missing_name_answers_hasattr_getattr_and_import():
-    assert not hasattr(deepspeed, "PipelineModule")
-    assert getattr(deepspeed, "PipelineModule", None) is None
-    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.PipelineModule is not here"):
-        _ = deepspeed.PipelineModule
+    assert not hasattr(deepspeed, "DeepSpeedHybridEngine")
+    assert getattr(deepspeed, "DeepSpeedHybridEngine", None) is None
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.DeepSpeedHybridEngine is not here"):
+        _ = deepspeed.DeepSpeedHybridEngine
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinearReturnBias is not here"):
         from deepspeed.zero import TiledLinearReturnBias  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):
         from deepspeed.moe.layer import TopKGate  # noqa: F401
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.autotuning"):
+        from deepspeed.autotuning import Autotuner  # noqa: F401
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.autotuning"):
+        _ = deepspeed.autotuning
 
 
 @pytest.mark.parametrize(("module", "name"), GONE)

@@ -61,6 +61,8 @@ class CheckpointConfig(StrictModel):
         tag_validation: Checked and without effect: as if Fail.
         load_universal: Nothing to choose for our checkpoints: every one loads at any world size. Convert DeepSpeed's
             universal checkpoints with `ds ckpt convert --from deepspeed --to ds`.
+        layout: "ds", or "deepspeed": DeepSpeed's own files, which need pickle and resume there on as many ranks, at the same
+            stage. They are read again here on any number.
         writer: Null, or an object; `decoupled` asks for an asynchronous engine whose files another process writes.
     """
 
@@ -78,6 +80,9 @@ class CheckpointConfig(StrictModel):
     )
     writer: WriterConfig | None = None
     saving: SavingConfig = SavingConfig()
+    layout: Literal["ds", "deepspeed"] = Field(
+        default="ds", description='"deepspeed" writes DeepSpeed\'s own files, which its loader resumes from.'
+    )
 
 
 def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:

@@ -382,6 +382,104 @@ def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
 
 
 @world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_layout_of_deepspeed_is_written_and_read(tmp_path, stage, monkeypatch):
+    import deepspeed
+
+    monkeypatch.setenv("DS_CHECKPOINT_LAYOUT", "deepspeed" if stage == 2 else "")
+    layout = {} if stage == 2 else {"checkpoint": {"layout": "deepspeed"}}
+    engine, *_ = start(stage, **layout)
+    for step in range(2):
+        engine.backward(loss_of(engine, step, engine.mesh.rank))
+        engine.step()
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})  # over an older one
+    names = sorted(path.name for path in (tmp_path / "global_step2").iterdir())
+    assert [name for name in names if name.endswith("_optim_states.pt")] == [
+        f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
+    ]
+    assert not [path for path in tmp_path.iterdir() if "draft" in path.name]
+    expected = engine.whole_state_dict()
+    engine.backward(loss_of(engine, 5, engine.mesh.rank))
+    engine.step()
+    path, client = engine.load_checkpoint(tmp_path)
+    assert path == f"{tmp_path}/global_step2"
+    assert client["epoch"] == 3
+    same(engine, expected)
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_files_that_programs_look_for_lie_beside_ours(tmp_path, stage):
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+
+    engine, *_ = start(stage)
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "best": torch.ones(2)})
+    folder = f"{tmp_path}/global_step0"
+    state = torch.load(get_model_state_file(folder, stage), weights_only=True)
+    assert (state["epoch"], state["global_steps"]) == (3, 0)
+    assert set(state["module"]) == (set() if stage == 3 else set(Net().state_dict()))
+    if stage:
+        (file,) = get_optim_files(folder)
+        assert torch.load(file, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
+    assert engine.load_checkpoint(tmp_path)[1]["epoch"] == 3
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_orders_that_upstream_refuses(tmp_path):
+    import deepspeed
+
+    engine, *_ = start(1, checkpoint={"tag_validation": "FAIL"})
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 0, engine.mesh.rank))
+        with pytest.raises(AssertionError, match=r"Engine\.step\(\) inside no_sync"):
+            engine.step()
+        with pytest.raises(AssertionError, match="reentry"), engine.no_sync():
+            pass
+    engine.step()
+    with pytest.raises(AssertionError, match="different tags"):
+        engine.save_checkpoint(tmp_path, f"t{engine.mesh.rank}")
+    for nothing in (None, ""):
+        with pytest.raises(ValueError):
+            engine.save_checkpoint(nothing)
+    engine.destroy()
+    engine, *_ = start(2)
+    with pytest.raises(AssertionError, match="incompatible with gradient partitioning"), engine.no_sync():
+        pass
+    engine.destroy()
+    engine, *_ = start(0)
+    loss = loss_of(engine, 0, engine.mesh.rank)
+    with pytest.raises(RuntimeError, match=r"Direct calls to tensor\.backward"):
+        loss.backward()
+    torch.func.grad(lambda x: engine(x).sum())(rows(0, 0)[0])
+    engine.scale(loss_of(engine, 0, engine.mesh.rank)).backward()
+    engine.step()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_several_backwards_and_one_reduction(stage):
+    import deepspeed
+
+    engine, *_ = start(stage, gradient_accumulation_steps=2)
+    with engine.coalesce_grad_reduction():
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.backward(loss_of(engine, micro, engine.mesh.rank))
+    engine.step()
+    same(engine, single(1, gas=2))
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_whole_weights(tmp_path):
     import deepspeed
 

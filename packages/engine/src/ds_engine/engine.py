@@ -31,6 +31,7 @@ from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
 from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
+from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.placing import to_device
@@ -296,8 +297,15 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
-        path = f"{fspath(save_dir)}/{tag or f'global_step{self.counters.steps}'}"
-        return save_run(self, path, client_state or {}, frozen=not exclude_frozen_parameters)
+        name, root = tag or f"global_step{self.counters.steps}", fspath(save_dir)
+        foreign = self.plan.config.checkpoint.layout == "deepspeed"
+        path = f"{root}/{draft_of(name) if foreign else name}"
+        save_run(self, path, client_state or {}, frozen=not exclude_frozen_parameters)
+        if not foreign:
+            return path
+        self.checkpointer.wait()
+        layout = layout_of(self.plan.config.zero_optimization.stage, self.mesh["data"], self.plan.precision.param)
+        return write_as_deepspeed(root, name, layout, self.mesh["world"])
 
     def load_checkpoint(
         self,
@@ -332,7 +340,13 @@ class Engine(nn.Module):
         self._stream = None
         if self.optimizer is not None and not self.sharding.away:
             self._drop_step()
-        return load_run(self, fspath(load_dir), tag, frozenset(name for name, wanted in parts.items() if wanted))
+        root, wanted = fspath(load_dir), frozenset(name for name, asked in parts.items() if asked)
+        if self.plan.config.checkpoint.layout != "deepspeed":
+            return load_run(self, root, tag, wanted)
+        tag = tag or latest_tag(root)
+        with translated(root, tag, self.mesh["world"]) as copy:
+            path, client = load_run(self, root, copy or tag, wanted)
+        return (f"{root}/{tag}" if copy and path else path), client
 
     def progress(self) -> dict[str, int]:
         """The counters at the end of the last step, as JSON. Microbatches of a step that is not complete are run again."""

@@ -87,6 +87,12 @@ RULES: tuple[Rule, ...] = (
         "Enable the section, or remove the keys.",
     ),
     Rule(
+        "checkpoint-layout",
+        lambda c, mesh: c.checkpoint.layout == "deepspeed" and c.zero_optimization.stage == 0,
+        lambda c, mesh: "checkpoint.layout = deepspeed with ZeRO stage 0, whose files are not written here",
+        "Use stage 1, 2 or 3, or leave the layout out.",
+    ),
+    Rule(
         "gradients-scaling",
         lambda c, mesh: len(_scalings(c)) > 1,
         lambda c, mesh: f"{' and '.join(_scalings(c))} are different ways to scale gradients",

@@ -37,6 +37,9 @@ __all__ = [
 _log = logging.getLogger("DeepSpeed")
 _AUTO = "auto"
 
+LAYOUT = "DS_CHECKPOINT_LAYOUT"
+"""The variable that says `checkpoint.layout` for configurations that do not."""
+
 DeepSpeedConfigError = ConfigError
 """What a wrong configuration raises."""
 
@@ -70,6 +73,9 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
             _log.warning("configuration key %r is unknown%s and was left out, as upstream does", key, hint)
     if isinstance(kept.get("zero_optimization"), Mapping):
         kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
+    layout = os.environ.get(LAYOUT)
+    if layout:
+        kept["checkpoint"] = {"layout": layout, **_section(kept, "checkpoint")}
     if "gradient_allreduce_op" in kept:
         kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
     return kept

@@ -8,25 +8,40 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
-from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag, same_everywhere, translated
+from deepspeed._ours.raising import also
+from deepspeed._ours.saving import (
+    decode,
+    encode,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+    leave_files,
+    leave_signs,
+    name_of_tag,
+    same_everywhere,
+)
+from deepspeed._ours.tools import logger
+from deepspeed._ours.torch_versions import transformed
+from deepspeed._ours.version import version
 from deepspeed._surface import MISSING_ATTRIBUTES
-from ds_comm import barrier
-from ds_config.errors import UnsupportedError
+from ds_comm import all_gather_object, barrier
+from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.engine import Components
+from ds_engine.foreign import translated
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
@@ -138,6 +153,8 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         super().__init__(plan, components)
         self._config = DeepSpeedConfig({} if config is None else config, model=plan.config)
         self._boundary: bool | None = None
+        self._open: str | None = None
+        self._scaled = False
         self._compiled = False
         self.mpu: Any = None
         mark(self.sharding)
@@ -209,8 +226,75 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     # ---- where a step ends
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate without reducing. At ZeRO stages 0 and 1, as upstream has it; see `coalesce_grad_reduction`.
+
+        Raises:
+            PlanError: at stage 2 or 3, or inside another; an AssertionError, too ("compat-order").
+        """
+        stage = self.plan.config.zero_optimization.stage
+        if stage > 1:
+            raise _order(
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}",
+                "Use coalesce_grad_reduction, which has no such limit.",
+            )
+        return self._without_reducing("no_sync")
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards inside, one reduction at the next step. At every ZeRO stage; a rank holds whole gradients meanwhile.
+
+        Raises:
+            PlanError: where the loop decides by itself when a step ends; an AssertionError, too ("compat-order").
+        """
+        if not self.plan.managed:
+            raise _order(
+                "coalesce_grad_reduction() without managed_gradient_accumulation", "Nothing reduces before step()."
+            )
+        return self._without_reducing("coalesce_grad_reduction")
+
+    @contextmanager
+    def _without_reducing(self, name: str) -> Iterator[None]:
+        if self._open is not None:
+            raise _order(f"{name} context manager reentry is unsupported: {self._open} is open", "Leave that first.")
+        self._open = name
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._open = None
+
+    # ---- what may be differentiated at stage 0, where no hook sees a plain backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
+        found = super().forward(*args, **kwargs)
+        if self.optimizer is not None and self.plan.config.zero_optimization.stage == 0 and not transformed():
+            self._scaled = False
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(self._must_be_scaled)
+        return found
+
+    def _must_be_scaled(self, grad: Tensor) -> None:
+        del grad
+        if not self._scaled:
+            raise also(PlanError, RuntimeError)(
+                "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
+                code="compat-order",
+                fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+            )
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
+        self._scaled = True
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """The next backward, and the step after it, are (not) the last of a step; until this is called again."""
+        if not self.plan.managed:
+            raise _order(
+                "set_gradient_accumulation_boundary() without managed_gradient_accumulation", "Call step() instead."
+            )
         self._boundary = bool(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -229,6 +313,11 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` as `.backward()` may be called on it: divided by the microbatches, times the loss scale."""
+        if loss.numel() != 1:
+            raise _order(
+                f"scale() wants a scalar tensor, got one of shape {tuple(loss.shape)}", "Reduce the loss first."
+            )
+        self._scaled = True
         return self._trains("scale").scale(loss / self.plan.batch.accumulation)
 
     # ---- checkpoints
@@ -246,16 +335,69 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         Args:
             client_state: Data and tensors of the caller's own; rank 0's is stored.
         """
-        name, world = str(tag or f"global_step{self.global_steps}"), self.mesh["world"]
+        if not save_dir:
+            raise ConfigError(
+                f"save_checkpoint(save_dir={save_dir!r})", code="compat-argument", fix="Give a directory."
+            )
+        world = self.mesh["world"]
+        name = self._one_tag(str(tag or f"global_step{self.global_steps}"))
         state = same_everywhere(encode(client_state or {}), world)
         super().save_checkpoint(save_dir, name, state, exclude_frozen_parameters)
         if save_latest:
             self.checkpointer.wait()
+        whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters) if self._one_file() else {}
         if world.rank == 0:
             sharded = self.plan.config.zero_optimization.stage > 0
             leave_signs(os.fspath(save_dir), name, latest=save_latest, sharded=sharded)
+            if self.plan.config.checkpoint.layout == "ds":
+                leave_files(f"{os.fspath(save_dir)}/{name}", whole, self._facts(client_state or {}))
         barrier(world)
         return True
+
+    def _one_tag(self, tag: str) -> str:
+        """The tag, the same on every rank: rank 0's, after what `checkpoint.tag_validation` says of others. Collective."""
+        tags = self.mesh["world"].size * [None]
+        all_gather_object(tags, tag, group=self.mesh["world"])
+        if len(set(tags)) > 1:
+            told = f"ranks save under different tags: {sorted(set(map(str, tags)))[:5]}"
+            mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "Warn")).upper()
+            if mode == "FAIL":
+                raise _order(told, "Give every rank the same tag.")
+            if mode == "WARN":
+                _log.warning("%s; the one of rank 0 is used", told)
+        return str(tags[0])
+
+    def _one_file(self) -> bool:
+        # Where every rank has the whole model, which upstream then stores in one file.
+        return not self.plan.residency.shard_params and self.plan.config.checkpoint.layout == "ds"
+
+    def _facts(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """What upstream stores beside the weights. Client state that only pickle could hold was refused before."""
+        counters = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+        return {
+            **client_state,
+            **{name: getattr(self, name) for name in counters},
+            "ds_version": version,
+            "dp_world_size": self.dp_world_size,
+            "mp_world_size": 1,
+            "partition_count": self.dp_world_size,
+            "zero_stage": self.plan.config.zero_optimization.stage,
+        }
+
+    def _get_ckpt_name(self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
+        """Path of the file with the weights, in upstream's layout."""
+        return get_model_ckpt_name_for_rank(f"{checkpoints_path}/{tag}", mp_placeholder or "00")
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """Path of the file with a rank's optimizer state, in upstream's layout."""
+        return get_zero_ckpt_name_for_rank(f"{checkpoints_path}/{tag}", expp_rank, 0)
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make `zero_to_fp32.py` a program. Some file systems have no such permission, which is no reason to stop."""
+        try:
+            Path(dst).chmod(0o755)
+        except OSError as error:
+            logger.info("%s cannot be made a program: %s", dst, error)
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -285,8 +427,7 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
             return None, None
-        copy = translated(root, name, world)
-        try:
+        with translated(root, name, world) as copy:
             path, client = super().load_checkpoint(
                 root,
                 copy or name,
@@ -296,10 +437,6 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
                 load_data_state=not load_module_only,
                 load_module_strict=load_module_strict,
             )
-        finally:
-            barrier(world)
-            if copy is not None and world.rank == 0:
-                shutil.rmtree(Path(root) / copy, ignore_errors=True)
         if path is None:
             return None, None
         return (f"{root}/{name}" if name else path), decode(client or {})
@@ -392,7 +529,15 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the boundary, update. Collective there."""
+        if self._open is not None:
+            raise _order(
+                f"It is illegal to call Engine.step() inside {self._open} context manager", "Leave the context first."
+            )
         return super().step(lr_kwargs)
+
+
+def _order(what: str, fix: str) -> DsError:
+    return also(PlanError, AssertionError)(what, code="compat-order", fix=fix)
 
 
 def _accessor(name: str, tells: Callable[[DeepSpeedEngine], Any]) -> Callable[[DeepSpeedEngine], Any]:

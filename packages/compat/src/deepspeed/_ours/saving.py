@@ -10,7 +10,6 @@ import base64
 import io
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from ds_ckpt.convert.deepspeed import open_deepspeed
-from ds_ckpt.convert.tensors import write_checkpoint
-from ds_ckpt.format import MANIFEST
-from ds_comm import Group, barrier, broadcast_object_list
+from ds_comm import Group, broadcast_object_list
 from ds_config.errors import UnsupportedError
+from ds_engine.foreign import latest_tag
 
 __all__ = [
     "TorchCheckpointEngine",
@@ -34,10 +31,10 @@ __all__ = [
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
+    "leave_files",
     "leave_signs",
     "name_of_tag",
     "same_everywhere",
-    "translated",
 ]
 
 _KIND = "~"
@@ -138,11 +135,7 @@ def same_everywhere(value: Any, group: Group) -> Any:
 
 def name_of_tag(load_dir: str, tag: str | None) -> str | None:
     """The tag to load: the one given, or what `latest` says; None leaves it to the newest complete one."""
-    if tag is not None:
-        return str(tag)
-    latest = Path(load_dir) / "latest"
-    named = latest.read_text().strip() if latest.is_file() else None
-    return named if named and (Path(load_dir) / named).is_dir() else None
+    return latest_tag(load_dir) if tag is None else str(tag)
 
 
 def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None:
@@ -163,23 +156,24 @@ def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None
         draft.replace(folder / "latest")
 
 
-def translated(load_dir: str, tag: str | None, group: Group) -> str | None:
-    """A checkpoint of upstream's as one of ours, in a folder beside it; None where there is nothing to translate.
+def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Files that programs look for in a checkpoint of upstream's, beside ours. Called by one rank.
 
-    Read through a restricted unpickler that can make tensors, numbers and text, and nothing else. Collective. The caller
-    removes the folder.
+    Nothing here reads them. They hold what torch.load(weights_only=True) can make: the weights and the caller's state, and which
+    stage it was.
+
+    Args:
+        module: The model's weights, where upstream stores them in one file: below stage 3.
+        facts: `zero_stage`, `partition_count`, `ds_version`, and what upstream stores beside the weights.
     """
-    if tag is None:
-        return None
-    source, made = Path(load_dir) / tag, Path(load_dir) / f"{tag}.translated"
-    foreign = not (source / MANIFEST).is_file() and any(source.glob("*model_states.pt"))
-    if not foreign:
-        return None
-    if group.rank == 0:
-        shutil.rmtree(made, ignore_errors=True)
-        write_checkpoint(open_deepspeed(source, allow_pickle=True), made)
-    barrier(group)
-    return made.name
+    stage = facts["zero_stage"]
+    name = get_model_ckpt_name_for_rank(folder, "00")
+    if stage == 3:
+        name = f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({"module": {key: value.detach().clone() for key, value in module.items()}, **facts}, name)
+    if stage > 0:
+        told = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
+        torch.save({"optimizer_state_dict": told}, get_zero_ckpt_name_for_rank(folder, 0, 0))
 
 
 # ---- upstream's helpers

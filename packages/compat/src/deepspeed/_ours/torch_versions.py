@@ -1,4 +1,4 @@
-"""`deepspeed.utils.torch`: which torch this is."""
+"""`deepspeed.utils.torch`: which torch this is; and what it does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["jit_script_compat", "required_max_torch_version", "required_min_torch_version", "required_torch_version"]
+__all__ = [
+    "jit_script_compat",
+    "required_max_torch_version",
+    "required_min_torch_version",
+    "required_torch_version",
+    "transformed",
+]
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
@@ -34,3 +40,8 @@ def required_max_torch_version(max_version: float) -> bool:
 def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, compiled where torch.compile can: scripting is no longer developed."""
     return torch.compile(fn)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is running, which differentiates in its own way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -176,6 +176,8 @@ _RAGGED: Rows = {
     **not_(SERIAL, "build_engine_from_ds_checkpoint"),
 }
 
+_PIPE = from_("ds_pipe", "LayerSpec", "PipelineModule", "TiedLayerSpec")
+
 SURFACE: Mapping[str, Rows] = {
     "deepspeed": {
         **from_("deepspeed._ours.start", "add_config_arguments", "initialize", "tp_model_init"),
@@ -200,7 +202,8 @@ SURFACE: Mapping[str, Rows] = {
         **not_(HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
         **from_("deepspeed._ours.start", "default_inference_config"),
-        **not_(PIPELINE, "PipelineEngine", "PipelineModule"),
+        **from_("ds_pipe", "PipelineModule"),
+        **not_(PIPELINE, "PipelineEngine"),
         **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
         **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
         **not_(TENSOR, "set_autotp_mode"),
@@ -406,18 +409,18 @@ SURFACE: Mapping[str, Rows] = {
         ),
     },
     # -- not here
-    "deepspeed.pipe": {**not_(PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
-    "deepspeed.runtime.pipe": {**not_(PIPELINE, "LayerSpec", "PipelineModule", "TiedLayerSpec")},
+    "deepspeed.pipe": _PIPE,
+    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.engine": {**_ENGINE, **not_(PIPELINE, "PipelineEngine")},
-    "deepspeed.runtime.pipe.schedule": {
-        **not_(
-            PIPELINE, "BackwardPass", "BufferOpInstruction", "ForwardPass", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule",
-            "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
-        ),
-    },
-    "deepspeed.runtime.pipe.topology": {
-        **not_(PIPELINE, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"),
-    },
+    "deepspeed.runtime.pipe.schedule": from_(
+        "deepspeed._ours.pipe_schedules", "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass",
+        "InferenceSchedule", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
+        "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
+    ),
+    "deepspeed.runtime.pipe.topology": from_(
+        "ds_pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology",
+    ),
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {**from_("ds_moe", "MoE", "Experts"), **not_(GATES, "MOELayer", "TopKGate")},
     "deepspeed.moe.experts": from_("ds_moe", "Experts"),

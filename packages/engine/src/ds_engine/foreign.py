@@ -1,0 +1,94 @@
+"""Checkpoints in DeepSpeed's own layout: written when `checkpoint.layout` asks for it, and read.
+
+Writing goes by way of a checkpoint of ours: rank 0 reads it and writes DeepSpeed's files, which need pickle. Reading goes the
+other way, through an unpickler that can make tensors, numbers and text, and nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ds_ckpt.convert.deepspeed import open_deepspeed
+from ds_ckpt.convert.regular import Regular, write_regular
+from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
+from ds_ckpt.format import MANIFEST
+from ds_comm import Group, barrier, broadcast_object_list
+from ds_config.errors import CheckpointError
+
+__all__ = ["draft_of", "latest_tag", "layout_of", "translated", "write_as_deepspeed"]
+
+
+def layout_of(stage: int, group: Group, dtype: torch.dtype | None) -> Regular:
+    """How the files of a run are cut over the ranks that share the optimizer's state."""
+    return Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
+
+
+def draft_of(tag: str) -> str:
+    """Name of the checkpoint of ours that `tag` is made from."""
+    return f"{tag}.draft"
+
+
+def write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> str:
+    """Turn the complete checkpoint `draft_of(tag)` into DeepSpeed's `root/tag`, and remove it. Collective. Returns the path.
+
+    An older `root/tag` is replaced. Cost: rank 0 reads and writes everything.
+
+    Raises:
+        CheckpointError: on every rank ("ckpt-foreign").
+    """
+    source, target = Path(root) / draft_of(tag), Path(root) / tag
+
+    def write() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        write_regular(open_checkpoint(source), root, tag, layout, allow_pickle=True)
+        shutil.rmtree(source)
+
+    _on_one(write, group, f"{target} was not written in DeepSpeed's layout")
+    return str(target)
+
+
+def latest_tag(root: str) -> str | None:
+    """What the file `latest` names, if that is there."""
+    latest = Path(root) / "latest"
+    named = latest.read_text().strip() if latest.is_file() else None
+    return named if named and (Path(root) / named).is_dir() else None
+
+
+@contextmanager
+def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]:
+    """Inside, the tag of a checkpoint of ours that was made of DeepSpeed's `root/tag`; None where that is not one. Collective."""
+    source, made = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
+    if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
+        yield None
+        return
+
+    def write() -> None:
+        shutil.rmtree(made, ignore_errors=True)
+        write_checkpoint(open_deepspeed(source, allow_pickle=True), made)
+
+    _on_one(write, group, f"{source} was not read")
+    try:
+        yield made.name
+    finally:
+        barrier(group)
+        if group.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _on_one(work: Callable[[], None], group: Group, what: str) -> None:
+    """Do it on rank 0; every rank learns how it ended, so that nobody waits for one that failed."""
+    told: list[str | None] = [None]
+    failed: Exception | None = None
+    if group.rank == 0:
+        try:
+            work()
+        except Exception as error:  # told to all ranks, whatever it is
+            told, failed = [f"{type(error).__name__}: {error}"], error
+    broadcast_object_list(told, group=group, group_src=0)
+    if told[0] is not None:
+        raise CheckpointError(f"{what}: {told[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed
