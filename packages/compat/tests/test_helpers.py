@@ -182,6 +182,8 @@ def test_expert_groups_and_grids_of_files():
     assert same == [[0, 1], [2, 3], [4, 5], [6, 7]]
     plan = model_3d_desc(2, 2, 2).reshape(model_3d_desc(2, 1, 1))
     assert [plan[0].get_data(stage, 0) for stage in (0, 1)] == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    plan = model_3d_desc(2, 2, 2).reshape(model_3d_desc(1, 2, 2))
+    assert [plan[data].get_data(0, tensor) for data in (0, 1) for tensor in (0, 1)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(PlanError, match="pp degree 2 -> 3"):
         model_3d_desc(2, 2, 2).reshape(model_3d_desc(3, 1, 1))
 
@@ -306,3 +308,25 @@ def test_stages_send_what_others_take(stages, micro_batches):
         assert done[-3:] == [schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep]
     runs = list(schedule.InferenceSchedule(micro_batches, stages, stages - 1))
     assert sum(type(done) is schedule.ForwardPass for cmds in runs for done in cmds) == micro_batches
+
+
+def test_a_checkpoint_of_upstreams_to_look_into(tmp_path):
+    from deepspeed.checkpoint import DeepSpeedCheckpoint, get_model_3d_descriptor
+
+    for rank in range(2):
+        torch.save(
+            {"global_steps": 7, "universal_checkpoint_info": {"a": 1}}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt"
+        )
+        for data in range(3):
+            torch.save({}, tmp_path / f"bf16_zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt")
+    found = DeepSpeedCheckpoint(str(tmp_path), tp_degree=1)
+    assert (found.pp_degree, found.tp_degree, found.dp_degree) == (1, 1, 3)
+    assert found.is_change_tp_degree()
+    assert found.get_iteration() == 7
+    assert found.get_checkpoint_info() == {"a": 1}
+    assert len(found.zero_files) == 6
+    torch.save(
+        {"checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1}}, tmp_path / "mp_rank_00_model_states.pt"
+    )
+    with pytest.raises(RuntimeError, match="missing from model-state files"):
+        get_model_3d_descriptor(str(tmp_path))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed._ours.elasticity import compute_elastic_config
 from deepspeed._ours.launching import decode_world_info
 from deepspeed._ours.version import version
+from ds_ckpt.convert.deepspeed import write_universal
+from ds_ckpt.convert.fp32 import open_training
 from ds_config import read
 from ds_launcher.cli import main as ds
 
@@ -24,6 +27,7 @@ __all__ = [
     "main",
     "report",
     "ssh",
+    "to_universal",
     "tune",
 ]
 
@@ -128,4 +132,18 @@ def elastic(args: Sequence[str] | None = None) -> int:
     names = ("train batch size", "numbers of ranks", "microbatch size")
     for name, value in zip(names, found, strict=False):
         print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple | list) else value}")
+    return 0
+
+
+def to_universal(args: Sequence[str] | None = None) -> int:
+    """`ds_to_universal.py --input_folder TAG --output_folder OUT`: upstream's checkpoint, or ours, in its universal layout."""
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal.py", description="Convert a checkpoint to the universal layout."
+    )
+    parser.add_argument("--input_folder", required=True)
+    parser.add_argument("--output_folder", required=True)
+    known, _ = parser.parse_known_args(args)  # upstream's other options speak of workers and of what is kept meanwhile
+    out = Path(known.output_folder)
+    source = open_training(known.input_folder, allow_pickle=True)
+    write_universal(source, out.parent, out.name, allow_pickle=True)
     return 0

@@ -14,12 +14,14 @@ import torch
 from ds_config.errors import CheckpointError, PlanError
 
 __all__ = [
+    "DeepSpeedCheckpoint",
     "ZeROCheckpoint",
+    "expert_layers",
     "expert_parallel_ranks",
     "get_model_3d_descriptor",
     "model_2d_descriptor",
     "model_3d_desc",
-    "parallel_degrees",
+    "parallel_metadata",
 ]
 
 
@@ -113,8 +115,8 @@ class model_3d_desc:  # noqa: N801  upstream's name
     def reshape(self, target: model_3d_desc, verbose: bool = False) -> list[model_2d_descriptor]:
         """For each data rank of `target`, which of this one's files each place reads.
 
-        File (stage p, tensor t, data d) has the index `p * tp * 1 + t + d * pp * tp`. Neighbouring stages and tensor ranks
-        join, and so do data ranks; a place reads all data ranks of a file before the next one.
+        File (stage p, tensor t, data d) has the index `p * tp + t + d * pp * tp`. Neighbouring stages and tensor ranks join; the
+        files of a joined place, all data ranks of one before the next, are dealt out in equal parts over the new data ranks.
 
         Raises:
             PlanError: a degree does not divide ("compat-argument").
@@ -127,17 +129,15 @@ class model_3d_desc:  # noqa: N801  upstream's name
                 code="compat-argument",
                 fix="Choose degrees that divide the ones it was written with.",
             )
+        found = [model_2d_descriptor(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
         stages, tensors = self.pp_degree // target.pp_degree, self.tp_degree // target.tp_degree
-        copies, layer = self.dp_degree // target.dp_degree, self.pp_degree * self.tp_degree
-        found = []
-        for data in range(target.dp_degree):
-            plan = model_2d_descriptor(target.pp_degree, target.tp_degree)
-            for p, t in product(range(target.pp_degree), range(target.tp_degree)):
-                for old_p, old_t in product(range(p * stages, (p + 1) * stages), range(t * tensors, (t + 1) * tensors)):
-                    first = old_p * self.tp_degree + old_t
-                    ranks = range(data * copies, (data + 1) * copies)
-                    plan.add_data(p, t, [first + rank * layer for rank in ranks])
-            found.append(plan)
+        layer = self.pp_degree * self.tp_degree
+        for p, t in product(range(target.pp_degree), range(target.tp_degree)):
+            old = product(range(p * stages, (p + 1) * stages), range(t * tensors, (t + 1) * tensors))
+            files = [q * self.tp_degree + u + rank * layer for q, u in old for rank in range(self.dp_degree)]
+            each = len(files) // target.dp_degree
+            for data, plan in enumerate(found):
+                plan.add_data(p, t, files[data * each : (data + 1) * each])
         return found
 
 
@@ -145,7 +145,7 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
-def parallel_degrees(mpu: Any) -> dict[str, dict[str, int]]:
+def parallel_metadata(mpu: Any) -> dict[str, dict[str, int]]:
     """What a checkpoint says of the degrees it was written with."""
     sizes = {}
     for key, *methods in (
@@ -168,26 +168,21 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:  # noqa: A002  upstream'
     Raises:
         CheckpointError: some files say it and some do not, or they differ ("compat-files").
     """
-    folder = Path(dir)
-    models = sorted(path for path in folder.iterdir() if _MODEL.fullmatch(path.name))
-    optims = [match for path in folder.iterdir() if (match := _OPTIM.fullmatch(path.name))]
-    told = [_dimensions(path) for path in models]
+    return DeepSpeedCheckpoint(dir).original
+
+
+def _degrees(folder: Path, states: Sequence[Mapping[str, Any]], optims: Sequence[str]) -> model_3d_desc:
+    told = [state.get("checkpoint_parallel_dimensions") for state in states]
     if any(said is None for said in told) and any(said is not None for said in told):
         raise _bad(
             folder, "checkpoint_parallel_dimensions is missing from model-state files of a checkpoint that has it"
         )
     if any(said != told[0] for said in told):
         raise _bad(folder, "checkpoint_parallel_dimensions disagrees across model-state files")
-    ranks = max(1, len(models))
+    ranks = {match[1] for path in optims if (match := _OPTIM.fullmatch(Path(path).name))}
     first = told[0] if told else None
-    pp, tp = (1, ranks) if first is None else (int(first["pp_degree"]), int(first["tp_degree"]))
-    return model_3d_desc(pp, tp, max(1, len({match[1] for match in optims})))
-
-
-def _dimensions(path: Path) -> Mapping[str, int] | None:
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    found: Mapping[str, int] | None = state.get("checkpoint_parallel_dimensions")
-    return found
+    pp, tp = (1, max(1, len(states))) if first is None else (int(first["pp_degree"]), int(first["tp_degree"]))
+    return model_3d_desc(pp, tp, max(1, len(ranks)))
 
 
 def _bad(folder: Path, what: str) -> CheckpointError:
@@ -202,7 +197,7 @@ class ZeROCheckpoint:
     def __init__(self, dir: str) -> None:  # noqa: A002  upstream's name
         self.dir = dir
         self.src_3d = self.target_3d = get_model_3d_descriptor(dir)
-        self.file_list = sorted(str(path) for path in Path(dir).iterdir() if _OPTIM.fullmatch(path.name))
+        self.file_list = DeepSpeedCheckpoint(dir).zero_files
         self.num_files = len(self.file_list)
 
     def get_src_world_size(self) -> int:
@@ -230,3 +225,68 @@ class ZeROCheckpoint:
         """The files that a place of the degrees asked for reads."""
         plan = self.src_3d.reshape(self.target_3d)[dp_index]
         return [self.file_list[file] for file in plan.get_data(pp_index, tp_index)]
+
+
+class DeepSpeedCheckpoint:
+    """Upstream's ZeRO checkpoint in a folder, to look into: its files by place, what its model files say, its degrees.
+
+    `ds_ckpt.convert` reads the tensors. Every model file is read once, by an unpickler that makes data only.
+    """
+
+    def __init__(
+        self,
+        dir: str,  # noqa: A002  upstream's name
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        dp_degree: int | None = None,
+    ) -> None:
+        self.dir = dir
+        names = sorted(path for path in Path(dir).iterdir() if path.is_file())
+        self.file_list = [str(path) for path in names]
+        self.mp_rank_files = [str(path) for path in names if _MODEL.fullmatch(path.name)]
+        self.zero_files = [str(path) for path in names if _OPTIM.fullmatch(path.name)]
+        self.layer_files = [str(path) for path in names if path.name.startswith("layer_")]
+        self.model_state_metadata = [
+            torch.load(file, map_location="cpu", weights_only=True) for file in self.mp_rank_files
+        ]
+        self.original = _degrees(Path(dir), self.model_state_metadata, self.zero_files)
+        self.tp_degree = tp_degree or self.original.tp_degree
+        self.pp_degree = pp_degree or self.original.pp_degree
+        self.dp_degree = dp_degree or self.original.dp_degree
+
+    def get_checkpoint_info(self, info_key: str = "universal_checkpoint_info") -> Any:
+        """An entry of the first model file; None where it has none."""
+        return self.model_state_metadata[0].get(info_key) if self.model_state_metadata else None
+
+    def get_iteration(self) -> int:
+        """Steps that were done."""
+        return int(self.get_checkpoint_info("iteration") or self.get_checkpoint_info("global_steps") or 0)
+
+    def is_change_tp_degree(self) -> bool:
+        """Whether it is to be read with other tensor ranks than it was written with."""
+        return self.tp_degree != self.original.tp_degree
+
+    def is_change_pp_degree(self) -> bool:
+        """Whether with other stages."""
+        return self.pp_degree != self.original.pp_degree
+
+    def is_change_dp_degree(self) -> bool:
+        """Whether with other data-parallel ranks."""
+        return self.dp_degree != self.original.dp_degree
+
+
+def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What model files say of layers whose experts were replaced (`ds_autoep_layers`), end to end.
+
+    Raises:
+        CheckpointError: it is no list ("compat-files").
+    """
+    found: list[Any] = []
+    for state in model_state_metadata:
+        told = state.get("ds_autoep_layers", [])
+        if not isinstance(told, list):
+            raise CheckpointError(
+                "AutoEP metadata must be a list", code="compat-files", fix="Save the checkpoint again."
+            )
+        found += told
+    return found

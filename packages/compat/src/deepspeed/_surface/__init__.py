@@ -246,6 +246,7 @@ SURFACE: Mapping[str, Rows] = {
     # -- engine
     "deepspeed.runtime.engine": {
         **_ENGINE,
+        **from_(_GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
         **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
         **from_(_OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
     },
@@ -379,8 +380,11 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.checkpoint": {
         **values(constants.CHECKPOINT),
         **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
-        **from_(_GRIDS, "ZeROCheckpoint", "get_model_3d_descriptor", "model_2d_descriptor", "model_3d_desc"),
-        **not_(Missing("upstream's checkpoints are read as any other", "engine.load_checkpoint, or `ds ckpt convert`"), "DeepSpeedCheckpoint"),
+        **from_(_GRIDS, "DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_2d_descriptor", "model_3d_desc"),
+    },
+    "deepspeed.checkpoint.deepspeed_checkpoint": from_(_GRIDS, "DeepSpeedCheckpoint"),
+    "deepspeed.checkpoint.ds_to_universal": {
+        **from_("deepspeed._ours.commands", main="to_universal"), **from_(_GRIDS, _aggregate_autoep_zero12_metadata="expert_layers"),
     },
     "deepspeed.checkpoint.reshape_3d_utils": from_(_GRIDS, "get_model_3d_descriptor", "model_3d_desc"),
     "deepspeed.checkpoint.reshape_meg_2d": from_(_GRIDS, meg_2d_parallel_map="model_2d_descriptor"),
