@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ds_comm import cli
-from ds_comm.dumps import compare, read_dumps, render
-from ds_comm.ring import Stamp
+from ds_comm.watch.dumps import compare, read_dumps, render
+from ds_comm.watch.ring import Stamp
 from ds_config.errors import CommError
 
 STAMP = Stamp("0", "world", 1, "all_reduce", "layers.0", "float32", (8,), 8, -1, 1.0, 0.0, 2.0, 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_comm.ring import Stamp
-from ds_comm.verdict import Report, differs, judge, judge_wait
+from ds_comm.watch.ring import Stamp
+from ds_comm.watch.verdict import Report, differs, judge, judge_wait
 
 WORLD = {"0": (0, 1, 2, 3)}
 STAMP = Stamp("0", "world", 812, "all_reduce", "layers.7.mlp", "float32", (1024,), 1024, -1, 100.0, 100.0, 0.0, 1)

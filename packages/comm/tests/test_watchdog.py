@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.ring import Ring
-from ds_comm.sidechannel import SideChannel
-from ds_comm.watchdog import EXIT_CODE, Watchdog, WatchSettings
+from ds_comm.watch.ring import Ring
+from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 
 X = torch.ones(4)
 

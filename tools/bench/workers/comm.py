@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
 from ds_comm.arena import Arena, Wish
-from ds_comm.onebit import OnebitAdam
-from ds_comm.recorder import start_recorder, stop_recorder
-from ds_comm.signs import SignErrors
-from ds_comm.watchdog import WatchSettings
+from ds_comm.lossy.onebit import OnebitAdam
+from ds_comm.lossy.signs import SignErrors
+from ds_comm.watch.recorder import start_recorder, stop_recorder
+from ds_comm.watch.watchdog import WatchSettings
 from ds_ops.arena import zeros_huge
 from ds_ops.shm import combine
 

@@ -51,7 +51,7 @@ from ds_comm.objects import (
 )
 from ds_comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from ds_comm.placement import Box, Interval, LocalShard, Partial, Replicate, Shard, TensorShard
-from ds_comm.recorder import patience
+from ds_comm.watch.recorder import patience
 from ds_comm.work import Work
 
 __all__ = [

@@ -27,8 +27,8 @@ from torch import Tensor
 from ds_comm.groups import Group
 from ds_comm.metadata import broadcast_json
 from ds_comm.neighbours import Neighbour, neighbours
-from ds_comm.recorder import current
 from ds_comm.waits import LIMIT_S, own_order, patient_s
+from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
 from ds_ops.shm import Channel, ChannelSettings, Op, Segment

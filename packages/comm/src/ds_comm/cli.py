@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm.dumps import read_dumps, render
 from ds_comm.sweep import OPERATIONS, Timing, cases, sweep
+from ds_comm.watch.dumps import read_dumps, render
 from ds_config.errors import DsError
 
 __all__ = ["HELP", "main", "register"]

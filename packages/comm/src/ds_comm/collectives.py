@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ds_comm.call import Call
 from ds_comm.groups import DEFAULT_TIMEOUT, GroupLike, as_group
-from ds_comm.recorder import patience
 from ds_comm.transports import Started
+from ds_comm.watch.recorder import patience
 from ds_comm.work import Work
 from ds_config.errors import CommError
 

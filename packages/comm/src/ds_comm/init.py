@@ -22,10 +22,10 @@ from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import Launch, read_launch
-from ds_comm.recorder import deadline_from, start_recorder, stop_recorder
-from ds_comm.secret import SECRET_VARIABLE, new_secret
 from ds_comm.shm import available
-from ds_comm.watchdog import WatchSettings
+from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
+from ds_comm.watch.secret import SECRET_VARIABLE, new_secret
+from ds_comm.watch.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
 from ds_ops.shm import Segment, neighbourhood
 
@@ -57,7 +57,7 @@ def init_distributed(
             `"gloo"` where they cannot (rank 0 logs why).
         timeout: How long the rendezvous may take, and a collective where nobody watches (`deadline_s=0`).
         deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
-            (`ds_comm.watchdog`); default DS_COMM_DEADLINE_S, or 60 s between CPUs and `timeout` between devices, with a
+            (`ds_comm.watch.watchdog`); default DS_COMM_DEADLINE_S, or 60 s between CPUs and `timeout` between devices, with a
             warning after 60 s; 0 turns recording and watching off.
     Returns:
         The world; a group of one, without a process group, when no launcher started this process.

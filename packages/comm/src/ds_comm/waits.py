@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ds_comm.groups import Group, Order
-from ds_comm.recorder import current
+from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from ds_comm.recorder import Recorder
 from ds_comm.transports import Started
-from ds_comm.verdict import Finding
+from ds_comm.watch.recorder import Recorder
+from ds_comm.watch.verdict import Finding
 from ds_config.errors import CommError
 
 __all__ = ["DONE", "Pending", "Work", "failed", "time_device_operations"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_comm import shm
-from ds_comm.watchdog import EXIT_CODE
+from ds_comm.watch.watchdog import EXIT_CODE
 
 DEADLINE_S = 2.0  # from the end of a warm-up, so that it is for Python code only and not for making connections
 REPEATS = int(os.environ.get("DS_COMM_DIVERGENCE_REPEATS", "5"))

@@ -92,7 +92,7 @@ def test_messages() -> None:
 @world(2)
 def test_batches_and_monitored_barriers_are_operations_of_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_comm import call, p2p
-    from ds_comm.recorder import _Off
+    from ds_comm.watch.recorder import _Off
 
     seen: list[tuple[str, str, int]] = []
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm import init, shm
-from ds_comm.recorder import current
+from ds_comm.watch.recorder import current
 from ds_testing import world
 
 WATCHDOG = "ds-comm-watchdog"

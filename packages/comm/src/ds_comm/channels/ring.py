@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ds_comm.call import Call
 from ds_comm.channels.signature import Leaf, Piece, Signature
-from ds_comm.recorder import current
 from ds_comm.waits import SLICE_S, wait_until
+from ds_comm.watch.recorder import current
 from ds_comm.work import DONE, Work
 from ds_config.errors import CommError
 from ds_ops.shm import Counters, Segment

@@ -15,7 +15,7 @@ from ds_comm.channels.ring import End, Plan, RingReceiver, RingSender, plan_ring
 from ds_comm.channels.signature import Signature
 from ds_comm.groups import Group
 from ds_comm.neighbours import Neighbour
-from ds_comm.recorder import current
+from ds_comm.watch.recorder import current
 from ds_comm.work import Work
 from ds_ops.shm import Segment
 

@@ -265,7 +265,7 @@ SURFACE: Mapping[str, Rows] = {
             "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase",
         ),
     },
-    "deepspeed.runtime.fp16.onebit": from_("ds_comm.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+    "deepspeed.runtime.fp16.onebit": from_("ds_comm.lossy.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "deepspeed.runtime.config": {
         **values(constants.CONFIG),
         **values(constants.RUNTIME),

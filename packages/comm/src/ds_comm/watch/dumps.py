@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_comm.ring import Stamp
-from ds_comm.verdict import differs
+from ds_comm.watch.ring import Stamp
+from ds_comm.watch.verdict import differs
 from ds_config.errors import CommError
 
 __all__ = ["Dump", "Row", "compare", "read_dumps", "render"]

@@ -32,11 +32,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm.frames import user_frame
-from ds_comm.peers import Peer, open_peer
-from ds_comm.ring import Ring, Stamp
-from ds_comm.sidechannel import SideChannel
-from ds_comm.verdict import Finding, Report, differs, judge, judge_wait
+from ds_comm.watch.frames import user_frame
+from ds_comm.watch.peers import Peer, open_peer
+from ds_comm.watch.ring import Ring, Stamp
+from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.verdict import Finding, Report, differs, judge, judge_wait
 
 __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
 

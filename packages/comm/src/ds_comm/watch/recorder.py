@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm._torch import second_connection
-from ds_comm.frames import error_place
 from ds_comm.groups import Order
-from ds_comm.ring import Ring
-from ds_comm.secret import job_secret
-from ds_comm.sidechannel import SideChannel
-from ds_comm.verdict import Finding
-from ds_comm.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
+from ds_comm.watch.frames import error_place
+from ds_comm.watch.ring import Ring
+from ds_comm.watch.secret import job_secret
+from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.verdict import Finding
+from ds_comm.watch.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
 
 __all__ = ["Recorder", "current", "deadline_from", "patience", "start_recorder", "stop_recorder"]
 

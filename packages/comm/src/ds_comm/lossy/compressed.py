@@ -25,7 +25,7 @@ from ds_comm import collectives
 from ds_comm.call import Call
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, GroupLike, as_group
-from ds_comm.hierarchy import Hierarchy
+from ds_comm.lossy.hierarchy import Hierarchy
 from ds_comm.work import DONE, Work
 from ds_config.errors import CommError
 from ds_ops.formats import QuantSpec, QuantTensor, Swizzle

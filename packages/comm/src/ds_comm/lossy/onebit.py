@@ -9,7 +9,7 @@ ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took diff
 
 Phases. Adaptive optimizers cannot use one-bit gradients: the variance would see the error squared. So variance is learnt
 with exact means first, then frozen, and what travels from then on is linear in the gradient and corrected by error feedback
-(`ds_comm.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
+(`ds_comm.lossy.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
 ranks: `error_tensors` hands them out to be saved, `expect_errors` makes room for them; after any other load they start at zero, as
 in the papers' own code.
 
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from ds_comm.collectives import all_reduce
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.signs import SignErrors, mean_of_signs
+from ds_comm.lossy.signs import SignErrors, mean_of_signs
 from ds_config.errors import ConfigError, UnsupportedError
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]

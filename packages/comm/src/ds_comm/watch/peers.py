@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_comm.ring import RingReader, Stamp
+from ds_comm.watch.ring import RingReader, Stamp
 
 __all__ = ["Peer", "open_peer"]
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm.ring import Stamp
-from ds_comm.secret import seal
-from ds_comm.verdict import Report
+from ds_comm.watch.ring import Stamp
+from ds_comm.watch.secret import seal
+from ds_comm.watch.verdict import Report
 
 __all__ = ["SideChannel"]
 
