@@ -8,7 +8,7 @@ import pytest
 
 from ds_comm.bandwidth import bandwidth, message_bytes
 from ds_comm.config import CommsLoggerConfig
-from ds_comm.logger import CommsLogger, table, trimmed_mean
+from ds_comm.logger import CommsLogger, table
 from ds_config import ConfigError, validate
 from ds_monitor import Kind, Record
 
@@ -40,12 +40,6 @@ def test_bandwidth_of_nothing_is_zero() -> None:
     assert bandwidth("barrier", 0, 2, 1.0).bus_gbps == 0
     assert message_bytes("all_gather_single", 10, 4) == 40
     assert message_bytes("all_reduce", 10, 4) == 10
-
-
-def test_trimmed_mean() -> None:
-    assert trimmed_mean([]) == 0
-    assert trimmed_mean([3.0]) == 3
-    assert trimmed_mean([1000.0, *[1.0] * 8, 0.0]) == 1
 
 
 def test_operations_are_counted_by_name_size_and_ranks() -> None:

@@ -18,12 +18,12 @@ from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed, write_checkpoint
 from ds_ckpt.format import MANIFEST, Manifest
 from ds_config.errors import CheckpointError, DsError
+from ds_config.sizes import parse_bytes
 
 __all__ = ["HELP", "main", "register"]
 
 HELP = "inspect, verify, convert, compare and export checkpoints"
 _FORMATS = ("ds", "hf", "dcp", "deepspeed")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -173,14 +173,10 @@ def _open(path: str, form: str, allow_pickle: bool) -> Source:
 
 
 def _bytes(text: str) -> int:
-    unit = text[-2:].upper()
-    number, factor = (text[:-2], _UNITS[unit]) if unit in _UNITS else (text, 1)
     try:
-        return max(1, int(float(number) * factor))
+        return max(1, parse_bytes(text))
     except ValueError as error:
-        raise CheckpointError(
-            f"{text!r} is not a size", code="ckpt-size", fix="Write 5GB, 500MB or a number of bytes."
-        ) from error
+        raise CheckpointError(str(error), code="ckpt-size", fix="Write 5GB, 500MB or a number of bytes.") from error
 
 
 _ACTIONS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "convert": _convert}

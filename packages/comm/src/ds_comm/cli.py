@@ -17,6 +17,7 @@ import ds_comm
 from ds_comm.sweep import OPERATIONS, Timing, cases, sweep
 from ds_comm.watch.dumps import read_dumps, render
 from ds_config.errors import DsError
+from ds_config.sizes import parse_bytes, size_argument
 
 __all__ = ["HELP", "main", "register"]
 
@@ -35,7 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
     bench.add_argument("--backends", nargs="+", default=["gloo"], help="names as torch knows them; they alternate")
     bench.add_argument("--dtypes", nargs="+", default=["float32"])
-    bench.add_argument("--sizes", nargs="+", type=_bytes, default=[_bytes(size) for size in _SIZES])
+    bench.add_argument("--sizes", nargs="+", type=size_argument, default=[parse_bytes(size) for size in _SIZES])
     bench.add_argument("--seconds", type=float, default=1.0, help="about how long to repeat each row")
     bench.add_argument("--json", type=Path, help="also write every timing to this file")
 
@@ -112,15 +113,6 @@ def _plain(timing: Timing) -> dict[str, object]:
     plain = asdict(timing)
     plain["case"]["dtype"] = str(timing.case.dtype).removeprefix("torch.")
     return plain
-
-
-def _bytes(text: str) -> int:
-    """`64K`, `16M`, `1G`, or a number of bytes."""
-    units = {"K": 10, "M": 20, "G": 30}
-    number, shift = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 0)
-    if not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, or 4K, 16M, 1G")
-    return int(number) << shift
 
 
 if __name__ == "__main__":

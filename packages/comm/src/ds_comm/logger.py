@@ -17,9 +17,11 @@ from ds_comm.config import CommsLoggerConfig
 from ds_comm.groups import GroupLike, as_group
 from ds_comm.objects import all_gather_object
 from ds_comm.work import time_device_operations
+from ds_config.sizes import bytes_text
 from ds_monitor import Kind, Record, tell
+from ds_monitor.stats import trimmed_mean
 
-__all__ = ["CommsLogger", "SummaryRow", "trimmed_mean"]
+__all__ = ["CommsLogger", "SummaryRow"]
 
 _log = logging.getLogger(__name__)
 _PREFIX = "comm/"
@@ -119,13 +121,6 @@ class CommsLogger:
         return {key: [min(times) for times in zip(*(one[key] for one in every), strict=False)] for key in common}
 
 
-def trimmed_mean(values: Sequence[float]) -> float:
-    """The mean without the lowest and the highest tenth; 0 of nothing."""
-    cut = int(len(values) * _TRIMMED)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
-
-
 def table(rows: Iterable[SummaryRow]) -> str:
     """The summary as text, one line per operation and size."""
     rows = list(rows)
@@ -136,7 +131,7 @@ def table(rows: Iterable[SummaryRow]) -> str:
         head += ["Comm lat(ms)", "Straggler(ms)"]
     lines = [head]
     for row in rows:
-        cells = [row.op, _size(row.message_bytes), str(row.ranks), str(row.count), f"{row.total_ms:.2f}"]
+        cells = [row.op, bytes_text(row.message_bytes), str(row.ranks), str(row.count), f"{row.total_ms:.2f}"]
         cells += [f"{row.average_ms:.3f}", f"{row.algorithm_gbps:.2f}", f"{row.bus_gbps:.2f}"]
         if straggler:
             cells += ["" if value is None else f"{value:.2f}" for value in (row.comm_ms, row.straggler_ms)]
@@ -150,7 +145,7 @@ def table(rows: Iterable[SummaryRow]) -> str:
 def _row(key: _Key, latencies_s: Sequence[float], fastest_s: Sequence[float] | None) -> SummaryRow:
     name, size, ranks = key
     op = name.partition("[")[0]
-    average_s = trimmed_mean(latencies_s)
+    average_s = trimmed_mean(latencies_s, _TRIMMED)
     speed = bandwidth(op, size // message_bytes(op, 1, ranks), ranks, average_s)
     comm_ms = straggler_ms = None
     if fastest_s is not None:
@@ -169,12 +164,3 @@ def _row(key: _Key, latencies_s: Sequence[float], fastest_s: Sequence[float] | N
         comm_ms,
         straggler_ms,
     )
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"

@@ -10,6 +10,7 @@ import torch
 
 from ds_comm import MeshSpec
 from ds_comm.config import CommsLoggerConfig
+from ds_config.sizes import bytes_text
 from ds_engine.batch import Batch
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
@@ -223,8 +224,8 @@ def _rows(plan: Plan) -> dict[str, str]:
         else _section_text(config.scheduler.type, config.scheduler.params),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
-        "memory": f"{_size(memory.total_bytes)} a rank: parameters {_size(memory.params_bytes)}, gradients "
-        f"{_size(memory.grads_bytes)}, master {_size(memory.master_bytes)}, optimizer {_size(memory.optimizer_bytes)}; and up to {_size(memory.passing_bytes)} within a step",
+        "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
+        f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }
 
 
@@ -264,12 +265,3 @@ def _optimizer_text(config: Config) -> str:
 def _section_text(name: str, params: object) -> str:
     values = params if isinstance(params, Mapping) else params.model_dump()  # type: ignore[attr-defined]
     return f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
-        if value < 1024:
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

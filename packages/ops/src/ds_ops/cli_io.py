@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from ds_config.errors import DsError
+from ds_config.sizes import positive_size
 from ds_ops.io import Backend, backends
 from ds_ops.io_bench import Grid, best_section, measure, table
 
@@ -23,8 +24,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         "what", choices=["bench", "tune"], help="bench: a table of all cases; tune: the best `aio` section"
     )
     parser.add_argument("folder", type=Path, nargs="+", help="folders on the disks to measure")
-    parser.add_argument("--size", type=_bytes, default=256 << 20, help="bytes moved per case, for example 400M (256M)")
-    parser.add_argument("--block-size", type=_bytes, nargs="+", default=[1 << 20, 8 << 20])
+    parser.add_argument(
+        "--size", type=positive_size, default=256 << 20, help="bytes moved per case, for example 400M (256M)"
+    )
+    parser.add_argument("--block-size", type=positive_size, nargs="+", default=[1 << 20, 8 << 20])
     parser.add_argument("--queue-depth", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--backend", nargs="+", choices=["io_uring", "libaio", "threads", "python"])
@@ -71,11 +74,3 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(everything, indent=2))
     return 0
-
-
-def _bytes(text: str) -> int:
-    units = {"K": 10, "M": 20, "G": 30}
-    digits, shift = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 0)
-    if not digits.isdigit() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 400M, found {text!r}")
-    return int(digits) << shift

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_accel import get_accelerator
 from ds_comm import world_group
-from ds_comm.logger import trimmed_mean
+from ds_monitor.stats import trimmed_mean
 
 __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
 
@@ -26,9 +26,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """Mean without the lowest and highest `trim_percent` (0 to 1) of the values; 0 for none."""
     if not data:
         return 0.0
-    cut = int(len(data) * trim_percent)
-    kept = sorted(data)[cut : len(data) - cut] or sorted(data)
-    return sum(kept) / len(kept)
+    return trimmed_mean(data, min(trim_percent, 0.49))
 
 
 class _Timer:
