@@ -136,10 +136,23 @@ MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for 
 SHAPES = shapes_of(MODEL)
 
 
+class Decoder(nn.Module):
+    """Names and sizes that the rules of a family of models speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="llama", to_dict=lambda: {})
+        self.embed_tokens, self.mlp, self.score = nn.Embedding(10, 8), nn.Module(), nn.Linear(8, 4)
+        self.mlp.up_proj, self.mlp.down_proj = nn.Linear(8, 46), nn.Linear(46, 8)
+
+
+CUTTABLE = shapes_of(Decoder())
+
+
 def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     """Everything a configuration leads to, except the configuration itself."""
     config = load_config(document)
-    plan = make_plan(config, SHAPES, 2)
+    plan = make_plan(config, CUTTABLE if config.tensor_parallel else SHAPES, 2)
     seen: list[Any] = [f"{f.name}={getattr(plan, f.name)}" for f in fields(plan) if f.name != "config"]
     for recorder in made:
         recorder.clear()
@@ -180,13 +193,11 @@ BASES: dict[str, Mapping[str, Any]] = {
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
         "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "autotuning",
         "weight_quantization")},
-    "tensor_parallel.partition_config.layer_specs": {
-        "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}
-    },
     "compile": {"compile": {"deepcompile": True}},
     "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
     "use_data_before_expert_parallelism": {"expert_parallel": {"enabled": True}},
-    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
+        {"patterns": [r".*up_proj"], "shape": [[20, 26], -1]}]}}},
     "compression_training": {"compression_training": {
         "layer_reduction": {"enabled": True},
         **{name: {"shared_parameters": {"enabled": True}} for name in (
@@ -230,7 +241,9 @@ VALUES: dict[str, list[Any]] = {
     "elasticity.ignore_non_elastic_batch_info": [False],
     "data_types.param_dtype": ["bf16"],
     "pipeline.stages": [4],
-    "tensor_parallel.partition_config.layer_specs[0].patterns": [["a"]],
+    "tensor_parallel.partition_config.layer_specs[0].patterns": [[".*nothing"]],
+    "tensor_parallel.partition_config.layer_specs[0].shape": [[2, -1]],
+    "tensor_parallel.partition_config.lm_head_patterns": [["score"]],
 }
 
 

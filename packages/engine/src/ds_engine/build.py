@@ -35,6 +35,7 @@ from ds_engine.telemetry import Telemetry
 from ds_engine.together import together
 from ds_engine.transforms import TRANSFORMS, Site, apply_all
 from ds_monitor.config import make_sinks
+from ds_parallel.tensor import facts_of
 from ds_zero import ShardedOptimizer
 from ds_zero.options import Habits, describe
 
@@ -95,7 +96,7 @@ def initialize(
 def shapes_of(model: nn.Module) -> Shapes:
     """The shapes that planning needs. Works on a model on meta, too. A pipeline's model has an attribute `pipe_stages`."""
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, Habits())
-    return Shapes(tuple(params), tuple(modules), getattr(model, "pipe_stages", 1))
+    return Shapes(tuple(params), tuple(modules), getattr(model, "pipe_stages", 1), facts_of(model))
 
 
 def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:

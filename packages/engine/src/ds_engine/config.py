@@ -35,13 +35,12 @@ from ds_engine.unbuilt import (
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
-    TensorParallelConfig,
     WeightQuantizationConfig,
 )
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig
-from ds_parallel.config import ActivationCheckpointingConfig
+from ds_parallel.config import ActivationCheckpointingConfig, TensorParallelConfig
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
 __all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of"]
@@ -107,9 +106,7 @@ class Config(MonitorConfig):
     # Parallelism
     data_parallel_size: int | None = Field(default=None, ge=1, description="Data-parallel ranks; inferred if null.")
     sequence_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one sequence.")
-    tensor_parallel: Annotated[
-        TensorParallelConfig | None, Unbuilt("leave it out; tensor parallelism comes with ds-parallel")
-    ] = None
+    tensor_parallel: TensorParallelConfig | None = None
     expert_parallel: ExpertParallelConfig | None = None
     pipeline: PipelineConfig = PipelineConfig()
     use_data_before_expert_parallelism: bool = Field(

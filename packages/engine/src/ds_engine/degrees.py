@@ -17,7 +17,7 @@ def degrees_of(config: Config, stages: int = 1) -> dict[str, int]:
     return {
         "pipe": stages,
         "sequence": config.sequence_parallel_size,
-        "tensor": 1 if tensor is None else max(tensor.autotp_size, tensor.tp.tp_size),
+        "tensor": 1 if tensor is None else tensor.degree,
         "expert": experts.autoep_size if experts is not None and experts.enabled else 1,
     }
 

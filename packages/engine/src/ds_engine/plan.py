@@ -16,6 +16,7 @@ from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
+from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program
 from ds_zero import Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.units import ModuleInfo, ParamInfo
@@ -29,11 +30,13 @@ class Shapes:
 
     Attributes:
         stages: Pipeline stages that the model is to be cut into.
+        facts: Layers and heads, for cutting layers; None where only names and shapes are known.
     """
 
     params: tuple[ParamInfo, ...]
     modules: tuple[ModuleInfo, ...]
     stages: int = 1
+    facts: ModelFacts | None = None
 
     @property
     def numel(self) -> int:

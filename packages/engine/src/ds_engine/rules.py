@@ -113,6 +113,23 @@ RULES: tuple[Rule, ...] = (
         "Keep one: without torch_adam and amsgrad the flag is obeyed.",
     ),
     Rule(
+        "tensor-sizes",
+        lambda c, mesh: c.tensor_parallel is not None and bool(c.tensor_parallel.other_degrees),
+        lambda c, mesh: (
+            f"tensor_parallel: autotp_size = {mesh.tensor}, and "
+            + ", ".join(
+                f"{key} = {n}" for key, n in (c.tensor_parallel.other_degrees if c.tensor_parallel else {}).items()
+            )
+        ),
+        "Give the number of tensor-parallel ranks in one place.",
+    ),
+    Rule(
+        "tensor-dtype",
+        lambda c, mesh: _tensor_dtype(c) not in (None, _mode(c)),
+        lambda c, mesh: f"tensor_parallel.dtype = {_tensor_dtype(c)}, the precision sections say {_mode(c)}",
+        "Leave dtype out, or enable the section of that format.",
+    ),
+    Rule(
         "optimizer-owns-reduction",
         lambda c, mesh: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
         lambda c, mesh: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
@@ -135,6 +152,15 @@ RULES: tuple[Rule, ...] = (
 
 def _mode(config: Config) -> str:
     return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+
+
+def _tensor_dtype(config: Config) -> str | None:
+    """The format that the section of tensor parallelism names, if it does."""
+    section = config.tensor_parallel
+    if section is None or "dtype" not in section.model_fields_set:
+        return None
+    name = section.dtype.removeprefix("torch.")
+    return {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(name, name)
 
 
 def _needs_mode(config: Config) -> list[str]:

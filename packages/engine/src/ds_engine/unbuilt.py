@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_config import Alias, Dead, StrictModel, Unbuilt
+from ds_config import Dead, StrictModel, Unbuilt
 
 __all__ = [
     "AutotuningConfig",
@@ -23,7 +23,6 @@ __all__ = [
     "NebulaConfig",
     "PipelineConfig",
     "SparseAttentionConfig",
-    "TensorParallelConfig",
     "WeightQuantizationConfig",
 ]
 
@@ -31,55 +30,6 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 _STAGES = "leave it out; pipeline stages come with a later ds-pipe"
-
-
-# ---- ds-parallel
-
-
-class LayerSpecConfig(StrictModel):
-    """One rule of `tensor_parallel.partition_config.layer_specs`."""
-
-    patterns: tuple[str, ...]
-    partition_type: Literal["column", "row", "skip"] = "column"
-    shape: tuple[int | tuple[int, ...], ...] | None = None
-    partition_dim: int | None = None
-    model_types: tuple[str, ...] | None = None
-    gather_output: bool = False
-    grad_allreduce: bool = False
-
-
-class PartitionConfig(StrictModel):
-    """`tensor_parallel.partition_config`."""
-
-    tp_size: int | None = None
-    layer_specs: tuple[LayerSpecConfig, ...] = ()
-    embedding_partition_dim: int = 1
-    lm_head_patterns: tuple[str, ...] = ("lm_head", "embed_out")
-    use_default_specs: bool = True
-    strict_mode: bool = False
-
-
-class TensorParallelDegreeConfig(StrictModel):
-    """`tensor_parallel.tp`."""
-
-    tp_size: Positive = 1
-    tp_grain_size: Positive = 1
-    mpu: Any = None
-    tp_group: Any = None
-
-
-class TensorParallelConfig(StrictModel):
-    """`tensor_parallel`."""
-
-    autotp_size: Count = 0
-    dtype: str = "torch.float16"
-    tp_overlap_comm: bool = False
-    tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
-    injection_policy_tuple: tuple[str, ...] | None = None
-    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = None
-    partition_config: PartitionConfig | None = None
-    keep_module_on_host: bool = False
-    replace_with_kernel_inject: Annotated[bool, Alias("kernel_inject")] = False
 
 
 # ---- ds-pipe, stages

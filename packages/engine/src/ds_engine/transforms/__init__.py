@@ -9,13 +9,14 @@ from typing import Any
 from ds_engine.transforms.activations import Activations
 from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
 from ds_engine.transforms.experts import Experts
+from ds_engine.transforms.tensor import Tensor
 from ds_engine.transforms.zero import Zero
 
 __all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
 
 TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     # pipeline stages
-    # tensor parallel
+    Tensor(),
     Experts(),
     # sequence parallel
     Activations(),

@@ -1,0 +1,126 @@
+"""Tensor parallelism through the engine: losses and weights of one process, at every ZeRO stage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_engine
+from ds_config.errors import set_place
+from ds_testing import world
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.num_heads, self.num_key_value_heads = 4, 4, 2
+        self.qkv_proj, self.o_proj = nn.Linear(16, 16 + 2 * 8), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        widths = [n * self.head_dim for n in (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)]
+        q, k, v = (t.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for t in self.qkv_proj(x).split(widths, -1))
+        k, v = (t.repeat_interleave(self.num_heads // self.num_key_value_heads, 1) for t in (k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(16, 2 * 22), nn.Linear(22, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = nn.LayerNorm(16), Attention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + self.self_attn(self.norm(x)))
+
+
+class Decoder(nn.Module):
+    """Phi-3's names: fused weights in unequal parts, two key-value heads, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.config = SimpleNamespace(model_type="phi3", to_dict=lambda: {"model_type": "phi3"})
+        self.embed_tokens = nn.Embedding(33, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(16, 33, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(x)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def configuration(stage: int, tensor: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-3}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "tensor_parallel": {"autotp_size": tensor},
+        **more,
+    }
+
+
+def batches(steps: int) -> Tensor:
+    return torch.randint(0, 33, (steps, 4, 7), generator=torch.Generator().manual_seed(5))
+
+
+def alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01)
+    losses = []
+    for batch in batches(steps):
+        loss = model(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.state_dict())
+
+
+def train(engine: Any, given: Tensor) -> list[float]:
+    data = engine.mesh["data"]
+    losses = []
+    for batch in given:
+        loss = engine(batch.chunk(data.size)[data.rank])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / torch.distributed.get_world_size())
+    return losses
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(4)
+def test_five_steps(stage: int, tensor: int) -> None:
+    wanted, state = alone(5)
+    model = Decoder()
+    engine, *_ = ds_engine.initialize(model=model, config=configuration(stage, tensor))
+    assert engine.mesh["tensor"].size == tensor
+    found = train(engine, batches(5))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    engine.close()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], atol=1e-5, rtol=1e-4, msg=lambda said, n=name: f"{n}: {said}")
+    set_place("")
