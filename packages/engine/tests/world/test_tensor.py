@@ -85,7 +85,7 @@ def batches(steps: int) -> Tensor:
 
 def alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     model = Decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.0)
     losses = []
     for batch in batches(steps):
         loss = model(batch)

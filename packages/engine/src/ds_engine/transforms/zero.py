@@ -48,6 +48,7 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
         options: dict[str, Any] = {
             "stage": what.residency,
             "group": group,
+            "norm": site.mesh["world"],
             "precision": plan.precision,
             "policy": plan.sharding.policy,
             "overlap": plan.sharding.overlap,
