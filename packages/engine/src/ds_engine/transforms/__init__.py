@@ -9,6 +9,7 @@ from typing import Any
 from ds_engine.transforms.activations import Activations
 from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
 from ds_engine.transforms.experts import Experts
+from ds_engine.transforms.sequence import Sequence
 from ds_engine.transforms.tensor import Tensor
 from ds_engine.transforms.zero import Zero
 
@@ -18,7 +19,7 @@ TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     # pipeline stages
     Tensor(),
     Experts(),
-    # sequence parallel
+    Sequence(),
     Activations(),
     # compile
     Zero(),

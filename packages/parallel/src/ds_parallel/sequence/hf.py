@@ -81,6 +81,13 @@ class UlyssesAttention:
         registry.register(name, wrapped)
         return wrapped
 
+    @classmethod
+    def registered(cls, name: str) -> UlyssesAttention | None:
+        """What wraps the attention function `name` now."""
+        registry = _registry()
+        found = registry.get(name)
+        return found if isinstance(found, cls) else None
+
     def remove(self) -> None:
         """Put the wrapped function back."""
         registry = _registry()

@@ -67,6 +67,8 @@ class DistributedAttention(nn.Module):
         sp_stream: None. Exchanges run beside each other on the group's own stream.
     """
 
+    shares_sequences = True  # an engine looks for it
+
     def __init__(
         self,
         local_attention: Callable[..., Any],

@@ -91,6 +91,8 @@ class ModelFacts:
         attentions: By qualified name.
         tp_plan: The model's own plan, names as the plan has them.
         tied: Groups of parameter names that are one parameter.
+        attention: transformers' name of the attention function that the model uses.
+        shares_sequences: A module says that it exchanges over the ranks of a sequence.
     """
 
     model_type: str | None
@@ -99,6 +101,8 @@ class ModelFacts:
     attentions: Mapping[str, Attention]
     tp_plan: Mapping[str, str]
     tied: tuple[tuple[str, ...], ...] = ()
+    attention: str | None = None
+    shares_sequences: bool = False
 
     def attention_of(self, name: str) -> Attention | None:
         """The attention that layer `name` is part of: an ancestor, or the only one inside an ancestor called attention."""
@@ -128,6 +132,8 @@ def facts_of(model: nn.Module) -> ModelFacts:
         {found.name: found for found in _attentions(model)},
         dict(_own_plan(model)),
         tuple(tuple(names) for names in places.values() if len(names) > 1),
+        getattr(config, "_attn_implementation", None),
+        any(getattr(module, "shares_sequences", False) is True for module in model.modules()),
     )
 
 
