@@ -211,7 +211,6 @@ def test_the_model_is_given_back_by_close(make_model: Make, config: Settings, li
 @pytest.mark.parametrize(
     ("settings", "stages", "said"),
     [
-        ({"sequence_parallel_size": 2}, 1, "sequence_parallel_size = 2"),
         ({}, 4, "a model of 4 pipeline stages"),
     ],
 )
@@ -245,7 +244,7 @@ class Mpu:
     ("arguments", "said"),
     [
         ({"mesh_param": (8, 1)}, "data_parallel_size = 8, where 1 ranks leave 1"),
-        ({"mesh_param": (1, 2)}, "sequence_parallel_size = 2"),
+        ({"mesh_param": (1, 2)}, "sequence 2 = 2, world size 1"),
         ({"mesh_param": (1, 0)}, r"mesh_param = \(1, 0\)"),
         ({"mesh_param": (1,)}, r"mesh_param = \(1,\)"),
         ({"mpu": object()}, "says no degree"),

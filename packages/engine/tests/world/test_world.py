@@ -434,8 +434,9 @@ class Sequences(ds_engine_transforms.Transform[bool, None]):
 
 
 def _with_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [transform for transform in ds_engine_transforms.TRANSFORMS if transform.name != Sequences.name]
     for place in ("ds_engine.planning.TRANSFORMS", "ds_engine.build.TRANSFORMS"):
-        monkeypatch.setattr(place, (Sequences(), *ds_engine_transforms.TRANSFORMS))
+        monkeypatch.setattr(place, (Sequences(), *others))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
