@@ -124,6 +124,20 @@ def clients(session: nox.Session) -> None:
     session.run(builder, "-m", "pytest", "tests-integration/clients", *session.posargs, env=there, external=True)
 
 
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """DeepSpeed's own unit tests on the facade: nox -s conformance -- TESTS_DIR. Writes docs/reference/conformance.md.
+
+    TESTS_DIR is the `tests` folder of a DeepSpeed checkout; about 20 minutes on two cores.
+    """
+    builder = developing(session, "wheels")
+    needed = projects.closure(["deepspeed"], PACKAGES)
+    put_into(session, "-c", CONSTRAINTS, *projects.group("conformance"), *projects.third_party(needed, PACKAGES))
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    put_into(session, "--no-deps", "--no-index", again, *map(str, wheelhouse.ensure_wheels(["deepspeed"], builder)))
+    session.run("python", "tests-integration/conformance/run.py", *session.posargs)
+
+
 @nox.session(venv_backend="none")
 def native(session: nox.Session) -> None:
     """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is, NEON
