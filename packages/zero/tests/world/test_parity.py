@@ -82,6 +82,14 @@ def test_memory_shared_by_a_host_equals_ddp_to_the_bit(bench, kind):
     check_close(bench, kind, 1 + number % 3, [GRID[(5 * number + 3) % len(GRID)]], "shared")
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@world(2, backend="shm")
+def test_by_arena_equals_one_process(bench, kind, stage):
+    """Private memory over shm has no way around the arena: what every rank with a device takes."""
+    check_close(bench, kind, stage, [GRID[(5 * KINDS.index(kind) + 7 * stage + 3) % len(GRID)]])
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @world(2)
 def test_autocast_equals_ddp_to_the_bit(bench, stage):
@@ -148,3 +156,11 @@ def test_equals_one_process_on_three_ranks(bench, stage, memory):
 def test_grid(bench, kind, stage, memory):
     check_bits(bench, kind, stage, itertools.product(BUCKETS, (True, False)), memory)
     check_close(bench, kind, stage, GRID, memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@world(2, backend="shm", timeout=300)
+def test_grid_by_arena(bench, kind, stage):
+    check_close(bench, kind, stage, GRID)
