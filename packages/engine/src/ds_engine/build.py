@@ -28,6 +28,7 @@ from ds_engine.degrees import with_degrees
 from ds_engine.engine import Components, Engine
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
+from ds_engine.pipelining import PipelineEngine
 from ds_engine.placing import placed
 from ds_engine.plan import Plan, Shapes
 from ds_engine.planning import make_plan
@@ -36,6 +37,7 @@ from ds_engine.together import together
 from ds_engine.transforms import TRANSFORMS, Site, apply_all
 from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
+from ds_pipe import Staging
 from ds_zero import ShardedOptimizer
 from ds_zero.options import Habits, describe
 
@@ -94,14 +96,17 @@ def initialize(
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes that planning needs. Works on a model on meta, too. A pipeline's model has an attribute `pipe_stages`."""
+    """The shapes that planning needs. Works on a model on meta, too. A model in stages says how it was cut: `pipe_staging`."""
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, Habits())
-    return Shapes(tuple(params), tuple(modules), getattr(model, "pipe_stages", 1), facts_of(model))
+    staging: Staging | None = getattr(model, "pipe_staging", None)
+    stages = 1 if staging is None else staging.ranks
+    return Shapes(tuple(params), tuple(modules), stages, facts_of(model), staging)
 
 
 def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
-    return Engine(plan, assemble(plan, model, parts))
+    made = PipelineEngine if plan.staging is not None else Engine
+    return made(plan, assemble(plan, model, parts))
 
 
 def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:

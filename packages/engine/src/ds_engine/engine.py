@@ -159,7 +159,7 @@ class Engine(nn.Module):
         self._present("forward")
         if self.module.training:
             kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
-        with self._telemetry.phase("forward", self.module), self._autocast(), self.activations.active():
+        with self._telemetry.phase("forward", self.module), self._as_planned():
             return self.module(*to_device(args, self.device, dtype), **to_device(kwargs, self.device, dtype))
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -571,7 +571,14 @@ class Engine(nn.Module):
         return self._stream
 
     def _own_backwards(self) -> tuple[Action, ...]:
-        return self.plan.program.backwards(self.mesh["pipe"].rank)
+        """One a microbatch: those of the rank's first stage, if it has several."""
+        found = self.plan.program.backwards(self.mesh["pipe"].rank)
+        return tuple(action for action in found if action.stage == found[0].stage)
+
+    @contextmanager
+    def _as_planned(self) -> Iterator[None]:
+        with self._autocast(), self.activations.active():
+            yield
 
     def _reducing(self, action: Action) -> AbstractContextManager[None]:
         """Backwards inside are timed, and reduce their gradients if the action says so."""
@@ -675,6 +682,18 @@ class _Passes:
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
         return self.engine._reducing(action)
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self.engine._as_planned()
+
+    def place(self, value: Any, inputs: bool) -> Any:
+        return to_device(value, self.engine.device, self.engine.plan.casting.inputs if inputs else None)
+
+    def given(self) -> None:
+        self.engine._trains("backward").scale(torch.zeros(()))
+
+    def reduce(self) -> None:
+        self.engine._trains("backward").reduce()
 
 
 def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

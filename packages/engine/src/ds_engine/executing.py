@@ -34,6 +34,18 @@ class Passes(Protocol):
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Backwards inside accumulate gradients, and reduce them where the action says so. Collective if it does."""
 
+    def forward(self) -> AbstractContextManager[None]:
+        """For who runs parts of the module by itself: forwards inside are cast and checkpointed as the plan says."""
+
+    def place(self, value: Any, inputs: bool) -> Any:
+        """`value` on the device; inputs of the model in the plan's format."""
+
+    def given(self) -> None:
+        """The next backward of this rank begins at gradients of another one, which are scaled."""
+
+    def reduce(self) -> None:
+        """Reduce what backwards without reduction have left. Collective."""
+
 
 class Executor(Protocol):
     """Runs programs. Collective over the ranks that share the program."""

@@ -17,7 +17,7 @@ from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
 from ds_parallel.tensor import ModelFacts
-from ds_pipe import Program
+from ds_pipe import Program, Staging
 from ds_zero import Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.units import ModuleInfo, ParamInfo
 
@@ -29,14 +29,16 @@ class Shapes:
     """What planning knows of a model: its parameters and modules, from a model on any device (also meta).
 
     Attributes:
-        stages: Pipeline stages that the model is to be cut into.
+        stages: Ranks of one pipeline.
         facts: Layers and heads, for cutting layers; None where only names and shapes are known.
+        staging: How a model in stages was cut; None for a whole model.
     """
 
     params: tuple[ParamInfo, ...]
     modules: tuple[ModuleInfo, ...]
     stages: int = 1
     facts: ModelFacts | None = None
+    staging: Staging | None = None
 
     @property
     def numel(self) -> int:
@@ -162,6 +164,7 @@ class Plan:
         data_multiple: What the loader cuts an epoch to a multiple of.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
+        staging: How a model in stages was cut.
     """
 
     config: Config
@@ -182,6 +185,7 @@ class Plan:
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
     transforms: tuple[Change, ...] = ()
+    staging: Staging | None = None
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:

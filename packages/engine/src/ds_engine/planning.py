@@ -17,7 +17,7 @@ from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
 from ds_engine.precision import casting_of, precision_of
 from ds_engine.rules import asked_batch, check_rules
 from ds_engine.transforms import TRANSFORMS, Asked, decide_all
-from ds_pipe import Program, add_comms, mark_reduce, one_f_one_b, verify
+from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
 from ds_zero import STAGES, Nodes, Precision, Residency, ShardOptions, UnitPolicy
 from ds_zero import plan as plan_sharding
 from ds_zero.units import ModuleInfo
@@ -64,7 +64,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config=config,
         mesh=mesh,
         batch=batch,
-        program=_program(batch, residency, mesh.pipe),
+        program=_program(batch, residency, shapes.staging or Staging("1f1b", mesh.pipe)),
         residency=residency,
         precision=precision,
         zero=zero,
@@ -79,6 +79,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         managed=config.managed_gradient_accumulation,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
+        staging=shapes.staging,
     )
 
 
@@ -87,9 +88,9 @@ def known_axes() -> frozenset[str]:
     return frozenset(axis for transform in TRANSFORMS for axis in transform.axes)
 
 
-def _program(batch: Batch, residency: Residency, stages: int) -> Program:
+def _program(batch: Batch, residency: Residency, staging: Staging) -> Program:
     """Gradient accumulation is the program of one stage."""
-    program = add_comms(one_f_one_b(stages, batch.accumulation))
+    program = add_comms(staging.program(batch.accumulation))
     program = mark_reduce(program, every_backward=residency.shard_grads)
     verify(program)
     return program
@@ -103,7 +104,8 @@ def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
     """
     batch = resolve_batch(asked, plan.batch.ranks)
     multiple = batch.train if plan.config.dataloader_drop_last else 1
-    return replace(plan, batch=batch, program=_program(batch, plan.residency, plan.mesh.pipe), data_multiple=multiple)
+    program = _program(batch, plan.residency, plan.staging or Staging("1f1b", plan.mesh.pipe))
+    return replace(plan, batch=batch, program=program, data_multiple=multiple)
 
 
 def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:

@@ -29,7 +29,6 @@ __all__ = [
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-_STAGES = "leave it out; pipeline stages come with a later ds-pipe"
 
 
 # ---- ds-pipe, stages
@@ -41,7 +40,7 @@ class PipelineConfig(StrictModel):
     stages: Annotated[int | str, Dead("nothing reads it; the model's stages count")] = "auto"
     partition: Annotated[str, Dead("nothing reads it; the model chooses its partition")] = "best"
     seed_layers: Annotated[bool, Dead("nothing reads it")] = False
-    activation_checkpoint_interval: Annotated[Count, Unbuilt(_STAGES)] = 0
+    activation_checkpoint_interval: Count = 0
     pipe_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
     grad_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
     use_reentrant: Annotated[bool, Dead("it speaks of checkpoints between stages, which there are none of")] = True

@@ -132,7 +132,7 @@ class Executor:
 
     def run(self, actions: Sequence[Action], feed: Feed, reduction: Reduction, criterion: Criterion) -> None:
         """Run this rank's row of a training program."""
-        self._feed, self._reduction, self._criterion = feed, reduction, criterion
+        self._lend(feed, reduction, criterion)
         handlers = self._handlers()
         timeline = self.timeline
         try:
@@ -149,6 +149,14 @@ class Executor:
                 stage.forget()
             self._reset()
             raise
+        finally:
+            self._lend(None, None, None)
+
+    def _lend(self, feed: Feed | None, reduction: Reduction | None, criterion: Criterion | None) -> None:
+        # Typed as what they are in a step; between steps nothing of the caller is kept.
+        self._feed: Any = feed
+        self._reduction: Any = reduction
+        self._criterion: Any = criterion
 
     def _flush(self) -> None:
         """What was sent is with its receiver, or waits for it alone: before anything that waits for other ranks."""
@@ -246,7 +254,7 @@ class Executor:
     def evaluate(self, actions: Sequence[Action], feed: Feed, done: Callable[[int, Any, Any], object]) -> None:
         """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage."""
         last = len(self.model.rank_of) - 1
-        self._feed = feed
+        self._lend(feed, None, None)
         for action in actions:
             s, m = action.stage, action.microbatch
             if action.op is Op.SEND_F:

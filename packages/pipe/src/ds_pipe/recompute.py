@@ -7,7 +7,7 @@ gradient is asked for; its weight gradients become jobs of the stage (`splitting
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,9 +31,14 @@ class Mode(Enum):
 
 @dataclass(slots=True)
 class Backwards:
-    """What backward of a stage is under way, and where segments leave their jobs."""
+    """What backward of a stage is under way, and where segments leave their jobs.
+
+    Attributes:
+        forwards: Entered around every forward of the stage, also around those that are made again (autocast).
+    """
 
     recorder: Recorder
+    forwards: Callable[[], AbstractContextManager[None]] = nullcontext
     mode: Mode = Mode.WHOLE
     jobs: list[Job] = field(default_factory=list)
 
@@ -106,7 +111,7 @@ class _Checkpointed(torch.autograd.Function):
         now = torch.get_rng_state()
         torch.set_rng_state(segment.random)
         try:
-            with torch.enable_grad(), backwards.recorder.into(capture):
+            with torch.enable_grad(), backwards.forwards(), backwards.recorder.into(capture):
                 flat, _ = tree_flatten(segment.run(_value(segment, tensors)))
         finally:
             torch.set_rng_state(now)

@@ -49,12 +49,13 @@ class Stage:
             finish: Applied to the output inside the graph (the loss).
         """
         if not torch.is_grad_enabled():
-            out = self.module(value)
-            return out if finish is None else finish(out)
+            with self.backwards.forwards():
+                out = self.module(value)
+                return out if finish is None else finish(out)
         leaves, spec = tree_flatten(value)
         leaves = [_cut(leaf) for leaf in leaves]
         capture = Capture() if self.splits else None
-        with self._recorder.into(capture):
+        with self.backwards.forwards(), self._recorder.into(capture):
             out = self.module(tree_unflatten(leaves, spec))
             if finish is not None:
                 out = finish(out)

@@ -450,8 +450,19 @@ class ShardedOptimizer(Optimizer):
             "groups": groups,
             "scalars": self._merge(scalars),
             "loss_scale": None if self._scale is None else asdict(self._scale),
-            "names": self._names,  # for others that keep states by their place in a group
+            "names": self._all_names(),  # for others that keep states by their place in a group
         }
+
+    def _all_names(self) -> list[list[str]]:
+        """The parameters of each group, also those of ranks that hold other parts of the model; the same on every rank."""
+        everyone = self.sharding.everyone
+        if everyone.ranks == self.sharding.group.ranks:
+            return self._names
+        known = self.sharding.logical
+        mine = [[known[name].name if name in known else name for name in group] for group in self._names]
+        told: list[Any] = [None] * everyone.size
+        comm.all_gather_object(told, mine, everyone, unit="state_dict")
+        return [list(dict.fromkeys(name for groups in told for name in groups[i])) for i in range(len(mine))]
 
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.

@@ -10,13 +10,14 @@ from ds_engine.transforms.activations import Activations
 from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
 from ds_engine.transforms.experts import Experts
 from ds_engine.transforms.sequence import Sequence
+from ds_engine.transforms.stages import Stages
 from ds_engine.transforms.tensor import Tensor
 from ds_engine.transforms.zero import Zero
 
 __all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
 
 TRANSFORMS: tuple[Transform[Any, Any], ...] = (
-    # pipeline stages
+    Stages(),
     Tensor(),
     Experts(),
     Sequence(),

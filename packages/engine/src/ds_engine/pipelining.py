@@ -1,0 +1,184 @@
+"""`PipelineEngine`: an engine whose model is in stages. Whole steps only; data are drawn on the first and the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_comm
+from ds_config.errors import UnsupportedError
+from ds_engine.engine import Engine, _Passes
+from ds_engine.losses import Ledger
+from ds_engine.result import StepResult
+from ds_engine.transforms.stages import StagedExecutor
+from ds_pipe import PipelineModule
+
+__all__ = ["PipelineEngine", "StagedMethods"]
+
+
+class StagedMethods(Engine):
+    """What an engine of any class has besides, when its model is a PipelineModule."""
+
+    @property
+    def stages(self) -> StagedExecutor:
+        """Runs the programs of this rank."""
+        executor = self._executor
+        if not isinstance(executor, StagedExecutor):
+            raise TypeError(f"the executor of a pipeline is a StagedExecutor, not {type(executor).__name__}")
+        return executor
+
+    @property
+    def pipeline_module(self) -> PipelineModule:
+        """The layers of this rank."""
+        module = self.module
+        if not isinstance(module, PipelineModule):
+            raise TypeError(f"the model of a pipeline is a PipelineModule, not {type(module).__name__}")
+        return module
+
+    # ---- steps
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here: a rank has only some of the layers."""
+        del args, kwargs
+        raise self._whole_steps("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here."""
+        del args, kwargs
+        raise self._whole_steps("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here."""
+        del args, kwargs
+        raise self._whole_steps("step")
+
+    def _whole_steps(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{name}() of a model in stages",
+            code="engine-stages",
+            fix="Call train_batch() or eval_batch(), which run all microbatches of a step.",
+        )
+
+    def train_step(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+        """Run the program and update: `Engine.train_batch`. Ranks without the first and the last stage need no data."""
+        return Engine.train_batch(self, data_iter if data_iter is not None or self._draws() else iter(()))
+
+    def _draws(self) -> bool:
+        return self._stream is not None or self.training_dataloader is not None or self.stages.needs_data
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        data_iter: Iterator[Any],
+        *,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        share_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> tuple[Tensor | list[Any] | None, Any]:
+        """Forwards of some microbatches in evaluation mode. Collective.
+
+        Args:
+            return_logits: Keep the last stage's outputs.
+            compute_loss: Else outputs are what is returned.
+            share_loss: Have the mean loss over microbatches and data on every rank; else on those of the last stage.
+            num_micro_batches: How many; those of a training step by default.
+        Returns:
+            The mean loss, a float32 scalar (outputs by microbatch without `compute_loss`, None where there are none); and the outputs,
+            concatenated along dim 0 if they are tensors, on ranks of the last stage with `return_logits`.
+        """
+        count = num_micro_batches or len(self._backwards)
+        outputs: dict[int, Any] = {}
+        ledger, training, stages = Ledger(), self.module.training, self.stages
+
+        def done(microbatch: int, out: Any, labels: Any) -> None:
+            outputs[microbatch] = (out, stages.loss(out, labels) if compute_loss else None)
+
+        self.module.eval()
+        try:
+            stages.forwards(count, data_iter, _Passes(self), done)
+        finally:
+            self.module.train(training)
+        self._telemetry.pause()
+        kept = [outputs[m][0] for m in sorted(outputs)]
+        logits = (_joined(kept) if kept else None) if return_logits else None
+        if not compute_loss:
+            return (kept or None), logits
+        for m in sorted(outputs):
+            ledger.add(outputs[m][1])
+        totals = ledger.close(self._averaging) if outputs else None
+        loss = torch.zeros(1) if totals is None else totals.loss.detach().reshape(1).cpu()
+        if share_loss:
+            group = self.pipeline_module.places.pipe
+            ds_comm.broadcast(loss, group=group, group_src=self.pipeline_module.rank_of[-1], unit="pipe.loss")
+        return (loss[0] if share_loss or outputs else None), logits
+
+    # ---- data
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Draw training microbatches from `loader`, again and again."""
+        self._stream = _forever(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Draw training microbatches from `iterator`."""
+        self._stream = iter(iterator)
+
+    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is None and self._stream is not None:
+            return self._stream
+        return super()._data(data_iter)
+
+    def set_batch_fn(self, fn: Callable[[Any], tuple[Any, Any]]) -> None:
+        """Make inputs and labels of what the data yield with `fn`."""
+        self.stages.batch_fn = fn
+
+    # ---- where this rank is
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.pipeline_module.staged.first
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline_module.staged.last
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Index of this rank in its pipeline."""
+        return self.mesh["pipe"].rank
+
+    def get_additional_losses(self) -> Any:
+        """What the model reports besides its loss, on the ranks that have it."""
+        return self.pipeline_module.get_additional_losses()
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: shapes may change with every microbatch."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing to do: masks, and any other tensor, travel as they are."""
+        del value
+
+
+class PipelineEngine(StagedMethods):
+    """Runs a plan on a model in stages. Made by `ds_engine.initialize(model=PipelineModule(...))`."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+        """Run the program: every microbatch of one step on all stages, then the update. Collective; the loss is on all ranks.
+
+        Args:
+            data_iter: Yields microbatches, the same on the ranks of the first and of the last stage; by default the engine's loader.
+        """
+        return self.train_step(data_iter)
+
+
+def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _joined(outputs: list[Any]) -> Any:
+    if all(isinstance(out, Tensor) and out.dim() for out in outputs):
+        return torch.cat(outputs)
+    return outputs

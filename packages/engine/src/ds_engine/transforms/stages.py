@@ -1,0 +1,199 @@
+"""Pipeline stages: the model comes cut (`ds_pipe.PipelineModule`); the program is run on the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import PlanError
+from ds_engine.executing import Passes
+from ds_engine.losses import SumLoss, loss_of
+from ds_engine.transforms.base import Asked, Site, Transform
+from ds_engine.uneven import Share
+from ds_pipe import Action, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
+from ds_pipe.executor import Feed
+
+__all__ = ["StagedExecutor", "Stages"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the model is cut, and how many layers keep their input only; 0: as the model says."""
+
+    staging: Staging
+    interval: int
+
+
+class Stages(Transform[Cut, Pipeline]):
+    """For models that say how they are cut, with one stage, too: their microbatches are inputs and labels."""
+
+    name = "pipeline stages"
+    axes = ("pipe",)
+
+    def decide(self, asked: Asked) -> Cut | None:
+        staging = asked.shapes.staging
+        return None if staging is None else Cut(staging, asked.config.pipeline.activation_checkpoint_interval)
+
+    def plan_rows(self, what: Cut) -> Mapping[str, str]:
+        cut = what.staging
+        return {"pipeline": f"{cut.ranks} ranks, schedule {cut.schedule}"}
+
+    def apply(self, what: Cut, site: Site) -> Pipeline:
+        model = site.model
+        if not isinstance(model, PipelineModule):
+            raise PlanError(
+                f"a {type(model).__name__} says how it is cut and is no PipelineModule",
+                code="engine-stages",
+                fix="Cut models with ds_pipe.PipelineModule.",
+            )
+        if model.places.pipe.ranks != site.mesh["pipe"].ranks or model.places.data.ranks != site.mesh["data"].ranks:
+            raise PlanError(
+                f"the model's pipeline is ranks {model.places.pipe.ranks} and its copies {model.places.data.ranks}, the engine's are "
+                f"{site.mesh['pipe'].ranks} and {site.mesh['data'].ranks}",
+                code="engine-stages",
+                fix="Use num_stages=, or a topology with pipe outermost and data next; with another order use ds_pipe.pipeline alone.",
+            )
+        if what.interval:
+            model.set_checkpoint_interval(what.interval)
+        made = pipeline(model, site.plan.batch.accumulation)
+        site.executor = StagedExecutor(made, site.plan.residency.shard_grads)
+        return made
+
+    def undo(self, made: Pipeline) -> None:
+        made.close()
+
+
+class StagedExecutor:
+    """The executor of a rank with stages.
+
+    Args:
+        made: The stages at work.
+        every_backward: Gradients are reduced after each microbatch.
+    Attributes:
+        batch_fn: Makes inputs and labels of what the data yield.
+    """
+
+    def __init__(self, made: Pipeline, every_backward: bool) -> None:
+        self.pipeline, self._every = made, every_backward
+        self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether this rank draws microbatches: it holds the first or the last stage."""
+        return self.pipeline.model.first or self.pipeline.model.last
+
+    def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
+        """As `Executor.train`: losses are noted on every rank of the pipeline."""
+        found: dict[int, Tensor | SumLoss] = {}
+
+        def criterion(microbatch: int, out: Any, labels: tuple[Any, Share | None]) -> Tensor:
+            loss = self._loss(out, labels)
+            found[microbatch] = _detached(loss)
+            return passes.start(loss)
+
+        reduction = _Reduction(self.pipeline, passes, self._every)
+        self._lend(passes)
+        self.pipeline.executor.run(actions, self._feed(data, passes), reduction, criterion)
+        first = min(a.stage for a in actions if a.op is Op.FORWARD)
+        count = sum(1 for a in actions if a.op is Op.FORWARD and a.stage == first)
+        for loss in self._everywhere(found, count):
+            if not self.pipeline.model.last:
+                passes.start(loss)
+
+    def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
+        """As `Executor.evaluate`."""
+        found: dict[int, Tensor | SumLoss] = {}
+
+        def done(microbatch: int, out: Any, labels: tuple[Any, Share | None]) -> None:
+            found[microbatch] = self._loss(out, labels)
+
+        self.forwards(count, data, passes, done)
+        yield from self._everywhere(found, count)
+
+    def forwards(
+        self, count: int, data: Iterator[Any], passes: Passes, done: Callable[[int, Any, Any], object]
+    ) -> None:
+        """Forwards of `count` microbatches; `done` gets number, output and labels at the last stage."""
+        self._lend(passes)
+        self.pipeline.executor.evaluate(self.pipeline.forwards(count), self._feed(data, passes), done)
+
+    def _lend(self, passes: Passes) -> None:
+        for stage in self.pipeline.executor.stages.values():
+            stage.backwards.forwards = passes.forward
+
+    def loss(self, out: Any, labels: tuple[Any, Share | None]) -> Tensor | SumLoss:
+        """What `done` makes of its output and labels."""
+        return self._loss(out, labels)
+
+    def _loss(self, out: Any, labels: tuple[Any, Share | None]) -> Tensor | SumLoss:
+        criterion, (wanted, share) = self.pipeline.model.loss, labels
+        loss = loss_of(out if criterion is None else criterion(out, wanted))
+        return loss if share is None else share.weigh(loss)
+
+    def _feed(self, data: Iterator[Any], passes: Passes) -> Feed:
+        def split(batch: Any) -> tuple[Any, tuple[Any, Share | None]]:
+            share = batch if isinstance(batch, Share) else None
+            inputs, labels = self.batch_fn(batch if share is None else share.batch)
+            return passes.place(inputs, inputs=True), (passes.place(labels, inputs=False), share)
+
+        return Feed(data, split, self.pipeline.model.first + self.pipeline.model.last)
+
+    def _everywhere(self, found: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
+        """The losses by microbatch on all ranks of the pipeline. Collective over it: one message of 24 bytes a microbatch."""
+        table = torch.zeros(count, 3, dtype=torch.float64)
+        for microbatch, loss in found.items():
+            summed = isinstance(loss, SumLoss)
+            total, number = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 1.0)
+            table[microbatch] = torch.tensor([float(summed), float(total.detach()), float(number)], dtype=torch.float64)
+        rows = self.pipeline.executor.share(table).tolist()
+        return [
+            SumLoss(torch.tensor(total), number) if summed else torch.tensor(total) for summed, total, number in rows
+        ]
+
+
+def _detached(loss: Tensor | SumLoss) -> Tensor | SumLoss:
+    return SumLoss(loss.total.detach(), loss.count) if isinstance(loss, SumLoss) else loss.detach()
+
+
+class _Reduction:
+    """Reductions by the engine: inside whole backwards, or when a rank with several stages or split backwards has all gradients."""
+
+    def __init__(self, made: Pipeline, passes: Passes, every: bool) -> None:
+        self._passes, self._every, self._last = passes, every, made.model.last
+        self._left = self._stages = len(made.model.parts)
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """See `ds_pipe.reduction.OptimizerReduction`."""
+        inside = action.op is Op.BACKWARD and self._stages == 1
+        if not self._last:
+            self._passes.given()
+        with self._passes.backward(action if inside else replace(action, reduce=False)):
+            yield
+        if action.reduce and not inside:
+            self.reduce(action.stage)
+
+    def reduce(self, stage: int) -> None:
+        """Collective over the ranks that hold these parameters."""
+        del stage
+        self._left -= 1
+        if self._every or self._left == 0:
+            self._passes.reduce()
+
+    def gather(self, stage: int) -> None:
+        """ZeRO's own hooks gather."""
+
+    def release(self, stage: int) -> None:
+        """And release."""
+
+    def finish(self) -> None:
+        """The update ends what is open."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`Passes.start` has scaled it."""
+        return loss
