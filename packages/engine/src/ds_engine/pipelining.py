@@ -62,7 +62,7 @@ class StagedMethods(Engine):
             fix="Call train_batch() or eval_batch(), which run all microbatches of a step.",
         )
 
-    def train_step(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+    def train_step(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
         """Run the program and update: `Engine.train_batch`. Ranks without the first and the last stage need no data."""
         return Engine.train_batch(self, data_iter if data_iter is not None or self._draws() else iter(()))
 
@@ -126,7 +126,7 @@ class StagedMethods(Engine):
         """Draw training microbatches from `iterator`."""
         self._stream = iter(iterator)
 
-    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+    def _data(self, data_iter: Iterator[Any] | Iterable[Any] | None) -> Iterator[Any]:
         if data_iter is None and self._stream is not None:
             return self._stream
         return super()._data(data_iter)
@@ -164,7 +164,7 @@ class StagedMethods(Engine):
 class PipelineEngine(StagedMethods):
     """Runs a plan on a model in stages. Made by `ds_engine.initialize(model=PipelineModule(...))`."""
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> StepResult:
+    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
         """Run the program: every microbatch of one step on all stages, then the update. Collective; the loss is on all ranks.
 
         Args:

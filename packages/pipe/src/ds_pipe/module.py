@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
@@ -284,7 +285,11 @@ class _Part(nn.Module):
             run = owner.run_layers(start, stop)
             again = every > 0 and torch.is_grad_enabled() and owner.is_checkpointable(start, stop)
             if again and owner.activation_checkpoint_func is not None:
-                value = owner.activation_checkpoint_func(run, value)
+                value = _differentiable(value)
+                several = isinstance(value, tuple)  # such functions look for tensors among their arguments
+                value = owner.activation_checkpoint_func(
+                    (lambda *values, run=run: run(values)) if several else run, *(value if several else (value,))
+                )
             elif again and self.backwards is not None:
                 value = checkpointed(run, value, self.backwards)
             else:
@@ -296,6 +301,16 @@ class _Part(nn.Module):
     @property
     def _stage(self) -> int:
         return self._owner[0].stage_owner(self._layers.start)
+
+
+def _differentiable(value: Any) -> Any:
+    """The same value; where no tensor of it requires a gradient, floating ones do now: reentrant checkpoints ask for one."""
+    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    if any(t.requires_grad for t in tensors):
+        return value
+    return tree_map(
+        lambda t: t.detach().requires_grad_(True) if isinstance(t, Tensor) and t.is_floating_point() else t, value
+    )
 
 
 def _given(sample: Any) -> Any:

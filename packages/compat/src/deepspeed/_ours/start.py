@@ -15,6 +15,7 @@ from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distribute
 from deepspeed._ours.config import accepted, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
+from deepspeed._ours.pipeline import PipelineEngine
 from deepspeed._ours.raising import raising
 from deepspeed._ours.sections import get_zero_config
 from deepspeed._ours.tools import logger, mark_leaf_modules
@@ -79,7 +80,8 @@ def initialize(
     parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()
     try:
-        engine = DeepSpeedEngine(plan, assemble(plan, model, parts), raw)
+        made = PipelineEngine if plan.staging is not None else DeepSpeedEngine
+        engine = made(plan, assemble(plan, model, parts), raw)
     finally:
         restore_init_context()
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):

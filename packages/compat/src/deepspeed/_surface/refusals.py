@@ -11,7 +11,7 @@ INFERENCE = Missing(
 )
 HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
-PIPELINE = Missing("stages are run by ds-pipe, not by an engine class of their own", "ds_pipe.pipeline")
+PIPELINE = Missing("activations between stages travel whole", "ds_pipe, whose stages pass any value")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
 TENSOR = Missing("tensor parallelism is not built yet", "ZeRO stage 3")
