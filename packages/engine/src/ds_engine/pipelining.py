@@ -14,7 +14,7 @@ from ds_engine.engine import Engine, _Passes
 from ds_engine.losses import Ledger
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
-from ds_pipe import PipelineModule
+from ds_pipe import StagedModel
 
 __all__ = ["PipelineEngine", "StagedMethods"]
 
@@ -31,12 +31,9 @@ class StagedMethods(Engine):
         return executor
 
     @property
-    def pipeline_module(self) -> PipelineModule:
-        """The layers of this rank."""
-        module = self.module
-        if not isinstance(module, PipelineModule):
-            raise TypeError(f"the model of a pipeline is a PipelineModule, not {type(module).__name__}")
-        return module
+    def staged(self) -> StagedModel:
+        """The stages of this rank."""
+        return self.stages.pipeline.model
 
     # ---- steps
 
@@ -112,8 +109,8 @@ class StagedMethods(Engine):
         totals = ledger.close(self._averaging) if outputs else None
         loss = torch.zeros(1) if totals is None else totals.loss.detach().reshape(1).cpu()
         if share_loss:
-            group = self.pipeline_module.places.pipe
-            ds_comm.broadcast(loss, group=group, group_src=self.pipeline_module.rank_of[-1], unit="pipe.loss")
+            group = self.staged.places.pipe
+            ds_comm.broadcast(loss, group=group, group_src=self.staged.rank_of[-1], unit="pipe.loss")
         return (loss[0] if share_loss or outputs else None), logits
 
     # ---- data
@@ -139,11 +136,11 @@ class StagedMethods(Engine):
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers."""
-        return self.pipeline_module.staged.first
+        return self.staged.first
 
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.pipeline_module.staged.last
+        return self.staged.last
 
     def get_pipeline_parallel_rank(self) -> int:
         """Index of this rank in its pipeline."""
@@ -151,7 +148,7 @@ class StagedMethods(Engine):
 
     def get_additional_losses(self) -> Any:
         """What the model reports besides its loss, on the ranks that have it."""
-        return self.pipeline_module.get_additional_losses()
+        return getattr(self.module, "get_additional_losses", lambda: None)()
 
     def reset_activation_shape(self) -> None:
         """Nothing to do: shapes may change with every microbatch."""

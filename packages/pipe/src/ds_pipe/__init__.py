@@ -11,6 +11,7 @@ layers and module cut them, a stage runs one part of one, links carry values bet
 from ds_pipe.actions import Action, Op, Program
 from ds_pipe.api import Pipeline, pipeline, split_batch
 from ds_pipe.costs import Costs
+from ds_pipe.decoder import DecoderStages
 from ds_pipe.layers import LayerSpec, TiedLayerSpec
 from ds_pipe.module import PipelineModule
 from ds_pipe.passes import add_comms, add_gathers, add_reduces, mark_reduce
@@ -49,6 +50,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "DecoderStages",
     "Handler",
     "LayerSpec",
     "Op",

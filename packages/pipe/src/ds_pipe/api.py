@@ -12,6 +12,7 @@ import ds_comm
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
 from ds_pipe.costs import Costs
+from ds_pipe.decoder import DecoderStages
 from ds_pipe.executor import Executor, Feed, Reduction
 from ds_pipe.module import PipelineModule
 from ds_pipe.passes import add_comms, mark_reduce
@@ -155,7 +156,7 @@ class Pipeline:
 
 
 def pipeline(
-    model: PipelineModule | StagedModel,
+    model: PipelineModule | DecoderStages | StagedModel,
     microbatches: int,
     schedule: str | Callable[[int], Program] | None = None,
     costs: Costs | None = None,
@@ -164,18 +165,18 @@ def pipeline(
     """A step function for a model in stages.
 
     Args:
-        model: Cut for this rank: a PipelineModule, or what `stages_of_decoder` and `stages_of_module` give.
+        model: Cut for this rank: a PipelineModule, a DecoderStages, or a StagedModel of your own.
         microbatches: Of a step, where a call does not say.
         schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was cut, or a function from the number of microbatches to a
-            program; by default what the PipelineModule was made for, else 1f1b.
+            program; by default what the model was cut for.
         costs: Measured times of all stages: the program is then made from them (`listed`), whatever `schedule` says.
         cap: With `costs`, the activation memory a rank may hold.
     Raises:
         PlanError: the schedule needs another number of stages than the model was cut into ("pipe-schedule").
         ScheduleError: the program cannot run.
     """
-    staged = model.staged if isinstance(model, PipelineModule) else model
-    name = schedule or (model.schedule if isinstance(model, PipelineModule) else "1f1b")
+    staged = model if isinstance(model, StagedModel) else model.staged
+    name = schedule or ("1f1b" if isinstance(model, StagedModel) else model.pipe_staging.schedule)
     ranks = staged.places.pipe.size
     virtual = len(staged.rank_of) // ranks
 

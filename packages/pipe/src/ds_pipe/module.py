@@ -20,7 +20,7 @@ from ds_pipe.profile import profile_layers
 from ds_pipe.programs import Staging, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
 from ds_pipe.staged import StagedModel
-from ds_pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, Places, ProcessTopology
+from ds_pipe.topology import PipelineParallelGrid, Places, ProcessTopology, plain_topology
 
 __all__ = ["PipelineModule"]
 
@@ -81,7 +81,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.micro_offset = 0
-        self.places = Places.build(topology or _plain(num_stages))
+        self.places = Places.build(topology or plain_topology(num_stages))
         self.schedule, self.virtual = schedule, virtual
         self.num_stages = self.places.pipe.size
         self.rank_of = placement_of(schedule, self.num_stages, virtual)
@@ -321,14 +321,3 @@ def _given(sample: Any) -> Any:
             fix="Pass sample=, the inputs of a microbatch; every layer is run on what the one before it makes of them.",
         )
     return sample
-
-
-def _plain(num_stages: int | None) -> PipeDataParallelTopology:
-    world = ds_comm.world_group().size
-    if num_stages is None or num_stages < 1 or world % num_stages:
-        raise PlanError(
-            f"num_stages {num_stages} does not divide a world of {world} ranks",
-            code="pipe-topology",
-            fix="Give num_stages that divides the world size, or a topology.",
-        )
-    return PipeDataParallelTopology(num_stages, world // num_stages)

@@ -222,3 +222,19 @@ class PipelineParallelGrid:
     get_tensor_model_parallel_rank = get_slice_parallel_rank
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def plain_topology(num_stages: int | None) -> PipeDataParallelTopology:
+    """Stages outermost; the rest of the world is for data.
+
+    Raises:
+        PlanError: `num_stages` does not divide the world size ("pipe-topology").
+    """
+    world = ds_comm.world_group().size
+    if num_stages is None or num_stages < 1 or world % num_stages:
+        raise PlanError(
+            f"num_stages {num_stages} does not divide a world of {world} ranks",
+            code="pipe-topology",
+            fix="Give num_stages that divides the world size, or a topology.",
+        )
+    return PipeDataParallelTopology(num_stages, world // num_stages)

@@ -15,7 +15,7 @@ from ds_engine.executing import Passes
 from ds_engine.losses import SumLoss, loss_of
 from ds_engine.transforms.base import Asked, Site, Transform
 from ds_engine.uneven import Share
-from ds_pipe import Action, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
+from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
 from ds_pipe.executor import Feed
 
 __all__ = ["StagedExecutor", "Stages"]
@@ -45,15 +45,16 @@ class Stages(Transform[Cut, Pipeline]):
 
     def apply(self, what: Cut, site: Site) -> Pipeline:
         model = site.model
-        if not isinstance(model, PipelineModule):
+        if not isinstance(model, PipelineModule | DecoderStages):
             raise PlanError(
                 f"a {type(model).__name__} says how it is cut and is no PipelineModule",
                 code="engine-stages",
-                fix="Cut models with ds_pipe.PipelineModule.",
+                fix="Cut models with ds_pipe.PipelineModule or ds_pipe.DecoderStages.",
             )
-        if model.places.pipe.ranks != site.mesh["pipe"].ranks or model.places.data.ranks != site.mesh["data"].ranks:
+        places = model.staged.places
+        if places.pipe.ranks != site.mesh["pipe"].ranks or places.data.ranks != site.mesh["data"].ranks:
             raise PlanError(
-                f"the model's pipeline is ranks {model.places.pipe.ranks} and its copies {model.places.data.ranks}, the engine's are "
+                f"the model's pipeline is ranks {places.pipe.ranks} and its copies {places.data.ranks}, the engine's are "
                 f"{site.mesh['pipe'].ranks} and {site.mesh['data'].ranks}",
                 code="engine-stages",
                 fix="Use num_stages=, or a topology with pipe outermost and data next; with another order use ds_pipe.pipeline alone.",
