@@ -25,6 +25,7 @@ from deepspeed._surface.refusals import (
     MICS,
     MISSING_ATTRIBUTES,
     MOE,
+    PIPELINE,
     RETURN_BIAS,
     SEQUENCE,
     SERIAL,
