@@ -16,6 +16,8 @@ void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, con
                     std::int64_t index);
 void dequantize_groups(const QuantSpec &s, const QuantSources &q, std::int64_t first, float factor, void *out,
                        Dtype dtype, std::int64_t n);
+void quant_dots(const QuantSpec &s, const QuantSources &q, std::int64_t cols, const float *x, std::int64_t tokens, float *y,
+                std::int64_t stride);
 void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n,
              bool streaming);
 void copy_streaming(void *dst, const void *src, std::int64_t nbytes);

@@ -470,9 +470,99 @@ static void stream_piece(const QuantSpec &s, const QuantSources &q, const Piece 
   narrow_streaming(out, dtype, wide, p.n);
 }
 
+// ---- products with quantized rows: a code becomes a number in a register, and meets up to `tokens` rows of x there ----------
+
+// a * b + c where one instruction does that; two roundings where it would take a dozen. So products differ between levels in
+// their last bits, unlike everything else here.
+DS_INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+struct Rows {  // of activations: row t starts at x + t * stride
+  const float *x;
+  std::int64_t stride;
+};
+
+// Two sums a token, so that a product need not wait for the one before it.
+template <int tokens>
+struct Dots {
+  vf sum[tokens][2];
+};
+
+template <int tokens, class Load, class Value>
+DS_INLINE void each_dot(Dots<tokens> &dots, const Rows &rows, const Coded &coded, std::int64_t n, Load bytes, Value value) {
+  const std::uint8_t *const codes = coded.codes;
+  const float scale = coded.scale[0], zero = coded.zero[0];
+  const float *const x = rows.x;
+  const std::int64_t stride = rows.stride;
+  std::int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    const vf one = value(bytes(codes + i), zero) * scale, two = value(bytes(codes + i + lanes), zero) * scale;
+    for (int t = 0; t < tokens; t++) {
+      dots.sum[t][0] = multiply_add(one, load<vf>(x + t * stride + i), dots.sum[t][0]);
+      dots.sum[t][1] = multiply_add(two, load<vf>(x + t * stride + i + lanes), dots.sum[t][1]);
+    }
+  }
+  for (; i < n; i += lanes) {
+    const std::int64_t r = n - i < lanes ? n - i : lanes;
+    std::uint8_t last[lanes] = {};
+    std::memcpy(last, codes + i, static_cast<std::size_t>(r));
+    const vf w = value(bytes(last), zero) * scale;
+    for (int t = 0; t < tokens; t++)
+      dots.sum[t][0] = multiply_add(w, load_part<vf>(x + t * stride + i, r), dots.sum[t][0]);
+  }
+}
+
+template <int tokens>
+DS_INLINE void dot_piece(const QuantSpec &spec, Dots<tokens> &dots, const Rows &rows, const Coded &coded, std::int64_t n) {
+  const QuantFormat f = spec.format;
+  auto plain = [](const std::uint8_t *p) { return load_bytes(p); };
+  auto with_sign = [](const std::uint8_t *p) { return load_signed_bytes(p); };
+  if (f.mantissa >= 0)
+    each_dot<tokens>(dots, rows, coded, n, plain, [=](vi c, float) { return float_value(f, c); });
+  else if (!spec.symmetric)
+    each_dot<tokens>(dots, rows, coded, n, plain, [](vi c, float zero) { return __builtin_convertvector(c, vf) - zero; });
+  else if (f.bits == 8)
+    each_dot<tokens>(dots, rows, coded, n, with_sign, [](vi c, float) { return __builtin_convertvector(c, vf); });
+  else
+    each_dot<tokens>(dots, rows, coded, n, plain, [=](vi c, float) { return signed_value(f, c); });
+}
+
+template <int tokens>
+static void dot_row(const QuantSpec &s, const QuantSources &q, std::int64_t cols, const float *x, float *y,
+                    std::int64_t stride) {
+  alignas(64) std::uint8_t staged[staged_row];
+  Dots<tokens> dots = {};
+  for (std::int64_t i = 0; i < cols;) {
+    const std::int64_t inside = i % s.group, left = s.group - inside < cols - i ? s.group - inside : cols - i;
+    const Piece p = {i / s.group, inside, left < piece ? left : piece};
+    dot_piece<tokens>(s, dots, Rows{x + i, cols}, coded_piece(s, q, p, 0, staged), p.n);
+    i += p.n;
+  }
+  for (int t = 0; t < tokens; t++) {
+    const vf sum = dots.sum[t][0] + dots.sum[t][1];
+    float total = 0.0f;
+    for (int l = 0; l < lanes; l++) total += sum[l];
+    y[t * stride] = total;
+  }
+}
+
 }  // namespace
 
 namespace ds::DS_ISA {
+
+void quant_dots(const QuantSpec &s, const QuantSources &q, std::int64_t cols, const float *x, std::int64_t tokens, float *y,
+                std::int64_t stride) {
+  std::int64_t t = 0;
+  for (; t + 8 <= tokens; t += 8) dot_row<8>(s, q, cols, x + t * cols, y + t * stride, stride);
+  for (; t + 4 <= tokens; t += 4) dot_row<4>(s, q, cols, x + t * cols, y + t * stride, stride);
+  for (; t + 2 <= tokens; t += 2) dot_row<2>(s, q, cols, x + t * cols, y + t * stride, stride);
+  for (; t < tokens; t++) dot_row<1>(s, q, cols, x + t * cols, y + t * stride, stride);
+}
 
 void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype,
                     std::int64_t n, std::int64_t index) {

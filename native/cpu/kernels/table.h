@@ -36,6 +36,9 @@ struct Kernels {
   // out = factor * the sum over sources of the `n` elements that start with group `first`.
   void (*dequantize_groups)(const QuantSpec &s, const QuantSources &q, std::int64_t first, float factor, void *out,
                             Dtype dtype, std::int64_t n);
+  // y[t * stride] = the product of one quantized row of `cols` elements (of one source) with row t of x [tokens, cols].
+  void (*quant_dots)(const QuantSpec &s, const QuantSources &q, std::int64_t cols, const float *x, std::int64_t tokens,
+                     float *y, std::int64_t stride);
   void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
   // Rows of block `block`; scratch [2, cols].
   void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);

@@ -34,6 +34,7 @@ from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
 from ds_ops.partials import View, partial_attention, partial_attention_grad
 from ds_ops.places import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
+from ds_ops.quant_linear import quantized_linear
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.routing import Permutation, permute, sort_slots, top_k_gating, unpermute
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
@@ -263,6 +264,16 @@ CASES: dict[str, list[Case]] = {
             grads=False,
             exact=True,
             fine=ALONE,
+        )
+        for spec in SPECS
+    ],
+    "quantized_linear": [
+        Case(
+            lambda d, spec=spec: (d.tensor(d.rows, d.n), quantized(d, spec, 3).wire, torch.empty(d.n)),
+            lambda x, wire, n, s=spec: (
+                quantized_linear(x, QuantTensor(wire, s, n.numel(), (wire.shape[0], n.numel()), torch.float32)),
+            ),
+            fine=frozenset({(1, "shape"), (2, "elsewhere"), (2, "dtype")}),  # 2 only says how many
         )
         for spec in SPECS
     ],

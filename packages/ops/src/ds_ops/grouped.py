@@ -18,7 +18,7 @@ from ds_config.errors import KernelError
 from ds_ops import _call
 from ds_ops.registry import Backend, Obstacle, Op, absent_backend, choose, reference_backend, register
 
-__all__ = ["grouped_matmul", "grouped_outer"]
+__all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
 
 
 def grouped_matmul(
@@ -142,7 +142,7 @@ def _require_out(out: Tensor, shape: list[int], x: Tensor, inputs: tuple[Tensor 
         raise _bad("out= was given where autograd records: it cannot see that write.", "Call under torch.no_grad().")
 
 
-def _bounds(ends: Tensor, rows: int) -> list[int]:
+def group_bounds(ends: Tensor, rows: int) -> list[int]:
     """`ends` as numbers, checked. On the CPU that is a look into memory; on a device it waits."""
     bounds: list[int] = ends.detach().numpy().tolist() if ends.device.type == "cpu" else ends.tolist()
     if bounds and (bounds[-1] > rows or any(b < a for a, b in zip([0, *bounds], bounds, strict=False))):
@@ -266,7 +266,7 @@ def _loop_matmul(
     x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, out: Tensor | None, job: _Job
 ) -> Tensor:
     out = x.new_empty(x.shape[0], weights.shape[1 if job.transpose else 2]) if out is None else out
-    bounds = _bounds(ends, x.shape[0])
+    bounds = group_bounds(ends, x.shape[0])
     matrices = (weights.transpose(1, 2) if job.transpose else weights).unbind(0)
     *outs, rest = _parts(out, bounds)
     rows = _parts(x, bounds)[:-1]
@@ -289,7 +289,7 @@ def _loop_matmul(
 
 def _loop_outer(x: Tensor, y: Tensor, ends: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1]) if out is None else out
-    bounds = _bounds(ends, x.shape[0])
+    bounds = group_bounds(ends, x.shape[0])
     wide = (x.to(out.dtype), y.to(out.dtype))
     left, right = (_parts(t, bounds)[:-1] for t in wide)
     for a, b, made in zip(left, right, out.unbind(0), strict=True):

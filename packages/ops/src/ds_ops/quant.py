@@ -47,6 +47,8 @@ __all__ = [
     "Rounding",
     "Swizzle",
     "dequantize",
+    "native_rows",
+    "native_spec",
     "quantize",
     "quantize_with_feedback",
     "reduce",
@@ -218,15 +220,16 @@ def _rows_after(q: QuantTensor, sources: int) -> int:
 # ---- native ----------------------------------------------------------------------------------------------------------
 
 
-def _native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
-    """The order of native/include/ds/quant_arguments.h."""
+def native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
+    """What a kernel is told of a format. The order of native/include/ds/quant_arguments.h."""
     f = spec.format
     stochastic = spec.rounding is Rounding.STOCHASTIC
     format_part = (f.bits, f.mantissa, f.bias, f.max_code, f.maximum)
     return (*format_part, spec.symmetric, stochastic, *draw.keys, draw.offset, spec.group)
 
 
-def _native_rows(q: QuantTensor) -> tuple[int, ...]:
+def native_rows(q: QuantTensor) -> tuple[int, ...]:
+    """Where a kernel finds the rows of a wire."""
     return (_call.address(q.wire), q.rows, q.cols, q.layout.params_at, q.layout.row_bytes)
 
 
@@ -234,8 +237,8 @@ def _native_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: D
     places = reference.places(tuple(order or ()), x.device)
     module, tail = _call.target(q.wire.device)
     status = module.quantize(
-        _native_spec(q.spec, draw),
-        _native_rows(q),
+        native_spec(q.spec, draw),
+        native_rows(q),
         _call.address(places) if order else 0,
         _call.address(x),
         _call.DTYPES[x.dtype],
@@ -247,8 +250,8 @@ def _native_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: D
 def _native_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
     module, tail = _call.target(q.wire.device)
     status = module.dequantize(
-        _native_spec(q.spec),
-        _native_rows(q),
+        native_spec(q.spec),
+        native_rows(q),
         _call.address(rows) if rows is not None else 0,
         out.shape[0],
         _call.address(out),
@@ -262,8 +265,8 @@ def _native_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None
 def _native_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
     module, tail = _call.target(q.wire.device)
     status = module.reduce(
-        _native_spec(q.spec),
-        _native_rows(q),
+        native_spec(q.spec),
+        native_rows(q),
         sources,
         factor,
         _call.address(out),
@@ -280,12 +283,12 @@ def _native_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: Q
     if q.wire.device.type == "cpu":  # a CUDA warp adds up twice instead
         scratch = (torch.empty(tail[0], out.spec.group),)
     status = module.reduce_quantized(
-        _native_spec(q.spec),
-        _native_rows(q),
+        native_spec(q.spec),
+        native_rows(q),
         sources,
         factor,
-        _native_spec(out.spec, draw),
-        _native_rows(out),
+        native_spec(out.spec, draw),
+        native_rows(out),
         *map(_call.address, scratch),
         *tail,
     )

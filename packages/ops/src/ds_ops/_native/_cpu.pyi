@@ -42,6 +42,17 @@ def reduce_quantized(
     scratch: int,
     threads: int,
 ) -> int: ...
+def quant_linear(
+    spec: tuple[float, ...],
+    rows: tuple[int, ...],
+    first: int,
+    count: int,
+    x: int,
+    tokens: int,
+    y: int,
+    y_stride: int,
+    threads: int,
+) -> int: ...
 def norm(
     eps: float, rows: int, cols: int, dtype: int, addresses: tuple[int, ...], scratch: int, threads: int
 ) -> int: ...
