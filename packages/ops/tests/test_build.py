@@ -42,6 +42,7 @@ def small(tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatc
     name = places.module_file("_cpu")
     (sources / "CMakeLists.txt").write_text(_CMAKE.format(log=tmp_path / "log", name=name))
     (sources / "one.cpp").write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(places, "source_dir", lambda: sources)
     return plan("cpu", sources, tools)
 
 
@@ -55,6 +56,52 @@ def test_a_build_is_made_once_and_found_again(small: Plan, tmp_path: Path) -> No
     assert build(small, force=True).fresh
     assert (tmp_path / "log").read_text() == "configured\n" * 2
     assert not list(small.folder.glob("work-*"))
+
+
+def test_a_build_of_other_sources_is_never_loaded(small: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(small).module
+    assert places.built_modules("_cpu") == [made]
+    (tmp_path / "sources" / "one.cpp").write_text("int one() { return 2; }\n")
+    assert places.built_modules("_cpu") == []
+    monkeypatch.setattr(places, "source_dir", lambda: None)  # nothing says what it should be of
+    assert places.built_modules("_cpu") == [made]
+
+
+_NVCC = {
+    "it does not start": "exit 1",
+    "it says nothing": "exit 0",
+    "it is too old": "echo 'Cuda compilation tools, release 10.2, V10.2.89'",
+    "it compiles nothing": 'case "$1" in --version) echo "Cuda compilation tools, release 12.4, V12.4.1";; *) exit 1;; esac',
+}
+
+
+@pytest.mark.parametrize("how", list(_NVCC))
+def test_an_nvcc_that_does_not_work_costs_no_cpu_kernel(how: str, tmp_path: Path, tools: dict[str, Tool]) -> None:
+    sources = places.source_dir()
+    if sources is None:
+        pytest.skip("this installation carries no native sources")
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\n{_NVCC[how]}\n")
+    nvcc.chmod(0o755)
+    command = [tools["cmake"].path, "-S", str(sources), "-DDS_WITH_PYTHON=OFF"]
+    if tools["ninja"].works:
+        command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools['ninja'].path}"]
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_HOME", "CUDA_PATH")}
+    env["PATH"] = f"{nvcc.parent}:{env['PATH']}"
+
+    def configure(folder: str, **options: str) -> subprocess.CompletedProcess[str]:
+        given = [f"-D{name}={value}" for name, value in options.items()]
+        return subprocess.run(
+            [*command, "-B", str(tmp_path / folder), *given], env=env, capture_output=True, text=True, check=False
+        )
+
+    done = configure("auto", DS_WITH_CUDA="AUTO")
+    assert done.returncode == 0, done.stderr
+    assert f"module _cuda is skipped: {nvcc}" in done.stdout
+    asked = configure("on", DS_WITH_CUDA="ON")
+    assert asked.returncode != 0
+    assert "DS_WITH_CUDA=ON, but" in asked.stderr
 
 
 def test_the_key_follows_sources_and_compiler(small: Plan, tmp_path: Path, tools: dict[str, Tool]) -> None:

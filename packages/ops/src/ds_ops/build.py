@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 from ds_config.errors import KernelError
-from ds_ops.places import build_folder, module_file
+from ds_ops.places import build_folder, module_file, sources_key
 from ds_ops.toolchain import Tool
 
 __all__ = ["Built", "Kind", "Plan", "build", "first_error", "locked", "missing_tools", "plan"]
 
 Kind = Literal["cpu", "cuda"]
 Say = Callable[[str], None]
-_SOURCES = {".txt", ".cmake", ".in", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu"}
 _ERROR = re.compile(r"(\berror\b ?[:#(A-Z]|^CMake Error|undefined reference|: command not found|No space left)", re.I)
 _CONTEXT = 8  # lines of the first error that are shown
 
@@ -98,15 +97,9 @@ def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0)
 
 
 def _key(kind: Kind, sources: Path, tools: Mapping[str, Tool]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(sources.rglob("*")):
-        relative = path.relative_to(sources)
-        if path.is_file() and path.suffix in _SOURCES and relative.parts[0] != "build":
-            digest.update(str(relative).encode() + b"\0" + path.read_bytes())
     compilers = [tools["c++ compiler"], *([tools["nvcc"]] if kind == "cuda" else [])]
     about = (kind, sysconfig.get_config_var("EXT_SUFFIX"), *((t.path, t.version) for t in compilers))
-    digest.update(repr(about).encode())
-    return digest.hexdigest()[:16]
+    return f"{sources_key(sources)}-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}"
 
 
 def missing_tools(kind: Kind, tools: Mapping[str, Tool]) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import sysconfig
 from pathlib import Path
 
-__all__ = ["build_folder", "built_modules", "cache_root", "module_file", "source_dir"]
+__all__ = ["build_folder", "built_modules", "cache_root", "module_file", "source_dir", "sources_key"]
+
+_SOURCES = {".txt", ".cmake", ".in", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu"}
 
 
 def cache_root() -> Path:
@@ -28,9 +31,21 @@ def module_file(name: str) -> str:
 
 
 def built_modules(name: str) -> list[Path]:
-    """Modules `name` built for this version of ds-ops and this Python, newest first."""
-    found = cache_root().glob(f"{_version()}-*/lib/{module_file(name)}")
+    """Modules `name` built of these very sources for this Python, newest first; of any, where no sources are installed."""
+    sources = source_dir()
+    key = sources_key(sources) if sources else "*"
+    found = cache_root().glob(f"{_version()}-*-{key}-*/lib/{module_file(name)}")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def sources_key(sources: Path) -> str:
+    """A digest of the native sources: a module built of others is never loaded, whatever version it says it is of."""
+    digest = hashlib.sha256()
+    for path in sorted(sources.rglob("*")):
+        relative = path.relative_to(sources)
+        if path.is_file() and path.suffix in _SOURCES and relative.parts[0] not in ("build", "tests"):
+            digest.update(str(relative).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def source_dir() -> Path | None:
