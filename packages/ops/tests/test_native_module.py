@@ -97,7 +97,7 @@ def test_a_missing_module_is_a_value_and_a_typed_error() -> None:
 
 
 def test_a_damaged_module_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / f"{version('ds-ops')}-cpu-k" / "lib"
+    folder = tmp_path / f"{version('ds-ops')}-cpu-k-k" / "lib"
     folder.mkdir(parents=True)
     (folder / f"_broken{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"not a library")
     monkeypatch.setenv("DS_OPS_CACHE", str(tmp_path))
