@@ -193,6 +193,7 @@ def test_a_signature_that_is_none_is_refused(text: bytes) -> None:
 @pytest.mark.parametrize(("nbytes", "depth"), [(0, 1), (1, 1), (65536, 2), (256 << 10, 4), ((256 << 10) + 1, 2)])
 def test_a_ring_has_room_for_what_it_is_planned_for(nbytes: int, depth: int) -> None:
     plan = plan_ring(nbytes, depth)
-    assert plan.cells >= 2
+    assert plan.cells >= 8
+    assert plan.cell_bytes == 256 << 10, "also after a small first message: larger ones follow"
     assert plan.cells * plan.cell_bytes >= nbytes * depth
     assert plan.cell_bytes % 4096 == plan.cells_at % 4096 == 0

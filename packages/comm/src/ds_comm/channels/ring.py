@@ -34,6 +34,7 @@ __all__ = ["End", "Plan", "RingReceiver", "RingSender", "plan_ring"]
 _HEAD_WORDS = 8  # kind, number of the signature, bytes of the whole message; a cache line
 _PAGE = 4096
 _CELL_BYTES = 256 << 10  # what a core's cache keeps while the other core copies it out
+_CELLS = 8  # at least: the first message of a channel may be a small one, and larger ones follow
 _LOOK_S = 20e-6
 _DATA, _TEXT = 0, 1
 
@@ -59,9 +60,8 @@ class Plan:
 
 
 def plan_ring(message_bytes: int, depth: int) -> Plan:
-    """Room for `depth` messages of this size."""
-    cell_bytes = min(_CELL_BYTES, -(-max(message_bytes, 1) // _PAGE) * _PAGE)
-    return Plan(max(2, depth * -(-max(message_bytes, 1) // cell_bytes)), cell_bytes)
+    """Room for `depth` messages of this size, and for what may follow: memory is taken only where it is touched."""
+    return Plan(max(_CELLS, depth * -(-message_bytes // _CELL_BYTES)), _CELL_BYTES)
 
 
 @dataclass(eq=False)
