@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #define DS_FN static inline
@@ -35,6 +36,7 @@ struct Machine {
   std::vector<std::uint64_t> slots = std::vector<std::uint64_t>(threads);  // what each lane offers in a shuffle
   std::vector<int> state = std::vector<int>(threads);                      // 0 new, 1 waiting, 2 ended
   std::function<void()> body;
+  std::uint64_t seed = 0;
   Index thread = {0}, block = {0};
 
   void yield() {
@@ -51,9 +53,22 @@ struct Machine {
     setcontext(&starts[t]);
   }
   static void enter();
+  // 0..n-1 in an order drawn from `seed`; as they are while it is 0. A device promises no order of blocks or warps.
+  std::vector<std::size_t> drawn(std::size_t n) {
+    std::vector<std::size_t> order(n);
+    for (std::size_t i = 0; i < n; i++) order[i] = i;
+    for (std::size_t i = n; seed && i > 1; i--) {
+      seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+      std::swap(order[i - 1], order[seed % i]);
+    }
+    return order;
+  }
   void run(std::int64_t blocks, std::function<void()> kernel) {
     body = std::move(kernel);
-    for (block.x = 0; block.x < blocks; block.x++) {
+    const std::vector<std::size_t> places = drawn(static_cast<std::size_t>(blocks));
+    for (std::size_t b : places) {
+      block.x = static_cast<std::int64_t>(b);
+      const std::vector<std::size_t> turns = drawn(threads);
       for (std::size_t t = 0; t < threads; t++) {
         state[t] = 0;
         getcontext(&starts[t]);
@@ -63,7 +78,7 @@ struct Machine {
       }
       for (std::size_t ended = 0; ended < threads;) {  // a round of turns
         ended = 0;
-        for (std::size_t t = 0; t < threads; t++) {
+        for (std::size_t t : turns) {
           if (state[t] != 2) resume(t);
           if (state[t] == 2) ended++;
         }
