@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,4 +124,20 @@ def test_five_steps(stage: int, tensor: int) -> None:
     engine.close()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, state[name], atol=1e-5, rtol=1e-4, msg=lambda said, n=name: f"{n}: {said}")
+    set_place("")
+
+
+@world(4)
+def test_saved_at_one_degree_and_loaded_at_another(tmp_path: Path) -> None:
+    """Tensor 2, stage 1 -> tensor 4, stage 3 -> tensor 1, stage 2: the next steps are those of one run."""
+    wanted, _ = alone(6)
+    given, found = batches(6), []
+    for number, (stage, tensor) in enumerate([(1, 2), (3, 4), (2, 1)]):
+        engine, *_ = ds_engine.initialize(model=Decoder(), config=configuration(stage, tensor))
+        if number:
+            engine.load_checkpoint(str(tmp_path), tag=f"at{number}")
+        found += train(engine, given[2 * number : 2 * number + 2])
+        engine.save_checkpoint(str(tmp_path), tag=f"at{number + 1}")
+        engine.close()
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     set_place("")

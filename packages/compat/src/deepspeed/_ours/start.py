@@ -26,9 +26,12 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.build import Parts, assemble, shapes_of
+from ds_engine.config import Config
 from ds_engine.degrees import with_degrees
 from ds_engine.loader import ResumableLoader
 from ds_inference import InferenceConfig
+from ds_parallel.config import TensorParallelConfig
+from ds_parallel.sequence.hf import SequenceRanks
 from ds_zero.sharding import sharding_of
 
 __all__ = [
@@ -39,6 +42,8 @@ __all__ = [
     "initialize",
     "tp_model_init",
 ]
+
+_ASKED = "_ds_tensor_parallel"
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
@@ -70,7 +75,14 @@ def initialize(
     if model is None:
         raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
     raw = raw_config(config, config_params, args)
-    resolved = with_degrees(load_config(accepted(raw)), mesh_param, mpu)
+    resolved = _with_asked(load_config(accepted(raw)), model)
+    if (
+        isinstance(mpu, SequenceRanks)
+        and mesh_param is None
+        and "sequence_parallel_size" not in resolved.model_fields_set
+    ):
+        mesh_param = (mpu.get_data_parallel_world_size(), mpu.get_sequence_parallel_world_size())
+    resolved = with_degrees(resolved, mesh_param, mpu)
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _give_back(model)
@@ -105,19 +117,37 @@ def _give_back(model: nn.Module) -> None:
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
-    """The model in `dtype`; one tensor-parallel rank is all there is.
+    """Note that `model` is to be cut over `tp_size` ranks, in `dtype`; `initialize` cuts it.
 
     Raises:
-        UnsupportedError: `tp_size` is not 1 ("compat-missing").
+        UnsupportedError: `tp_group`, or anything else that the engine decides ("compat-missing").
     """
-    del config, options
-    if tp_size != 1:
+    del config
+    given = sorted(key for key, value in options.items() if value is not None)
+    if given:
         raise UnsupportedError(
-            f"tp_model_init(tp_size={tp_size}): tensor parallelism is not built yet",
+            f"tp_model_init({', '.join(given)}=...)",
             code="compat-missing",
-            fix="Use ZeRO stage 3.",
+            fix="Leave it out: the engine makes the groups from the number of ranks.",
         )
+    model.__dict__[_ASKED] = tp_size
     return model.to(dtype)
+
+
+def _with_asked(config: Config, model: nn.Module) -> Config:
+    """The configuration with the degree that `tp_model_init` noted."""
+    asked = vars(model).get(_ASKED, 1)
+    section = config.tensor_parallel
+    if asked == 1 or (section is not None and section.degree == asked):
+        return config
+    if section is not None and section.degree > 1:
+        raise PlanError(
+            f"tp_model_init(tp_size={asked}), and the configuration says autotp_size = {section.degree}",
+            code="tensor-sizes",
+            fix="Give the number of tensor-parallel ranks in one place.",
+        )
+    made = (section or TensorParallelConfig()).model_copy(update={"autotp_size": asked})
+    return config.model_copy(update={"tensor_parallel": made})
 
 
 def default_inference_config() -> dict[str, Any]:

@@ -437,15 +437,26 @@ SURFACE: Mapping[str, Rows] = {
         **from_("ds_moe", "top1gating", "top2gating", "topkgating"), **not_(GATES, "MOELayer", "TopKGate"),
     },
     "deepspeed.moe.mappings": not_(MOE, "drop_tokens", "gather_tokens"),
-    "deepspeed.module_inject": {**not_(TENSOR, "layers", "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
-    "deepspeed.module_inject.layers": {**not_(TENSOR, "GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer")},
-    "deepspeed.sequence": {**not_(SEQUENCE, "layer", "fpdt_layer", "cross_entropy", "auto_sp")},
-    "deepspeed.sequence.layer": {**not_(SEQUENCE, "DistributedAttention")},
+    "deepspeed.module_inject": {**not_(TENSOR, "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
+    "deepspeed.module_inject.layers": {
+        **from_("deepspeed._ours.layers", "GatherReplacedLayerParams"),
+        **not_(TENSOR, "LinearAllreduce", "LinearLayer"),
+    },
+    "deepspeed.sequence": {**not_(SEQUENCE, "fpdt_layer", "cross_entropy", "auto_sp")},
+    "deepspeed.sequence.layer": {**from_("ds_parallel.sequence", "DistributedAttention")},
     "deepspeed.sequence.fpdt_layer": {**not_(SEQUENCE, "FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")},
-    "deepspeed.runtime.sequence_parallel": {**not_(SEQUENCE, "ulysses_sp", "parallel_state_sp")},
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        **from_("deepspeed._ours.sequences", "initialize_sequence_parallel"),
+        **from_(
+            _GROUPS, get_sequence_parallel_group="_get_sequence_parallel_group",
+            get_sequence_parallel_rank="_get_sequence_parallel_rank",
+            get_sequence_parallel_world_size="_get_sequence_parallel_world_size",
+        ),
+    },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        **not_(
-            SEQUENCE, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
+        **from_(
+            "deepspeed._ours.sequences", "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
             "UlyssesSPDataLoaderAdapter", "sequence_tiled_compute",
         ),
     },

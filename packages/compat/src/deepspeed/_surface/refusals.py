@@ -14,8 +14,11 @@ SERIAL = Missing("engines are read from the folders of save_pretrained", "build_
 PIPELINE = Missing("activations between stages travel whole", "ds_pipe, whose stages pass any value")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
-TENSOR = Missing("tensor parallelism is not built yet", "ZeRO stage 3")
-SEQUENCE = Missing("sequence parallelism is not built yet", "activation checkpointing, or a shorter sequence per rank")
+TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.cut_model")
+SEQUENCE = Missing(
+    "chunked attention with keys on the host is not built yet",
+    "ds_parallel.sequence: DistributedAttention, RingAttention",
+)
 DATA = Missing("ds-data is not built yet", "a sampler of your own, passed as data_iter or with your DataLoader")
 COMPRESS = Missing("ds-compress is not built yet", "torch.ao.quantization")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")

@@ -1,7 +1,7 @@
 """Tensor parallelism: layers of a model cut over ranks. Decide (`make_tensor_plan`), then do (`cut_model`)."""
 
 from ds_parallel.heads import HeadCounts
-from ds_parallel.tensor.apply import CutModel, cut_model
+from ds_parallel.tensor.apply import CutModel, cut_model, cut_of, whole_params
 from ds_parallel.tensor.cuts import Cut, Part, Unit
 from ds_parallel.tensor.facts import ModelFacts, facts_of
 from ds_parallel.tensor.losses import causal_loss, vocabulary_cross_entropy
@@ -23,8 +23,10 @@ __all__ = [
     "Unit",
     "causal_loss",
     "cut_model",
+    "cut_of",
     "facts_of",
     "load_parts",
     "make_tensor_plan",
     "vocabulary_cross_entropy",
+    "whole_params",
 ]

@@ -8,7 +8,8 @@ cut.state_dict()                                 # the model's own names, whole 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ from ds_parallel.tensor.layers import Fan, Part, cut_class, part_names
 from ds_parallel.tensor.plan import Decision, TensorPlan
 from ds_parallel.tensor.rules import Kind
 
-__all__ = ["CutModel", "Held", "cut_model"]
+__all__ = ["CutModel", "Held", "cut_model", "cut_of", "whole_params"]
+
+_MARK = "_ds_cut_model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +166,7 @@ class CutModel:
             was.restore()
         self.held.clear()
         self._were.clear()
+        self.model.__dict__.pop(_MARK, None)
 
     def _origin(self, held: Held) -> nn.Parameter:
         return next((old for old, parts in self.replaced.items() if any(p is held.param for p in parts)), held.param)
@@ -232,7 +236,38 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
     _sum_gradients(result, modules)
     if group.size > 1:
         result._handles.append(InputsAgree(group).watch(model))
+    model.__dict__[_MARK] = result
     return result
+
+
+def cut_of(model: nn.Module) -> CutModel | None:
+    """How a model, or the model it is a part of, was cut; None if it was not."""
+    found = next((vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)), None)
+    return found if isinstance(found, CutModel) else None
+
+
+@contextmanager
+def whole_params(params: Iterable[nn.Parameter], cut: CutModel | None) -> Iterator[None]:
+    """Inside, each of `params` that is a part has the data of the whole tensor; to be read only. Collective over the cut's group.
+
+    One part of a fused weight has that part of all ranks. Parameters that ZeRO has released must be gathered outside of this.
+    """
+    own: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for param in params:
+            held = next((h for h in (cut.held.values() if cut is not None else ()) if h.param is param), None)
+            if cut is None or held is None:
+                continue
+            whole = param.new_empty(held.shape)
+            cut._fill(whole, held)
+            stretches = held.cut.parts[held.part]
+            first, last = min(start for start, _ in stretches), max(stop for _, stop in stretches)
+            own.append((param, param.data))
+            param.data = whole.narrow(held.cut.dim, first, last - first).contiguous()
+        yield
+    finally:
+        for param, data in own:
+            param.data = data
 
 
 def _class_of(module: nn.Module, decision: Decision) -> type[nn.Module]:
