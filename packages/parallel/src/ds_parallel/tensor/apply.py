@@ -85,7 +85,6 @@ class CutModel:
             divisor: What such a sum is divided by: data-parallel (times sequence-parallel) ranks.
         """
         rank, degree = self.group.rank, self.group.size
-        parts = {id(held.param): held for held in self.held.values()}
         families: dict[int, Family] = {}
 
         def family(copies: int) -> Family | None:
@@ -95,8 +94,8 @@ class CutModel:
                 families[copies] = Family(f"tensor-{copies}" if copies > 1 else "tensor", data, divisor, copies=copies)
             return families[copies]
 
-        for param in self.model.parameters():
-            held = parts.get(id(param))
+        for name, param in self.model.named_parameters():  # a tied one by its first name, as without a cut
+            held = self.held.get(name)
             if held is None:
                 assign(param, Assignment(family(degree)))
             else:
