@@ -114,7 +114,7 @@ def check_drawn(seed: int) -> None:
     assert report.period >= busiest * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), 1239])  # the last one: a wish is dropped while a message is on its way
 def test_drawn_schedules_hold_their_caps(seed: int) -> None:
     check_drawn(seed)
 

@@ -119,7 +119,8 @@ class _Simulation:
         self._until_nothing_goes_on()
         if any(rank.left for rank in self.ranks):
             self.ahead = ()
-            now = max(rank.free_at for rank in self.ranks)
+            # By then whatever was sent has arrived.
+            now = max(rank.free_at for rank in self.ranks) + self.problem.costs.transfer
             self.moments = [(now, number) for number in range(len(self.ranks))]
             self._until_nothing_goes_on()
         return Program(tuple(tuple(rank.row) for rank in self.ranks))
