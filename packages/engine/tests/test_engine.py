@@ -332,7 +332,7 @@ def test_mistakes_are_errors(make_model: Make, config: Settings, rows: Any) -> N
         ({"model": None}, PlanError, "engine-no-model"),
         ({"model": "gpt"}, PlanError, "engine-no-model"),
         ({"mpu": object()}, PlanError, "mesh-mpu"),
-        ({"mesh_param": (1, 2)}, PlanError, "plan-rules"),
+        ({"mesh_param": (1, 2)}, PlanError, "mesh-size"),
         ({"config": None}, ConfigError, "config-source"),
         ({"optimizer": "adam"}, PlanError, "engine-optimizer"),
         ({"training_data": iter([1])}, UnsupportedError, "data-iterable"),
@@ -441,7 +441,15 @@ def test_nothing_but_the_plan_is_asked() -> None:
         for line in path.read_text().splitlines()
         if "plan.config" in line or ".config." in line
     ]
-    allowed = ("model_dump", "make_sinks", "make_engine", "config.optimizer", "config.scheduler")
+    allowed = (
+        "model_dump",
+        "make_sinks",
+        "make_engine",
+        "config.optimizer",
+        "config.scheduler",
+        "checkpoint.layout",
+        "layout_of",
+    )
     assert [line for line in found if not any(word in line for word in allowed)] == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_origin
@@ -24,10 +24,12 @@ from ds_config.typos import check_typos
 from ds_engine import Config, load_config, make_plan, shapes_of
 from ds_engine.optimizers import make_optimizer
 from ds_engine.schedules import Schedule, Scheduler
+from ds_pipe import Staging
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
     "activation_checkpointing.modules",
+    "checkpoint.layout",
     "checkpoint.saving",
     "checkpoint.saving.asynchronous",
     "checkpoint.saving.buffer_bytes",
@@ -147,12 +149,14 @@ class Decoder(nn.Module):
 
 
 CUTTABLE = shapes_of(Decoder())
+STAGED = replace(SHAPES, stages=2, staging=Staging("1f1b", 2))
 
 
 def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     """Everything a configuration leads to, except the configuration itself."""
     config = load_config(document)
-    plan = make_plan(config, CUTTABLE if config.tensor_parallel else SHAPES, 2)
+    staged = "pipeline" in config.model_fields_set
+    plan = make_plan(config, CUTTABLE if config.tensor_parallel else STAGED if staged else SHAPES, 2)
     seen: list[Any] = [f"{f.name}={getattr(plan, f.name)}" for f in fields(plan) if f.name != "config"]
     for recorder in made:
         recorder.clear()

@@ -208,18 +208,6 @@ def test_the_model_is_given_back_by_close(make_model: Make, config: Settings, li
 # ---- degrees
 
 
-@pytest.mark.parametrize(
-    ("settings", "stages", "said"),
-    [
-        ({}, 4, "a model of 4 pipeline stages"),
-    ],
-)
-def test_a_degree_that_no_transform_uses_is_refused(config: Settings, settings: Any, stages: int, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said) as caught:
-        make_plan(load_config(config(**settings)), Shapes((), (), stages), 8)
-    assert caught.value.code == "mesh-unbuilt"
-
-
 def test_degrees_come_from_the_configuration_and_the_batch_uses_what_is_left(config: Settings, listed: Any) -> None:
     listed(Doubling(), *TRANSFORMS)
     asked = load_config(config(sequence_parallel_size=2, train_batch_size=16, gradient_accumulation_steps=2))
@@ -312,7 +300,7 @@ class Reversed:
 
 def test_an_executor_sits_at_its_seat(make_model: Make, config: Settings, rows: Any, listed: Any) -> None:
     class Pipelines(Transform[bool, None]):
-        name = "pipeline stages"
+        name = "microbatches reversed"
 
         def decide(self, asked: Asked) -> bool:
             return True
