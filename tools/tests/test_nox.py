@@ -13,6 +13,7 @@ SESSIONS = {
     "tests",
     "grid",
     "clients",
+    "conformance",
     "isolated",
     "integration",
     "native",
