@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -49,4 +50,5 @@ def run(case: str) -> None:
     os._exit(0)
 
 
+faulthandler.dump_traceback_later(80)  # where it stands, should the test give up on it after 100 s
 run(sys.argv[1])

@@ -31,7 +31,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "large" else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in ("large", "message") else pytest.mark.slow) for c in CASES]
+)
 def test_ctrl_c_in_a_wait_returns_within_half_a_second(case: str) -> None:
     base = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = str(Path(__file__).with_name("interrupts.py"))
