@@ -2,117 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import pytest
 import torch
 
 from ds_inference import Budget, Generator, Sampling, load
-
-transformers = pytest.importorskip("transformers")
-
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-_MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
-_LATENT = {
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "n_group": 4,
-    "topk_group": 2,
-}
-_LONG = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
-_OLD = {"num_key_value_heads": ...}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama tied": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "llama multi-head": ("Llama", {"num_key_value_heads": 4}),
-    "llama 3": (
-        "Llama",
-        {"rope_parameters": {**_LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-    ),
-    "llama yarn": ("Llama", {"rope_parameters": {**_LONG, "rope_type": "yarn"}}),
-    "llama linear": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}}),
-    "phi3 long": (
-        "Phi3",
-        {
-            "sliding_window": None,
-            "max_position_embeddings": 2048,
-            "original_max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 1.0,
-                "original_max_position_embeddings": 512,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 2.5, 3.0, 4.0],
-            },
-        },
-    ),
-    "mistral windowed": ("Mistral", {"sliding_window": 7}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen2-moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 40}),
-    "qwen3-moe": ("Qwen3Moe", {**_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "gemma": ("Gemma", {"head_dim": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "num_hidden_layers": 7}),
-    "phi3": ("Phi3", {"sliding_window": None}),
-    "olmo2": ("Olmo2", {}),
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "exaone4": ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 4}),
-    "deepseek-v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
-    "deepseek-v2 plain": ("DeepseekV2", {**_LATENT, "q_lora_rank": 24, "topk_method": "greedy"}),
-    "deepseek-v3": ("DeepseekV3", {**_LATENT, "q_lora_rank": 24}),
-    "gpt2": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, **_OLD}),
-    "gpt-neox": ("GPTNeoX", {**_OLD, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "gpt-neox serial": ("GPTNeoX", {**_OLD, "use_parallel_residual": False, "rotary_pct": 0.5}),
-    "opt": ("OPT", {**_OLD, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "opt after": ("OPT", {**_OLD, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
-    "bloom": ("Bloom", {"n_head": 4, "n_layer": 2, **_OLD}),
-    "bloom of six heads": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 2, **_OLD}),
-    "falcon one kv head": ("Falcon", {**_OLD, "multi_query": True, "parallel_attn": True, "bias": False}),
-    "falcon new": ("Falcon", {**_OLD, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon alibi": ("Falcon", {**_OLD, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
-}
-
-
-def tiny(name: str) -> Any:
-    """A random model of a family. Weights are large enough that greedy choices differ, buffers are not zero."""
-    kind, more = FAMILIES[name]
-    given = {k: v for k, v in {**SMALL, **more}.items() if v is not ...}
-    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**given)
-    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom") else "sdpa"
-    torch.manual_seed(3)
-    made = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval().float()
-    with torch.no_grad():
-        for param in made.parameters():
-            param.normal_(0.0, 0.3 if param.dim() > 1 else 0.2).add_(0.5 if param.dim() == 1 else 0.0)
-        for buffer_name, buffer in made.named_buffers():
-            if "correction" in buffer_name:
-                buffer.normal_()
-    return made
 
 
 def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -125,14 +19,8 @@ def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
     return found
 
 
-def prompts_of(lengths: list[int]) -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(97) for _ in range(length)] for length in lengths]
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_greedy_is_transformers_own(name: str) -> None:
-    model, prompts = tiny(name), prompts_of([1, 5, 23, 12])
+def test_greedy_is_transformers_own(every_family: str, tiny: Any, prompts_of: Any) -> None:
+    model, prompts = tiny(every_family), prompts_of([1, 5, 23, 12])
     wanted = expected(model, prompts, 10)
     for budget in (Budget(64, 8, length=500), Budget(5, 3, length=500)):
         generator: Generator = load(model, cache_tokens=256, block=4, budget=budget)
@@ -141,9 +29,8 @@ def test_greedy_is_transformers_own(name: str) -> None:
         assert generator.scheduler.pool.free == generator.scheduler.pool.count
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_logits_are_transformers_own(name: str) -> None:
-    model, (prompt,) = tiny(name), prompts_of([19])
+def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: Any) -> None:
+    model, (prompt,) = tiny(every_family), prompts_of([19])
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
     (answer,) = load(model, cache_tokens=64, budget=Budget(length=500)).generate(

@@ -4,6 +4,7 @@ from ds_inference.config import InferenceConfig, RaggedConfig
 from ds_inference.engine import Answer, Event, Generator, Tokenizer
 from ds_inference.injection import InferenceEngine, init_inference
 from ds_inference.loading import load
+from ds_inference.quantize import Quantize
 from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
 from ds_inference.sampling import Sampling
 from ds_inference.scheduler import Budget
@@ -15,6 +16,7 @@ __all__ = [
     "Generator",
     "InferenceConfig",
     "InferenceEngine",
+    "Quantize",
     "RaggedConfig",
     "RaggedEngine",
     "Sampling",

@@ -48,13 +48,41 @@ class TensorParallelConfig(StrictModel):
     tp_group: Any = Field(default=None, description="The group of these ranks; null: all ranks.")
 
 
-class QuantConfig(StrictModel):
-    """`quant` of `init_inference`: it reached a path that was switched off long ago."""
+class QuantWeightConfig(StrictModel):
+    """`quant.weight`."""
 
-    enabled: Annotated[bool, Dead("load(..., quantize=) quantises weights")] = True
-    activation: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
-    weight: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
-    qkv: Annotated[Mapping[str, Any], Dead("nothing read it")] = Field(default_factory=dict)
+    enabled: bool = Field(default=True, description="False: weights stay as they are.")
+    num_bits: Literal[4, 8] | None = Field(default=None, description="Of a code; null: weights stay as they are.")
+    q_type: Literal["symmetric", "asymmetric"] = Field(default="symmetric", description="Without or with a zero point.")
+    q_groups: Positive = Field(default=1, description="Scales of one output of a matrix, each for as many inputs.")
+    quantized_initialization: Annotated[
+        Mapping[str, Any], Unbuilt("give num_bits; weights are quantised one by one")
+    ] = Field(default_factory=dict)
+    post_init_quant: Annotated[Mapping[str, Any], Unbuilt("give num_bits; weights are quantised one by one")] = Field(
+        default_factory=dict
+    )
+
+
+class QuantActivationConfig(StrictModel):
+    """`quant.activation`."""
+
+    enabled: bool = Field(default=True, description="False: products multiply floats.")
+    num_bits: Literal[8] | None = Field(default=None, description="8: what products read is rounded to 8 bits, too.")
+    q_type: Annotated[str, Dead("activations are symmetric")] = "symmetric"
+    q_groups: Annotated[int, Dead("activations have the groups of the weights")] = 1
+
+
+class QuantConfig(StrictModel):
+    """`quant` of `init_inference`: weights of few bits, for `replace_with_kernel_inject`."""
+
+    enabled: bool = Field(default=True, description="False: nothing is quantised.")
+    activation: QuantActivationConfig = Field(
+        default_factory=QuantActivationConfig, description="What the products of quantised weights read."
+    )
+    weight: QuantWeightConfig = Field(default_factory=QuantWeightConfig, description="Of linears and the head.")
+    qkv: Annotated[Mapping[str, Any], Dead("queries, keys and values are weights as the others")] = Field(
+        default_factory=dict
+    )
 
 
 class CheckpointPlace(StrictModel):
@@ -90,7 +118,7 @@ class InferenceConfig(StrictModel):
         default_factory=dict, description="Accepted for models that have experts themselves."
     )
     keep_module_on_host: bool = Field(default=False, description="Do not move the module to the device.")
-    quant: QuantConfig = Field(default_factory=QuantConfig, description="Of no effect, as before.")
+    quant: QuantConfig = Field(default_factory=QuantConfig, description="Weights of few bits.")
     checkpoint: str | Mapping[str, Any] | None = Field(
         default=None,
         description="A folder, a descriptor's path, or a descriptor: weights for the module, which may be on meta.",
@@ -154,9 +182,10 @@ class _TpSize(StrictModel):
 class QuantizationConfig(StrictModel):
     """`quantization` of the ragged engine."""
 
-    quantization_mode: Annotated[
-        Literal["wf6af16"] | None, Unbuilt("leave it out; weights are kept in the checkpoint's format")
-    ] = None
+    quantization_mode: Literal["wf6af16", "int8", "int4", "fp8"] | None = Field(
+        default=None,
+        description="Format of weights: wf6af16 is 6-bit floats with one scale an output, the others have a scale for 128 inputs.",
+    )
 
 
 class RaggedConfig(StrictModel):

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_inference.config import InferenceConfig
+from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.engine import Generator
 from ds_inference.families import FAMILIES
 from ds_inference.loading import load
+from ds_inference.quantize import Quantize
 from ds_inference.sampling import Sampling
 
 __all__ = ["InferenceEngine", "init_inference"]
@@ -103,6 +104,12 @@ class InferenceEngine(nn.Module):
                 code="inference-cuda-graph",
                 fix="Leave it out on a CPU.",
             )
+        if _quantize(config.quant, 8) is not None and not config.replace_with_kernel_inject:
+            raise UnsupportedError(
+                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a module that runs its own forward",
+                code="inference-quantize",
+                fix="Set replace_with_kernel_inject, or leave quant out.",
+            )
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if config.replace_with_kernel_inject and kind not in FAMILIES:
             raise UnsupportedError(
@@ -164,7 +171,11 @@ class InferenceEngine(nn.Module):
         ]
         how, pad = self._sampling(ids.shape[1], keywords)
         if self._generator is None:
-            self._generator = load(self.module, cache_tokens=max(8192, 4 * self.config.max_out_tokens))
+            self._generator = load(
+                self.module,
+                cache_tokens=max(8192, 4 * self.config.max_out_tokens),
+                quantize=_quantize(self.config.quant, self.module.config.hidden_size),  # type: ignore[union-attr]
+            )
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)
         rows = ids.repeat_interleave(how.samples, 0)
@@ -240,6 +251,18 @@ class InferenceEngine(nn.Module):
     def _wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _quantize(quant: QuantConfig, inputs: int) -> Quantize | None:
+    """The `quant` section, for matrices of so many inputs."""
+    weight, activation = quant.weight, quant.activation
+    if not (quant.enabled and weight.enabled and weight.num_bits):
+        return None
+    group = 0 if weight.q_groups == 1 else max(8, -(-inputs // weight.q_groups) // 8 * 8)
+    small = activation.enabled and activation.num_bits == 8
+    return Quantize(
+        "int8" if weight.num_bits == 8 else "int4", group, weight.q_type == "symmetric", "int8" if small else "float"
+    )
 
 
 def _load_into(model: nn.Module, checkpoint: str | Mapping[str, Any], base: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ds_inference.engine import Generator, Tokenizer
 from ds_inference.families import family_of
 from ds_inference.model import Decoder
+from ds_inference.quantize import Quantize, Weight, as_quantize, quantised
 from ds_inference.scheduler import Budget
 from ds_inference.spec import Spec
 from ds_inference.weights import Folder, read_config, read_weights
@@ -31,6 +32,7 @@ def load(
     speculate: int = 0,
     tokenizer: Tokenizer | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    quantize: Quantize | str | None = None,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -42,12 +44,18 @@ def load(
         block: Tokens of a block.
         budget, share, speculate, tokenizer: See `Generator`.
         weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
+        quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
     Raises:
         UnsupportedError: nobody declared this kind of model ("inference-family").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
     """
     decoder = read_decoder(
-        source, dtype=dtype, device=device, weights=weights, length=budget.length if budget else None
+        source,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        length=budget.length if budget else None,
+        quantize=quantize,
     )
     return Generator(
         decoder,
@@ -67,6 +75,7 @@ def read_decoder(
     device: torch.device | str | None = None,
     weights: Mapping[str, Tensor] | None = None,
     length: int | None = None,
+    quantize: Quantize | str | None = None,
 ) -> Decoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -78,9 +87,12 @@ def read_decoder(
     family = family_of(config)
     spec: Spec = family.spec(config)
 
-    def keep(role: str, tensor: Tensor) -> Tensor:
+    how = as_quantize(quantize)
+
+    def keep(role: str, tensor: Tensor) -> Weight:
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
-        return tensor.detach().to(device=device, dtype=wanted).contiguous()
+        whole = tensor.detach().to(device=device, dtype=wanted)
+        return whole.contiguous() if how is None else quantised(role, whole, how)
 
     return Decoder(
         spec,

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from ds_config.errors import UnsupportedError
 from ds_inference.attention import Batch, alibi_slopes, attend
+from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
+from ds_ops.routing import permute, sort_slots, unpermute
 
 __all__ = ["Cache", "Decoder"]
-
-Linear = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -82,13 +82,14 @@ class Decoder:
 
     Args:
         spec: What it is made of.
-        weights: Role -> tensor; matrices are [out, in]. They are used, not copied.
+        weights: Role -> tensor, or its codes; matrices are [out, in]. They are used, not copied.
         length: Of the longest sequence that is served; None: as long as the model knows.
     """
 
-    def __init__(self, spec: Spec, weights: Mapping[str, Tensor], length: int | None = None) -> None:
+    def __init__(self, spec: Spec, weights: Mapping[str, Weight], length: int | None = None) -> None:
         self.spec, self.weights = spec, dict(weights)
-        self.device, self.dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
+        self._floats = {role: weight for role, weight in weights.items() if isinstance(weight, Tensor)}
+        self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
         unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(_ACTIVATIONS)
         if unknown:
             raise UnsupportedError(
@@ -111,13 +112,13 @@ class Decoder:
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
         """
         spec = self.spec
-        x = F.embedding(batch.tokens, self.weights["embed.weight"])
+        x = F.embedding(batch.tokens, self._floats["embed.weight"])
         if spec.embed_scale != 1.0:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
         if "embed_in.weight" in self.weights:
             x = self._linear("embed_in", x)
         if spec.positions is not None:
-            x = x + F.embedding(batch.positions + spec.positions[1], self.weights["positions.weight"])
+            x = x + F.embedding(batch.positions + spec.positions[1], self._floats["positions.weight"])
         if spec.embed_norm:
             x = self._norm("embed_norm", x)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
@@ -133,7 +134,7 @@ class Decoder:
         if "embed_out.weight" in self.weights:
             x = self._linear("embed_out", x)
         head = self.weights["embed.weight" if spec.tied else "head.weight"]
-        logits = F.linear(x, head, self.weights.get("head.bias")).float() * spec.logit_scale
+        logits = linear(x, head, self._floats.get("head.bias")).float() * spec.logit_scale
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits
@@ -174,12 +175,12 @@ class Decoder:
             widths = [spec.heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * spec.value_width]
             q, k, v = self._linear(f"{at}.qkv", x).split(widths, dim=-1)
             if spec.whole_norm is not None:
-                q = _normed(q, self.weights[f"{at}.q_norm.weight"], None, spec.whole_norm)
-                k = _normed(k, self.weights[f"{at}.k_norm.weight"], None, spec.whole_norm)
+                q = _normed(q, self._floats[f"{at}.q_norm.weight"], None, spec.whole_norm)
+                k = _normed(k, self._floats[f"{at}.k_norm.weight"], None, spec.whole_norm)
             q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
             if spec.head_norm is not None:
-                q = _normed(q, self.weights[f"{at}.q_norm.weight"], None, spec.head_norm)
-                k = _normed(k, self.weights[f"{at}.k_norm.weight"], None, spec.head_norm)
+                q = _normed(q, self._floats[f"{at}.q_norm.weight"], None, spec.head_norm)
+                k = _normed(k, self._floats[f"{at}.k_norm.weight"], None, spec.head_norm)
             if spec.rope is not None:
                 turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
                 q, k = turn(q, tables), turn(k, tables)
@@ -187,7 +188,7 @@ class Decoder:
             keys.flatten(0, 1)[step.batch.slots] = k.to(keys.dtype)
             values.flatten(0, 1)[step.batch.slots] = v.to(values.dtype)
             slopes = self._slopes[spec.heads, spec.alibi.rounded] if spec.alibi else None
-            extra = (slopes, self.weights.get(f"{at}.sinks"))
+            extra = (slopes, self._floats.get(f"{at}.sinks"))
             out = attend(q, (keys, values), step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
 
@@ -198,20 +199,20 @@ class Decoder:
             q = self._linear(f"{at}.q", x)
         else:
             small = _normed(
-                self._linear(f"{at}.q_down", x), self.weights[f"{at}.q_down_norm.weight"], None, _LATENT_NORM
+                self._linear(f"{at}.q_down", x), self._floats[f"{at}.q_down_norm.weight"], None, _LATENT_NORM
             )
             q = self._linear(f"{at}.q_up", small)
         q = q.unflatten(-1, (spec.heads, spec.width))
         plain, turned = q.split([latent.plain, latent.rotated], dim=-1)
         kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.rank, latent.rotated], dim=-1)
-        kv = _normed(kv, self.weights[f"{at}.kv_down_norm.weight"], None, _LATENT_NORM)
+        kv = _normed(kv, self._floats[f"{at}.kv_down_norm.weight"], None, _LATENT_NORM)
         k_turned = k_turned[:, None]
         if spec.rope is not None:
             turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
             turned, k_turned = turn(turned, tables), turn(k_turned, tables)
         (keys,) = step.cache
         keys.flatten(0, 1)[step.batch.slots] = torch.cat([kv[:, None], k_turned], -1).to(keys.dtype)
-        up = self.weights[f"{at}.kv_up.weight"].view(spec.heads, latent.plain + spec.value_width, latent.rank)
+        up = self._floats[f"{at}.kv_up.weight"].view(spec.heads, latent.plain + spec.value_width, latent.rank)
         up_k, up_v = up.split([latent.plain, spec.value_width], dim=1)
         inside = torch.einsum("thp,hpr->thr", plain, up_k)
         read = Attention(spec.heads, 1, latent.rank + latent.rotated, latent.rank, spec.scale, window=spec.window)
@@ -240,33 +241,24 @@ class Decoder:
         return self._linear(f"{at}.down", y)
 
     def _experts(self, at: str, spec: Experts, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        router = self.weights[f"{at}.router.weight"]
+        router = self._floats[f"{at}.router.weight"]
         logits = (
             F.linear(x.float(), router.float()) if spec.score == "sigmoid" or spec.groups > 1 else F.linear(x, router)
         )
-        share, chosen = route(logits, spec, self.weights.get(f"{at}.correction"))
-        up, down = self.weights[f"{at}.experts.up"], self.weights[f"{at}.experts.down"]
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=spec.count).tolist()
-        rows = order // spec.chosen
-        out, first = torch.zeros_like(x), 0
-        weights = share.flatten()[order].to(x.dtype)
-        for expert, count in enumerate(counts):
-            if count:
-                mine = slice(first, first + count)
-                gate, value = F.linear(x[rows[mine]], up[expert]).chunk(2, dim=-1)
-                y = F.linear(act(gate) * value, down[expert]) * weights[mine, None]
-                out.index_add_(0, rows[mine], y)
-                first += count
-        return out
+        share, chosen = route(logits, spec, self._floats.get(f"{at}.correction"))
+        rows = sort_slots(chosen, spec.count)
+        sorted_x = permute(x, rows)
+        gate, value = grouped_linear(sorted_x, self.weights[f"{at}.experts.up"], rows.ends).chunk(2, dim=-1)
+        y = grouped_linear(act(gate) * value, self.weights[f"{at}.experts.down"], rows.ends)
+        return unpermute(y, rows, share)
 
     # ---- leaves
 
     def _linear(self, role: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.weights[f"{role}.weight"], self.weights.get(f"{role}.bias"))
+        return linear(x, self.weights[f"{role}.weight"], self._floats.get(f"{role}.bias"))
 
     def _norm(self, role: str, x: Tensor) -> Tensor:
-        return _normed(x, self.weights[f"{role}.weight"], self.weights.get(f"{role}.bias"), self.spec.norm)
+        return _normed(x, self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
 
 
 _LATENT_NORM = Norm("rms", 1e-6)

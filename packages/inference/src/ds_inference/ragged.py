@@ -21,6 +21,7 @@ from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
 from ds_inference.loading import read_decoder
 from ds_inference.model import Cache, Decoder
+from ds_inference.quantize import Quantize
 from ds_inference.scheduler import Chunk
 
 __all__ = ["RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"]
@@ -177,7 +178,9 @@ def build_hf_engine(
             code="inference-ranks",
             fix="Use tp_size 1, and one engine for each rank.",
         )
-    return RaggedEngine(read_decoder(path, dtype=dtype), config)
+    mode = config.quantization.quantization_mode
+    how = Quantize("fp6", group=0) if mode == "wf6af16" else mode
+    return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how), config)
 
 
 def _blocks(decoder: Decoder, config: RaggedConfig) -> int:

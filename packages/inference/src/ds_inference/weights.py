@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_config.errors import CheckpointError
 from ds_inference.families import Sources
+from ds_inference.quantize import Weight
 from ds_inference.spec import Experts, Source, Spec
 
 __all__ = ["Folder", "read_config", "read_weights"]
@@ -80,9 +81,9 @@ class Folder(Mapping[str, Tensor]):
 
 
 def read_weights(
-    spec: Spec, sources: Sources, checkpoint: Mapping[str, Tensor], keep: Callable[[str, Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Every role's tensor.
+    spec: Spec, sources: Sources, checkpoint: Mapping[str, Tensor], keep: Callable[[str, Tensor], Weight]
+) -> dict[str, Weight]:
+    """Every role's weight.
 
     Args:
         keep: What is kept of a role's whole tensor: cast, cut, quantised. Called once a role, in order.
@@ -90,7 +91,7 @@ def read_weights(
         CheckpointError: a tensor is missing ("inference-missing"); all missing ones are named.
     """
     named = _Prefixed(checkpoint)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Weight] = {}
     missing: list[str] = []
     for role, choices in sources.items():
         numbers = range(len(spec.layers)) if "{i}" in role else range(1)

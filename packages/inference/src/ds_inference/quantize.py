@@ -1,0 +1,103 @@
+"""Weights of few bits: which matrices, in which format, and what a linear does with them.
+
+A matrix is quantised when it is loaded, one at a time, so that a folder never stands in memory as a whole. Embeddings, norms,
+biases and routers keep their format: they are small, or looked up by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_config.errors import PlanError
+from ds_ops.formats import FP6_E3M2, FP8_E4M3, INT4, INT8, QuantTensor
+from ds_ops.grouped import grouped_matmul
+from ds_ops.quant import dequantize
+from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
+
+__all__ = ["Quantize", "Weight", "as_quantize", "dequantised", "grouped_linear", "linear", "quantised"]
+
+Weight = Tensor | QuantTensor
+"""A role's weight; a quantised one has the shape, and the dtype of what it was made from."""
+
+_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8_E4M3, "fp6": FP6_E3M2}
+_KEPT = ("embed.weight", "positions.weight", "router.weight", "kv_up.weight", "shared_gate.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """How weights are quantised.
+
+    Attributes:
+        format: `"int8"`, `"int4"`, `"fp8"` (e4m3) or `"fp6"` (e3m2).
+        group: Inputs of one output that share a scale, a multiple of 8; 0: all of them.
+        symmetric: Without a zero point; floats always are.
+        activations: What a product multiplies codes with: `"float"`, or `"int8"`: each token's inputs are rounded to 8 bits by group
+            too, where the native path runs (it is faster for many tokens, and less exact).
+    Raises:
+        PlanError: "inference-quantize".
+    """
+
+    format: Literal["int8", "int4", "fp8", "fp6"] = "int8"
+    group: int = 128
+    symmetric: bool = True
+    activations: Literal["float", "int8"] = "float"
+
+    def __post_init__(self) -> None:
+        floats = self.format in ("fp8", "fp6")
+        if self.format not in _FORMATS or self.activations not in ("float", "int8"):
+            raise _refuse(f"{self}", f"Formats are {', '.join(_FORMATS)}, activations float or int8.")
+        if self.group < 0 or self.group % 8:
+            raise _refuse(f"groups of {self.group}", "Use a multiple of 8, or 0 for whole rows.")
+        if floats and (not self.symmetric or self.activations != "float"):
+            raise _refuse(f"{self}", f"{self.format} codes have no zero point and multiply floats.")
+
+
+def _refuse(found: str, fix: str) -> PlanError:
+    return PlanError(f"weights cannot be quantised as {found}", code="inference-quantize", fix=fix)
+
+
+def as_quantize(asked: Quantize | str | None) -> Quantize | None:
+    """A name is a format with groups of 128.
+
+    Raises:
+        PlanError: no such format ("inference-quantize").
+    """
+    if asked is None or isinstance(asked, Quantize):
+        return asked
+    if asked not in _FORMATS:
+        raise _refuse(repr(asked), f"Use one of {', '.join(_FORMATS)}, or a Quantize.")
+    return Quantize(asked)  # type: ignore[arg-type]
+
+
+def quantised(role: str, weight: Tensor, how: Quantize) -> Weight:
+    """The weight of a role: its codes if it is a matrix [N, K] or experts [E, N, K] that products read, else itself."""
+    if weight.dim() < 2 or role.endswith(_KEPT) or not role.endswith(("weight", ".up", ".down")):
+        return weight.contiguous()
+    group = how.group or -(-weight.shape[-1] // 8) * 8
+    return quantize_weight(weight.contiguous(), _FORMATS[how.format], group=group, symmetric=how.symmetric)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, [.., K] to [.., N]."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return quantized_linear(x, weight, bias)
+
+
+def grouped_linear(x: Tensor, weights: Weight, ends: Tensor) -> Tensor:
+    """Rows sorted by expert [T, K], each group by its own matrix of [E, N, K]; `ends` int64 [E]."""
+    if isinstance(weights, Tensor):
+        return grouped_matmul(x, weights, ends, transpose=True)
+    return quantized_grouped_matmul(x, weights, ends)
+
+
+def dequantised(weight: Weight) -> Tensor:
+    """The numbers."""
+    if isinstance(weight, Tensor):
+        return weight
+    return dequantize(weight, dtype=torch.float32).to(weight.dtype)

@@ -1,0 +1,107 @@
+"""Weights of few bits: generation equals that of a model whose weights are the dequantised ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_config.errors import PlanError, UnsupportedError
+from ds_inference import Quantize, RaggedConfig, Sampling, build_hf_engine, init_inference, load
+from ds_inference.loading import read_decoder
+from ds_inference.model import Decoder
+from ds_inference.quantize import dequantised
+from ds_ops.formats import QuantTensor
+
+FORMS = {
+    "int8": Quantize("int8"),
+    "int8 in small groups": Quantize("int8", 8, symmetric=False),
+    "int8 rows": Quantize("int8", 0),
+    "int4": Quantize("int4", 16),
+    "int4 with zero points": Quantize("int4", 16, symmetric=False),
+    "fp8": Quantize("fp8", 16),
+    "fp6": Quantize("fp6", 0),
+}
+
+
+def plain(decoder: Decoder) -> Decoder:
+    """The same numbers, no codes."""
+    return Decoder(decoder.spec, {role: dequantised(weight) for role, weight in decoder.weights.items()})
+
+
+def logits(generator: Any, prompt: list[int]) -> Tensor:
+    (answer,) = generator.generate([prompt], Sampling(max_new_tokens=1, logprobs=97))
+    return torch.tensor([answer.tops[0][i] for i in range(97)])
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("family", ["llama", "qwen2-moe", "gpt2"])
+def test_codes_are_as_good_as_their_numbers(family: str, form: str, tiny: Any, prompts_of: Any) -> None:
+    model, prompts = tiny(family), prompts_of([1, 30, 9])
+    coded, numbers = (load(model, cache_tokens=256, quantize=FORMS[form]) for _ in range(2))
+    numbers.decoder = plain(coded.decoder)
+    count = sum(isinstance(w, QuantTensor) for w in coded.decoder.weights.values())
+    assert count >= 4 * len(coded.decoder.spec.layers)
+    for prompt in prompts:
+        assert (logits(coded, prompt) - logits(numbers, prompt)).abs().max() < 1e-3
+    how = Sampling(max_new_tokens=6)
+    assert [a.tokens for a in coded.generate(prompts, how)] == [a.tokens for a in numbers.generate(prompts, how)]
+
+
+def test_a_folder_is_quantised_while_it_is_read(tmp_path: Any, tiny: Any) -> None:
+    model = tiny("llama").bfloat16()
+    model.save_pretrained(tmp_path)
+    decoder = read_decoder(tmp_path, quantize="int8")
+    weight = decoder.weights["layers.0.attention.qkv.weight"]
+    assert isinstance(weight, QuantTensor)
+    assert weight.wire.dtype == torch.uint8
+    assert decoder.dtype == torch.bfloat16
+    live = read_decoder(model, quantize="int8").weights["layers.0.attention.qkv.weight"]
+    assert isinstance(live, QuantTensor)
+    assert torch.equal(weight.wire, live.wire)
+
+
+def test_what_cannot_be_is_said(tiny: Any) -> None:
+    with pytest.raises(PlanError, match="multiple of 8"):
+        Quantize(group=12)
+    with pytest.raises(PlanError, match="no zero point"):
+        Quantize("fp8", symmetric=False)
+    with pytest.raises(PlanError, match="int3"):
+        load(tiny("llama"), quantize="int3")
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, "symmetric"), (4, "asymmetric")])
+def test_init_inference_quantises(bits: int, kind: str, tiny: Any, prompts_of: Any) -> None:
+    weight = {"num_bits": bits, "q_type": kind, "q_groups": 4}
+    engine = init_inference(tiny("llama"), dtype="fp32", kernel_inject=True, quant={"weight": weight})
+    ids = torch.tensor(prompts_of([9]))
+    found = engine.generate(ids, max_new_tokens=6, pad_token_id=0)
+    own = load(tiny("llama"), quantize=Quantize("int8" if bits == 8 else "int4", 8, kind == "symmetric"))
+    (answer,) = own.generate(ids.tolist(), Sampling(max_new_tokens=6))
+    assert found[0, 9:].tolist() == answer.tokens
+    with pytest.raises(UnsupportedError, match="num_bits"):
+        init_inference(tiny("llama"), dtype="fp32", quant={"weight": weight})
+
+
+@pytest.mark.parametrize("mode", ["wf6af16", "int8"])
+def test_the_ragged_engine_quantises(mode: str, tiny: Any, prompts_of: Any) -> None:
+    config = RaggedConfig(quantization={"quantization_mode": mode})
+    config = replace_blocks(config)
+    engine, (prompt,) = build_hf_engine(tiny("llama"), config), prompts_of([11])
+    assert isinstance(engine.model.weights["head.weight"], QuantTensor)
+    engine.model, quantised = plain(engine.model), engine.model
+    wanted = engine.put([1], [torch.tensor(prompt)])
+    engine.flush(1)
+    engine.model = quantised
+    assert (engine.put([1], [torch.tensor(prompt)]) - wanted).abs().max() < 1e-3
+
+
+def replace_blocks(config: RaggedConfig) -> RaggedConfig:
+    return config.model_copy(
+        update={"state_manager": config.state_manager.model_copy(update={"memory_config": _FEW_BLOCKS})}
+    )
+
+
+_FEW_BLOCKS = RaggedConfig(state_manager={"memory_config": {"mode": "allocate", "size": 4}}).state_manager.memory_config
