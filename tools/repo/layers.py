@@ -58,12 +58,12 @@ def contracts(layers: Layers, projects: Mapping[str, Project]) -> str:
 def circle(project: Project) -> list[str]:
     """Modules of a package that import each other in a circle, in its order; empty when there is none.
 
-    A package's own `__init__` does not count: it gathers names and imports all others; nor do imports for annotations alone.
+    A package's own `__init__` does not count: it gathers names and imports all others. Imports for annotations alone do.
     """
     found = {module.name: module for module in modules(project)}
     needs: dict[str, set[str]] = {}
     for name, module in found.items():
-        direct = {found_import.target for found_import in imports(module) if not found_import.typing_only}
+        direct = {found_import.target for found_import in imports(module)}
         needs[name] = {target for target in direct if target in found and target not in (name, project.module)}
     done: set[str] = set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_comm import differentiable
+import ds_comm.differentiable as differentiable
 from ds_comm.collectives import (
     ReduceOp,
     all_gather,

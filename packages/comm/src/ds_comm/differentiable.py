@@ -34,7 +34,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ds_comm import collectives
+import ds_comm.collectives as collectives
 from ds_comm.call import Call
 from ds_comm.groups import GroupLike, as_group
 from ds_comm.work import DONE, Work

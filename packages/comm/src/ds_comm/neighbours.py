@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import ds_ops._native as _native
 from ds_comm.groups import Group
 from ds_comm.metadata import all_gather_json
-from ds_ops import _native
 from ds_ops.shm import neighbourhood
 
 __all__ = ["Neighbour", "neighbours"]

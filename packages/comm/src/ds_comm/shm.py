@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+import ds_ops._native as _native
 from ds_config.errors import CommError, UnsupportedError
-from ds_ops import _native
 from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood
 
 __all__ = ["ShmProcessGroup", "available", "register"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_comm import collectives
+import ds_comm.collectives as collectives
 from ds_comm.bandwidth import bandwidth
 from ds_comm.groups import Group
 

@@ -61,7 +61,7 @@ def test_train_and_evaluate():
     loss, logits = engine.eval_batch(batches(), return_logits=True)
     assert 0 < float(loss) < losses[0]
     assert (logits is None) == (not engine.is_last_stage())
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(UnsupportedError, match="reduce_output"):
         engine.eval_batch(batches(), reduce_output="sum")
     with pytest.raises(UnsupportedError, match="train_batch"):
         engine(torch.zeros(2, 6))

@@ -298,13 +298,13 @@ class Engine(nn.Module):
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
         name, root = tag or f"global_step{self.counters.steps}", fspath(save_dir)
-        foreign = self.plan.config.checkpoint.layout == "deepspeed"
+        foreign = self.plan.foreign
         path = f"{root}/{draft_of(name) if foreign else name}"
         save_run(self, path, client_state or {}, frozen=not exclude_frozen_parameters)
         if not foreign:
             return path
         self.checkpointer.wait()
-        layout = layout_of(self.plan.config.zero_optimization.stage, self.mesh["data"], self.plan.precision.param)
+        layout = layout_of(self.plan.residency, self.mesh["data"], self.plan.precision.param)
         return write_as_deepspeed(root, name, layout, self.mesh["world"])
 
     def load_checkpoint(
@@ -341,7 +341,7 @@ class Engine(nn.Module):
         if self.optimizer is not None and not self.sharding.away:
             self._drop_step()
         root, wanted = fspath(load_dir), frozenset(name for name, asked in parts.items() if asked)
-        if self.plan.config.checkpoint.layout != "deepspeed":
+        if not self.plan.foreign:
             return load_run(self, root, tag, wanted)
         tag = tag or latest_tag(root)
         with translated(root, tag, self.mesh["world"]) as copy:

@@ -19,12 +19,14 @@ from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
 from ds_ckpt.format import MANIFEST
 from ds_comm import Group, barrier, broadcast_object_list
 from ds_config.errors import CheckpointError
+from ds_zero import STAGES, Residency
 
 __all__ = ["draft_of", "latest_tag", "layout_of", "translated", "write_as_deepspeed"]
 
 
-def layout_of(stage: int, group: Group, dtype: torch.dtype | None) -> Regular:
+def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None) -> Regular:
     """How the files of a run are cut over the ranks that share the optimizer's state."""
+    stage = next(number for number, found in STAGES.items() if found == residency)
     return Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
 
 

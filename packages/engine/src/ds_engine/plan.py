@@ -165,6 +165,7 @@ class Plan:
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
+        foreign: Whether checkpoints are written in DeepSpeed's layout.
     """
 
     config: Config
@@ -186,6 +187,7 @@ class Plan:
     layer_drop: LayerDropConfig | None = None
     transforms: tuple[Change, ...] = ()
     staging: Staging | None = None
+    foreign: bool = False
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:

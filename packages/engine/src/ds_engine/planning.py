@@ -80,6 +80,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
         staging=shapes.staging,
+        foreign=config.checkpoint.layout == "deepspeed",
     )
 
 

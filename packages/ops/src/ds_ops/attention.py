@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register, torch_backend
 
 __all__ = ["evoformer_attention", "masked_softmax"]

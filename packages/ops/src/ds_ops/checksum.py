@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from ds_ops import _native
+import ds_ops._native as _native
 
 __all__ = ["copy_crc32", "crc32"]
 

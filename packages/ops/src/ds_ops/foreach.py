@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+import ds_ops._torch as _torch
 from ds_ops.reference import update as reference
 from ds_ops.rules import Rule, UpdateSpec, UpdateTensors
 
@@ -43,8 +44,8 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     for kept, new in zip(tensors.states, (m, v), strict=True):
         _store(kept, new)
     if spec.zero_grad:
-        torch._foreach_zero_(list(tensors.grads))
-    norms = [torch.stack(torch._foreach_norm(some, 2, dtype=torch.float64)) for some in (p, u)]
+        _torch.foreach_zero_(list(tensors.grads))
+    norms = [torch.stack(_torch.foreach_norm(some, 2, dtype=torch.float64)) for some in (p, u)]
     return torch.stack(norms, dim=1).square()
 
 
@@ -52,8 +53,8 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
     """As `reference.lamb_apply`; ratios [count] stay on the device."""
     p, states = _wide(tensors.params), [_wide(s) for s in tensors.states]
     u = _lamb_direction(spec.coefficients, p, *states)
-    torch._foreach_mul_(u, list((ratios.to(p[0].dtype) * -spec.coefficients[8]).unbind()))
-    torch._foreach_add_(p, u)
+    _torch.foreach_mul_(u, list((ratios.to(p[0].dtype) * -spec.coefficients[8]).unbind()))
+    _torch.foreach_add_(p, u)
     _store(tensors.params, p)
     _leave(spec, tensors)
 
@@ -68,7 +69,7 @@ def _wide(stream: Sequence[Tensor]) -> Tensors:
     if given[0].dtype is wide:
         return given
     made = [torch.empty_like(t, dtype=wide) for t in given]
-    torch._foreach_copy_(made, given)
+    _torch.foreach_copy_(made, given)
     return made
 
 
@@ -76,19 +77,19 @@ def _gradients(spec: UpdateSpec, tensors: UpdateTensors) -> Tensors:
     """Gradients times their scale; never the gradients themselves if they change."""
     g = _wide(tensors.grads)
     plain = isinstance(spec.grad_scale, float | int) and spec.grad_scale == 1.0
-    return g if plain else list(torch._foreach_mul(g, spec.grad_scale))
+    return g if plain else list(_torch.foreach_mul(g, spec.grad_scale))
 
 
 def _store(kept: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(kept, new, strict=True)):
-        torch._foreach_copy_([t.detach() for t in kept], list(new))
+        _torch.foreach_copy_([t.detach() for t in kept], list(new))
 
 
 def _leave(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     if tensors.copies:
-        torch._foreach_copy_(list(tensors.copies), [t.detach() for t in tensors.params])
+        _torch.foreach_copy_(list(tensors.copies), [t.detach() for t in tensors.params])
     if spec.zero_grad:
-        torch._foreach_zero_([t.detach() for t in tensors.grads])
+        _torch.foreach_zero_([t.detach() for t in tensors.grads])
 
 
 def _fusable(spec: UpdateSpec, tensors: UpdateTensors) -> bool:
@@ -102,7 +103,7 @@ def _fusable(spec: UpdateSpec, tensors: UpdateTensors) -> bool:
 def _fused_adam(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     """p -= c5 m / (sqrt(v) / c6 + eps) is Adam without bias correction of learning rate c5 c6 and epsilon eps c6."""
     decay, l2, omb1, b2, _, step_size, root, eps = spec.coefficients
-    run = torch._fused_adamw_ if decay != 1.0 else torch._fused_adam_
+    run = _torch.fused_adamw_ if decay != 1.0 else _torch.fused_adam_
     lr = step_size * root
     params = [t.detach() for t in tensors.params]
     run(
@@ -132,79 +133,79 @@ def _endless(device: torch.device) -> Tensor:
 
 
 def _plus(g: Tensors, p: Tensors, factor: float) -> Tensors:
-    return list(torch._foreach_add(g, p, alpha=factor)) if factor else g
+    return list(_torch.foreach_add(g, p, alpha=factor)) if factor else g
 
 
 def _moments(c: tuple[float, ...], g: Tensors, m: Tensors, v: Tensors) -> None:
-    torch._foreach_lerp_(m, g, c[2])
-    torch._foreach_mul_(v, c[3])
-    torch._foreach_addcmul_(v, g, g, value=c[4])
+    _torch.foreach_lerp_(m, g, c[2])
+    _torch.foreach_mul_(v, c[3])
+    _torch.foreach_addcmul_(v, g, g, value=c[4])
 
 
 def _denominator(c: tuple[float, ...], v: Tensors) -> Tensors:
-    root = list(torch._foreach_sqrt(v))
-    torch._foreach_div_(root, c[6])
-    torch._foreach_add_(root, c[7])
+    root = list(_torch.foreach_sqrt(v))
+    _torch.foreach_div_(root, c[6])
+    _torch.foreach_add_(root, c[7])
     return root
 
 
 def _adam(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
-    torch._foreach_mul_(p, c[0])
+    _torch.foreach_mul_(p, c[0])
     _moments(c, _plus(g, p, c[1]), s[0], s[1])
-    torch._foreach_addcdiv_(p, s[0], _denominator(c, s[1]), value=-c[5])
+    _torch.foreach_addcdiv_(p, s[0], _denominator(c, s[1]), value=-c[5])
     return p
 
 
 def _lion(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
-    u = list(torch._foreach_mul(s[0], c[1]))
-    torch._foreach_add_(u, g, alpha=c[2])
+    u = list(_torch.foreach_mul(s[0], c[1]))
+    _torch.foreach_add_(u, g, alpha=c[2])
     # sign(u) that keeps NaN: the smallest number, made larger twice, is beyond 1; zero stays zero.
     for _ in range(2):
-        torch._foreach_mul_(u, 2.0**120)
-    torch._foreach_clamp_min_(u, -1.0)
-    torch._foreach_clamp_max_(u, 1.0)
-    torch._foreach_mul_(s[0], c[3])
-    torch._foreach_add_(s[0], g, alpha=c[4])
-    torch._foreach_mul_(p, c[0])
-    torch._foreach_add_(p, u, alpha=-c[5])
+        _torch.foreach_mul_(u, 2.0**120)
+    _torch.foreach_clamp_min_(u, -1.0)
+    _torch.foreach_clamp_max_(u, 1.0)
+    _torch.foreach_mul_(s[0], c[3])
+    _torch.foreach_add_(s[0], g, alpha=c[4])
+    _torch.foreach_mul_(p, c[0])
+    _torch.foreach_add_(p, u, alpha=-c[5])
     return p
 
 
 def _adagrad(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
     g = _plus(g, p, c[0])
-    torch._foreach_addcmul_(s[0], g, g, value=1.0)
-    root = list(torch._foreach_sqrt(s[0]))
-    torch._foreach_add_(root, c[2])
-    torch._foreach_addcdiv_(p, g, root, value=-c[1])
+    _torch.foreach_addcmul_(s[0], g, g, value=1.0)
+    root = list(_torch.foreach_sqrt(s[0]))
+    _torch.foreach_add_(root, c[2])
+    _torch.foreach_addcdiv_(p, g, root, value=-c[1])
     return p
 
 
 def _sgd(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
-    torch._foreach_mul_(p, c[0])
+    _torch.foreach_mul_(p, c[0])
     g = _plus(g, p, c[1])
-    torch._foreach_mul_(s[0], c[2])
-    torch._foreach_add_(s[0], g, alpha=c[3])
-    move = torch._foreach_add(g, s[0], alpha=c[2]) if c[4] else s[0]
-    torch._foreach_add_(p, list(move), alpha=-c[5])
+    _torch.foreach_mul_(s[0], c[2])
+    _torch.foreach_add_(s[0], g, alpha=c[3])
+    move = _torch.foreach_add(g, s[0], alpha=c[2]) if c[4] else s[0]
+    _torch.foreach_add_(p, list(move), alpha=-c[5])
     return p
 
 
 def _sgd_plain(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
-    torch._foreach_mul_(p, c[0])
-    torch._foreach_add_(p, _plus(g, p, c[1]), alpha=-c[2])
+    _torch.foreach_mul_(p, c[0])
+    _torch.foreach_add_(p, _plus(g, p, c[1]), alpha=-c[2])
     return p
 
 
 def _lamb_direction(c: tuple[float, ...], p: Tensors, m: Tensors, v: Tensors) -> Tensors:
     if c[9]:
-        below = list(torch._foreach_mul(v, c[10]))
-        torch._foreach_add_(below, c[9])
-        torch._foreach_sqrt_(below)
+        below = list(_torch.foreach_mul(v, c[10]))
+        _torch.foreach_add_(below, c[9])
+        _torch.foreach_sqrt_(below)
     else:
         below = _denominator(c, v)
-    u = list(torch._foreach_mul(m, c[5]))
-    torch._foreach_div_(u, below)
-    torch._foreach_add_(u, p, alpha=c[0])
+    u = list(_torch.foreach_mul(m, c[5]))
+    _torch.foreach_div_(u, below)
+    _torch.foreach_add_(u, p, alpha=c[0])
     return u
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError, UnsupportedError
-from ds_ops import _call
 
 __all__ = ["FIRST_OWN_ERROR", "CuFile", "DeviceBytes", "Flight", "GdsEngine", "device_bytes", "find_library", "why_not"]
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
+import ds_ops._torch as _torch
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.registry import Backend, Obstacle, Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
@@ -309,7 +310,7 @@ def _torch_matmul(
     if not _aligned(x, matrices):
         return _loop_matmul(x, weights, ends, bias, out, job)
     offsets = ends.to(torch.int32)
-    y = torch._grouped_mm(x, matrices, offs=offsets)
+    y = _torch.grouped_mm(x, matrices, offs=offsets)
     place = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     if bias is not None:
         group = torch.searchsorted(offsets, place, right=True).clamp_(max=len(ends) - 1)
@@ -322,7 +323,7 @@ def _torch_matmul(
 def _torch_outer(x: Tensor, y: Tensor, ends: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     if not _aligned(x, y):
         return _loop_outer(x, y, ends, out, accumulate)
-    made = torch._grouped_mm(x.t(), y, offs=ends.to(torch.int32))
+    made = _torch.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
     # A group without rows is a product of nothing, which the kernel may skip.
     made = made.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
     return _given(made, out, accumulate)

@@ -26,9 +26,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+import ds_ops._call as _call
+import ds_ops._native as _native_modules
 from ds_config.errors import ConfigError, KernelError
-from ds_ops import _call
-from ds_ops import _native as _native_modules
 from ds_ops.gds import FIRST_OWN_ERROR, Flight, GdsEngine, find_library
 
 __all__ = ["AsyncIO", "Backend", "FileTransferError", "IOSettings", "Transfer", "backends"]

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 
-from ds_ops import _native
+import ds_ops._native as _native
 
 __all__ = ["MappedFile"]
 

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+import ds_ops._call as _call
+import ds_ops._torch as _torch
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.registry import Backend, Obstacle, Op, choose, reference_backend, register
 from ds_ops.sparse_attention import Sparsity
 
@@ -244,11 +245,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         return _reference(q, k, v, mask, causal, scale)
     q, k, v = map(_in_rows, (q, k, v))
     if q.device.type == "cuda":
-        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        made = _torch.scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return made[0], made[1]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )
+    out, lse = _torch.scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if mask is not None:  # the kernel has 0 where nothing was seen
         lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
     return out, lse
@@ -276,11 +275,11 @@ def _flash_grad(
             torch.zeros((), dtype=torch.uint64, device=q.device),
         )
         lengths = (None, None, q.shape[2], k.shape[2])
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        made = _torch.scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, causal, *seeds, scale=scale
         )
         return made[0], made[1], made[2]
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    dq, dk, dv = _torch.scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     return dq, dk, dv

@@ -51,7 +51,7 @@ def _triton() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    from ds_ops import _native as native
+    import ds_ops._native as native
 
     loaded = {name: native.load(name) for name in ("_cpu", "_cuda")}
     cpu = loaded["_cpu"].module
@@ -68,7 +68,7 @@ def _trial() -> dict[str, Any]:
     """One small step with native kernels beside the reference: the largest difference must be rounding."""
     import torch
 
-    from ds_ops import registry
+    import ds_ops.registry as registry
     from ds_ops.reference import update as reference
     from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients
     from ds_ops.updating import update

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.formats import (
     FP4_E2M1,
     FP6_E2M3,

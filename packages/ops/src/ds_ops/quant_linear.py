@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import group_bounds
 from ds_ops.quant import dequantize, native_rows, native_spec, quantize

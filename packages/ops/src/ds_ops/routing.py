@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["Gating", "Permutation", "permute", "regroup", "sort_slots", "top_k_gating", "unpermute"]

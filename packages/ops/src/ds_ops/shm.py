@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import CommError, KernelError
-from ds_ops import _call
 
 __all__ = ["Channel", "ChannelSettings", "Counters", "Op", "Segment", "Task", "Verb", "combine", "neighbourhood"]
 

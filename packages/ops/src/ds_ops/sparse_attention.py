@@ -17,8 +17,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.attention import masked_softmax
 from ds_ops.registry import Op, choose, reference_backend, register, torch_backend
 

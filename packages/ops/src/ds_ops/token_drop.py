@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops import _call
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["gather_tokens", "sample_tokens", "scatter_tokens"]

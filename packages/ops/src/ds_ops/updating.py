@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
+import ds_ops.foreach as foreach
 from ds_config.errors import KernelError
-from ds_ops import foreach
 from ds_ops.reference import update as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.rules import UpdateSpec, UpdateTensors

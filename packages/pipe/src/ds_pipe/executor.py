@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import ds_comm
 import ds_monitor
 from ds_comm.channels import Channels
 from ds_config.errors import PlanError
+from ds_pipe._torch import tree_leaves
 from ds_pipe.actions import Action, Op
 from ds_pipe.stage import Stage
 from ds_pipe.staged import StagedModel

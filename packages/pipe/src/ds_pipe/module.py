@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
+from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.building import broadcast_ties, tell, tie
 from ds_pipe.layers import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 import ds_comm
+from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.layers import LayerSpec, TiedLayerSpec
 
 __all__ = ["profile_layers"]

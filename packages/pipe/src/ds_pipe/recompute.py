@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ds_pipe._torch import TreeSpec, tree_flatten, tree_unflatten
 from ds_pipe.splitting import Capture, Job, Recorder, split_backward
 
 __all__ = ["Backwards", "Mode", "checkpointed"]
@@ -80,7 +80,8 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     found = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))
     tensors = iter(found)
     flat = [next(tensors) if isinstance(leaf, _Slot) else leaf for leaf in segment.constants]
-    assert segment.outputs is not None
+    if segment.outputs is None:
+        raise RuntimeError("a checkpointed segment ended without an output")
     return tree_unflatten(flat, segment.outputs)
 
 

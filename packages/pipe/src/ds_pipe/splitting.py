@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
+
+from ds_pipe._torch import tree_leaves
 
 __all__ = ["Capture", "Job", "Recorder", "run_jobs", "split_backward"]
 

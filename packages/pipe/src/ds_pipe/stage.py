@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ds_pipe._torch import tree_flatten, tree_unflatten
 from ds_pipe.recompute import Backwards, Mode
 from ds_pipe.splitting import Capture, Job, Recorder, run_jobs, split_backward
 

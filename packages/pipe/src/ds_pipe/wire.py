@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
 
 from ds_comm.channels import Channels, Receiver, Sender
 from ds_config.errors import CommError, UnsupportedError
+from ds_pipe._torch import TreeSpec, tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
 
 __all__ = ["Link", "Signature", "describe"]
 

@@ -19,19 +19,59 @@ is known after the last, so a tier that updates before has to keep what it overw
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
+from ds_zero.layout import UnitLayout
+from ds_zero.part import Part
+from ds_zero.precision import Dtypes
 from ds_zero.residency import UnitBytes
+from ds_zero.units import UnitSpec
 
-if TYPE_CHECKING:
-    from ds_zero.unit import Part, Unit
+__all__ = ["TIERS", "Sums", "Tier", "Tiered", "tier_of"]
 
-__all__ = ["TIERS", "Tier", "tier_of"]
+States = Callable[[Part], dict[str, Any]]
 
-States = Callable[["Part"], "dict[str, Any]"]
+
+class Sums(Protocol):
+    """Of a unit's gradients what a tier may use: `Gradients`."""
+
+    sums: list[Tensor] | None
+    ranges: tuple[tuple[int, int], ...]
+
+    def finish(self) -> None: ...
+
+    def view(self, start: int, stop: int) -> Tensor | None: ...
+
+
+class Tiered(Protocol):
+    """Of a unit what a tier may use: `Unit`. The one thing that it may set is `shard`.
+
+    Attributes:
+        number: In its model.
+        parts: What the optimizer sees of the shard; empty while the tier is made.
+    """
+
+    number: int
+    spec: UnitSpec
+    layout: UnitLayout
+    dtypes: Dtypes
+    rank: int
+    params: list[Parameter]
+    shard: Tensor
+    parts: list[Part]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def gradients(self) -> Sums: ...
+
+    def publish(self) -> None: ...
 
 
 class Tier:
@@ -47,7 +87,7 @@ class Tier:
     resident = True
     alone = False
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Tiered) -> None:
         self.unit = unit
         self.states: States = lambda part: {}
 

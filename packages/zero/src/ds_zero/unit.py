@@ -22,7 +22,6 @@ where the formats agree: `unshard` is a barrier, `reshard` is nothing. Where the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
 
@@ -38,6 +37,7 @@ from ds_zero._torch import storage_uses
 from ds_zero.gradients import Gradients
 from ds_zero.layout import Piece, Slot
 from ds_zero.nodes import Secondary
+from ds_zero.part import Part
 from ds_zero.plan import Storage, UnitPlan
 from ds_zero.released import release, restore
 from ds_zero.scattered import is_scattered, whole
@@ -55,22 +55,6 @@ class Full(Enum):
     STALE = auto()  # storage, older than the shards
     CURRENT = auto()  # equal to the gathered shards
     AWAY = auto()  # nothing, and neither does the shard: the bytes are in host memory (moving.py)
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """A range of the shard that the optimizer sees as one parameter.
-
-    Attributes:
-        tensor: View of shard[start:stop], flat or in the parameter's shape.
-        start, stop: In the shard.
-        members: Numbers of the parameters with elements in it.
-    """
-
-    tensor: Parameter
-    start: int
-    stop: int
-    members: tuple[int, ...]
 
 
 class Unit:
@@ -100,6 +84,11 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
+
+    @property
+    def device(self) -> torch.device:
+        """Of its parameters, also while they are on meta."""
+        return _device(self.params[0])
 
     # ---- parameters
 

@@ -80,23 +80,23 @@ class MessageReceiver:
 
     def post(self) -> None:
         """Make ready for the next message, once."""
+        self._made_ready()
+
+    def _made_ready(self) -> tuple[Work, Tensor, list[Tensor]]:
         if self._posted is not None:
-            return
+            return self._posted
         head = torch.empty(_HEAD_WORDS, dtype=torch.int64)
         outs = [] if self._last is None else self._last[1].empties()
         self._posted = self._receive([(head, self._head_tag), *((out, self._tag) for out in outs)]), head, outs
+        return self._posted
 
     def ready(self) -> bool:
         """Whether what was posted came."""
-        self.post()
-        assert self._posted is not None
-        return self._posted[0].is_completed()
+        return self._made_ready()[0].is_completed()
 
     def take(self) -> tuple[Tensor, ...]:
         """The next message, when it is here."""
-        self.post()
-        assert self._posted is not None
-        (work, head, outs), self._posted = self._posted, None
+        (work, head, outs), self._posted = self._made_ready(), None
         work.wait()
         number, text_bytes = head.tolist()
         if self._last is None or number != self._last[0]:

@@ -84,7 +84,8 @@ class End:
     def begin(self, like: Tensor | None) -> int:
         """Stamp an operation of this end."""
         order = self.call.group.order
-        assert order is not None
+        if order is None:
+            raise RuntimeError(f"{self.call.group} has one rank: it has no channels")
         return current().begin(order, 0, (self.call.op, self.call.unit, self.peer), like)
 
     def wait(self, ring: _Ring, slot: int) -> None:
@@ -279,10 +280,9 @@ class RingReceiver:
         if not ring.ready():
             self._end.wait(ring, slot)
         kind, number, nbytes = ring.head()
-        if layout is None or kind == _TEXT or number != layout.number:
+        if layout is None or outs is None or kind == _TEXT or number != layout.number:
             layout = self._last = self._learn(slot, kind, number, nbytes)
             outs = layout.signature.empties()
-        assert outs is not None
         if len(layout.cells) == 1:
             for out, view in zip(outs, ring.leaves(layout), strict=True):
                 out.copy_(view)

@@ -59,7 +59,8 @@ class Rings:
     def store(self) -> Store:
         """The group's store; a connection of our own."""
         if self._store is None:
-            assert self.group.pg is not None
+            if self.group.pg is None:
+                raise RuntimeError(f"{self.group} has one rank: it has no store, and no channels")
             self._store = second_connection(self.group.pg)
         return self._store
 

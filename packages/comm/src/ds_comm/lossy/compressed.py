@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_comm import collectives
+import ds_comm.collectives as collectives
 from ds_comm.call import Call
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, GroupLike, as_group

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import ds_accel
+from deepspeed._ours._torch import compilers
 from deepspeed._ours.builders import BUILDERS
 from ds_accel import Accelerator
 
@@ -304,10 +305,8 @@ class FacadeAccelerator:
         Raises:
             ValueError: torch knows none of this name.
         """
-        if backend not in torch._dynamo.list_backends(exclude_tags=()):
-            raise ValueError(
-                f"{backend!r} is no backend of torch.compile: {torch._dynamo.list_backends(exclude_tags=())}"
-            )
+        if backend not in compilers():
+            raise ValueError(f"{backend!r} is no backend of torch.compile: {compilers()}")
         self._compile_backend = backend
 
 

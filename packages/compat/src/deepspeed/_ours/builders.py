@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from deepspeed._ours._torch import flatten, unflatten
 from ds_config.errors import UnsupportedError
 from ds_ops.rules import (
     AdamHyper,
@@ -183,7 +183,7 @@ def _bytes(tensors: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
 
 
 def _utils() -> Mapping[str, Any]:
-    return {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors, "cast_to_byte_tensor": _bytes}
+    return {"flatten": flatten, "unflatten": unflatten, "cast_to_byte_tensor": _bytes}
 
 
 # ---- the classes

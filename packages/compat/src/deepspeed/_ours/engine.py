@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deepspeed._errors import UnsupportedNameError
+from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
@@ -34,7 +34,6 @@ from deepspeed._ours.saving import (
     same_everywhere,
 )
 from deepspeed._ours.tools import logger
-from deepspeed._ours.torch_versions import transformed
 from deepspeed._ours.version import version
 from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_comm import all_gather_object, barrier

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._ours.engine import DeepSpeedEngine
+from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
 
 __all__ = ["PipelineEngine"]
@@ -21,7 +22,8 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
         """One step of all microbatches. The mean loss over microbatches and copies, on every rank."""
         result = self.train_step(data_iter)
-        assert result.mean is not None
+        if result.mean is None:
+            raise RuntimeError("a step of a pipeline ended without a loss")
         self.agg_train_loss = result.mean
         return result.mean
 
@@ -39,7 +41,11 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):
         Without `compute_loss` the outputs by microbatch, on the last stage's ranks; with `reduce_output=None` the same.
         """
         if reduce_output not in ("avg", None):
-            raise NotImplementedError(f"reduce_output={reduce_output!r}: 'avg' or None")
+            raise UnsupportedError(
+                f"eval_batch(reduce_output={reduce_output!r}): the losses of microbatches are averaged or left alone",
+                code="compat-argument",
+                fix='Pass "avg", or None and reduce the outputs.',
+            )
         loss, logits = self.evaluate(
             data_iter,
             return_logits=return_logits,

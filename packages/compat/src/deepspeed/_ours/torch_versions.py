@@ -12,7 +12,6 @@ __all__ = [
     "required_max_torch_version",
     "required_min_torch_version",
     "required_torch_version",
-    "transformed",
 ]
 
 
@@ -40,8 +39,3 @@ def required_max_torch_version(max_version: float) -> bool:
 def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, compiled where torch.compile can: scripting is no longer developed."""
     return torch.compile(fn)
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, ...) is running, which differentiates in its own way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

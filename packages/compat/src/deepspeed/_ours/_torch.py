@@ -1,0 +1,33 @@
+"""The private torch names this package uses, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "unflatten"]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements, one tensor after the other."""
+    return _flatten_dense_tensors(tensors)
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """The opposite, in the shapes of `tensors`."""
+    return _unflatten_dense_tensors(flat, tensors)
+
+
+def compilers() -> list[str]:
+    """Names of the backends of torch.compile."""
+    return torch._dynamo.list_backends(exclude_tags=())
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is running, which differentiates in its own way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
