@@ -1,0 +1,190 @@
+"""From a configuration and a model to a compressed model, and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_comm import Group, all_reduce_coalesced, as_group, world_group
+from ds_compress.config import CompressionConfig, compression_of
+from ds_compress.layer import Compression, attach, attached, detach
+from ds_compress.recipe import Kind, Layer, Recipe, make_recipe
+from ds_compress.students import student_initialization
+from ds_config.errors import PlanError, UnsupportedError
+from ds_config.reading import Source
+
+__all__ = [
+    "CompressionScheduler",
+    "compress",
+    "compressed_layers",
+    "compression_scheduler",
+    "decompress",
+    "init_compression",
+    "is_compressed",
+    "layers_of",
+]
+
+_PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "LinearLayer", "LinearAllreduce")  # of Megatron and of AutoTP
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a model that can be compressed, and norms that shrink with them, in the model's order."""
+    found = []
+    for name, module in model.named_modules():
+        kind, weight = _kind(module), getattr(module, "weight", None)
+        if kind is not None and isinstance(weight, Tensor):
+            found.append(Layer(name, kind, tuple(getattr(weight, "ds_shape", weight.shape))))
+    return found
+
+
+def _kind(module: nn.Module) -> Kind | None:
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return "conv"
+    if isinstance(module, nn.Linear) or type(module).__name__ in _PARALLEL:
+        return "linear"
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.affine:
+        return "norm"
+    return None
+
+
+def init_compression(
+    model: nn.Module,
+    deepspeed_config: Source | CompressionConfig,
+    teacher_model: nn.Module | None = None,
+    mpu: Any = None,
+) -> nn.Module:
+    """Compress a model as the section `compression_training` says. It is changed in place, and returned.
+
+    Its modules and parameters stay the same objects under the same names. Techniques begin when the schedule says: an engine, or
+    `compression_scheduler(model).step()` after each update, moves it on. `redundancy_clean` makes it final.
+
+    Args:
+        model: On one rank or as each rank holds it, not yet sharded.
+        deepspeed_config: A whole configuration (dict, path, text), or the section.
+        teacher_model: Where layers of a student come from, if `layer_reduction` is enabled.
+        mpu: Its `get_data_parallel_group()` says whose batches are one batch; by default those of all ranks.
+    Raises:
+        ConfigError: the section is wrong. PlanError: it does not fit the model; nothing was changed.
+    """
+    section = compression_of(deepspeed_config)
+    recipe = make_recipe(section, layers_of(model))
+    _check(model, recipe)
+    if section.layer_reduction.enabled:
+        if teacher_model is None:
+            raise PlanError(
+                "layer_reduction is enabled, and there is no teacher_model",
+                code="compress-teacher",
+                fix="Pass teacher_model= to init_compression, before the engine is made.",
+            )
+        student_initialization(model, teacher_model, section)
+    group = None if mpu is None else as_group(mpu.get_data_parallel_group())
+    compress(model, recipe, group)
+    return model
+
+
+def compress(model: nn.Module, recipe: Recipe, group: Group | None = None) -> list[Compression]:
+    """Attach a recipe. `group`: ranks whose batches are one batch; None is all ranks, looked up when needed."""
+    _check(model, recipe)
+    made = []
+    for name, one in recipe.layers.items():
+        made.append(attach(model.get_submodule(name), one))
+        made[-1].group = group
+    return made
+
+
+def decompress(model: nn.Module) -> None:
+    """Take all compression away; weights stay as they are trained."""
+    for module in list(model.modules()):
+        detach(module)
+
+
+def compressed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Compression]]:
+    """(name, module, compression) of each compressed layer."""
+    for name, module in model.named_modules():
+        made = attached(module)
+        if made is not None:
+            yield name, module, made
+
+
+def is_compressed(model: nn.Module) -> bool:
+    """Whether any layer is compressed."""
+    return any(True for _ in compressed_layers(model))
+
+
+def _check(model: nn.Module, recipe: Recipe) -> None:
+    for name, _, _ in compressed_layers(model):
+        raise PlanError(
+            f"{name} is compressed already",
+            code="compress-twice",
+            fix="Call init_compression once, or decompress first.",
+        )
+    for outer, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        inside = [name for name in recipe.layers if name.startswith(f"{outer}." if outer else "")]
+        if inside:
+            raise UnsupportedError(
+                f"{inside[0]} is a part of torch.nn.MultiheadAttention, which reads its weight without calling it",
+                code="compress-attention",
+                fix="Leave it out by its name, or use attention whose projections are called.",
+            )
+
+
+class CompressionScheduler:
+    """Moves the schedule of a compressed model on: `step()` after each update that was applied.
+
+    Attributes:
+        training_steps: Updates so far.
+    """
+
+    def __init__(self, model: nn.Module, compression_config: Any = None, group: Group | None = None) -> None:
+        del compression_config  # the layers know
+        self.model = model
+        self.layers = [made for _, _, made in compressed_layers(model)]
+        self.training_steps = max((made.steps for made in self.layers), default=0)
+        if group is not None:
+            for made in self.layers:
+                made.group = group
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """One update was applied. Collective where snip_momentum prunes. With `step_zero_check` only today's state is set."""
+        self.advance(self.training_steps + (not step_zero_check))
+
+    def advance(self, steps: int) -> None:
+        """Go to the time after `steps` updates. What was loaded into buffers since the last call counts if `steps` is not the next."""
+        if steps != self.training_steps + 1:
+            for made in self.layers:
+                made.pull()
+        else:
+            self._sum_sensitivity()
+        for made in self.layers:
+            made.at(steps)
+            if steps == self.training_steps + 1:
+                made.prune_blocks()
+        self.training_steps = steps
+
+    def state_dict(self) -> dict[str, int]:
+        """How far it is; masks and ranges are buffers of the model."""
+        return {"training_steps": self.training_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state; load the model's state dict first."""
+        self.training_steps = -2  # whatever comes is no next step
+        self.advance(int(state["training_steps"]))
+
+    def _sum_sensitivity(self) -> None:
+        sensing = [made for made in self.layers if made.recipe.sparse is not None and "sensitivity" in made._buffers]
+        if not sensing:
+            return
+        group = sensing[0].group or world_group()
+        if group.size > 1:
+            all_reduce_coalesced([made.sensitivity for made in sensing], group=group)
+
+
+def compression_scheduler(model: nn.Module, compression_config: Any = None) -> CompressionScheduler:
+    """The schedule of a model that `init_compression` compressed."""
+    return CompressionScheduler(model, compression_config)

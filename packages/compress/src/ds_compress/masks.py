@@ -1,0 +1,98 @@
+"""Masks: what of a weight is kept. A mask has ones and zeros, or False and True, and the same count of them for the same ratio.
+
+Words: *dense ratio* is the share that is kept; ceil(ratio * n) of n are. *Scores* say what is: |w| summed over what is kept or
+dropped together (l1), learnt numbers (topk, with straight-through gradients: Sanh et al., arXiv:2005.07683), or sensitivity of the
+loss (SNIP: Lee et al., arXiv:1810.02340).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "block_scores",
+    "channel_scores",
+    "expand_blocks",
+    "head_scores",
+    "kept",
+    "learnt_mask",
+    "row_scores",
+    "snip_update",
+    "top_mask",
+]
+
+
+def kept(numel: int, ratio: float) -> int:
+    """How many of `numel` are kept: ceil(ratio * numel), and not one more for the last digit of a float."""
+    return min(numel, max(1, math.ceil(ratio * numel - 1e-9 * numel)))
+
+
+def top_mask(scores: Tensor, ratio: float) -> Tensor:
+    """Which elements have the highest scores; bool, of the shape of `scores`. Of equal ones the first are kept."""
+    flat = scores.detach().reshape(-1)
+    order = flat.argsort(descending=True, stable=True)
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[order[: kept(flat.numel(), ratio)]] = True
+    return mask.view(scores.shape)
+
+
+class _Learnt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, ratio: float) -> Tensor:
+        return top_mask(scores, ratio).to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def learnt_mask(scores: Tensor, ratio: float) -> Tensor:
+    """`top_mask` in the dtype of `scores`, whose gradient is that of the mask."""
+    result: Tensor = _Learnt.apply(scores, ratio)  # type: ignore[no-untyped-call]
+    return result
+
+
+def row_scores(weight: Tensor) -> Tensor:
+    """Sum of |w| of each output row: [out, ...] -> [out]."""
+    return weight.detach().abs().flatten(1).sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+channel_scores = row_scores
+"""The output channels of a convolution are its rows."""
+
+
+def head_scores(weight: Tensor, heads: int) -> Tensor:
+    """Sum of |w| of the columns of each head in an output projection: [out, heads * size] -> [heads]."""
+    out, columns = weight.shape
+    parts = weight.detach().abs().reshape(out, heads, columns // heads)
+    return parts.sum((0, 2), dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def block_scores(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """Sums of `values` [rows, columns] over blocks; edges are blocks of what is left."""
+    rows, columns = values.shape
+    tall, wide = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    padded = values.new_zeros(tall * block[0], wide * block[1])
+    padded[:rows, :columns] = values
+    return padded.view(tall, block[0], wide, block[1]).sum((1, 3))
+
+
+def expand_blocks(mask: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """A mask of blocks as one of elements."""
+    full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return full[: shape[0], : shape[1]]
+
+
+def snip_update(scores: Tensor, sensitivity: Tensor, momentum: float = 0.9) -> Tensor:
+    """momentum * scores + |s| / sum |s|, where s = sum of w * dL/dw over a block, over all samples of the step.
+
+    Divided by its sum, so that loss scaling and the size of the loss do not matter. What is not finite is left out.
+    """
+    size = sensitivity.abs()
+    total = size.sum()
+    usable = torch.isfinite(total) & (total > 0)
+    return momentum * scores + torch.where(usable, size / torch.where(usable, total, torch.ones_like(total)), 0.0)
