@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typos import single_edits
 
 from ds_config.names import distance, nearest
-from ds_config.typos import single_edits
 
 KEYS = [
     "train_batch_size",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
+from typos import check_typos, single_edits, typos
 
 from ds_config import Alias, StrictModel, keys, load
 from ds_config.errors import ConfigError
-from ds_config.typos import check_typos, single_edits, typos
 
 
 def test_a_thousand_typos_of_the_sample_schema(train: type[StrictModel]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import SecretStr
 from torch import nn
+from typos import check_typos
 
 import ds_ckpt.config
 import ds_monitor.config
@@ -20,7 +21,6 @@ from ds_config import Key, dotted, keys, saying
 from ds_config.errors import DsError
 from ds_config.fields import Dead, Deprecated, Unbuilt
 from ds_config.shape import aliases, literals, of_field, options, retired
-from ds_config.typos import check_typos
 from ds_engine import Config, load_config, make_plan, shapes_of
 from ds_engine.optimizers import make_optimizer
 from ds_engine.schedules import Schedule, Scheduler

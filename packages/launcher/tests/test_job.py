@@ -12,7 +12,7 @@ import pytest
 
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.devices import Devices
-from ds_launcher.inventory import Host, decode
+from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import Facts, make_launch, remote_hosts
 from ds_launcher.options import UNBUILT, RunOptions, options_of, parse_nnodes, register
 from ds_launcher.plan import Launch, Process, describe, from_json, to_json
@@ -285,6 +285,30 @@ def test_no_secret_stands_on_a_command_line_or_is_shown(launcher: str) -> None:
     assert "MLFLOW_TRACKING_PASSWORD" in text
     if launcher == "openmpi":
         assert "-x MLFLOW_TRACKING_PASSWORD" in " ".join(found.processes[0].argv)
+
+
+def test_the_ranks_of_a_job_share_a_secret_that_nobody_else_knows() -> None:
+    given: dict[str, object] = {"secret": "hunter2"}
+    assert [p.env["DS_JOB_SECRET"] for p in launch("--nproc 2 t.py", **given).processes] == ["hunter2", "hunter2"]
+    assert launch("--max-restarts 1 --nproc 2 t.py", **given).processes[0].env["DS_JOB_SECRET"] == "hunter2"
+    # What the environment has wins; nodes that are started by hand cannot agree on one; nodes of a job are told.
+    outer = {"DS_JOB_SECRET": "outer"}
+    by_hand = "--nnodes 2 --nproc 1 --node-rank 1 --master-addr h t.py"
+    of_a_node = f"--world-info {encode((Host('head', (0, 1)),))} t.py"
+    for line, env in (("--nproc 2 t.py", outer), (by_hand, {}), (of_a_node, {})):
+        assert all("DS_JOB_SECRET" not in p.env for p in launch(line, env=env, **given).processes)
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "pdsh"])
+@pytest.mark.parametrize("outer", [{}, {"DS_JOB_SECRET": "hunter2"}])
+def test_the_jobs_secret_travels_where_nobody_reads_it(launcher: str, outer: dict[str, str]) -> None:
+    line = f"--hostfile h --launcher {launcher} t.py"
+    found = launch(line, hosts=CLUSTER, env=outer, exports=outer, secret="hunter2")
+    assert "hunter2" not in describe(found)
+    for process in found.processes:
+        assert "hunter2" not in " ".join(process.argv)
+        held = {**process.env, **process.secrets}.get("DS_JOB_SECRET")
+        assert held == (None if launcher == "pdsh" else "hunter2")
 
 
 def test_pdsh_cannot_carry_a_secret() -> None:

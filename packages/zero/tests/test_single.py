@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -49,15 +50,33 @@ def test_models_can_be_copied_and_saved_while_sharded(stage):
     optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(pickle.loads(pickle.dumps(model)))
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     buffer.seek(0)
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in torch.load(buffer, weights_only=True).items())
     twin(torch.ones(1, 4)).sum().backward()
     assert twin[0].weight.grad is not None
+    twin.zero_grad()
+    assert twin[0].weight.grad is None
     assert optimizer.zero_grad() is None
     optimizer.close()
+    assert "zero_grad" not in vars(model)
+
+
+def test_a_zero_grad_of_the_models_own_is_called_and_given_back():
+    model = net()
+    called = []
+    model.zero_grad = called.append  # a client's wrapper
+    optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    before = model[0].weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad(False)
+    optimizer.step()
+    assert called == [False]
+    assert torch.equal(model[0].weight, before)
+    optimizer.close()
+    assert vars(model)["zero_grad"] == called.append
 
 
 def test_a_closure_is_called_once_and_its_loss_returned():

@@ -15,9 +15,10 @@ from ds_launcher.options import RunOptions, node_options, parse_nnodes
 from ds_launcher.plan import Launch, Process
 from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
 
-__all__ = ["MANY_HOSTS_PORT", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
+__all__ = ["MANY_HOSTS_PORT", "SECRET", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
 
 MANY_HOSTS_PORT = 29500
+SECRET = "DS_JOB_SECRET"  # what ds-comm's watchdogs and rendezvous show each other
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -29,6 +30,7 @@ class Facts:
         hosts: what the hostfile says; None when none was given.
         exports: variables that would travel to other hosts.
         port: for rank 0; held by the caller while the job runs.
+        secret: what only the ranks of this job are to know; empty: nothing.
     """
 
     env: Mapping[str, str]
@@ -41,6 +43,7 @@ class Facts:
     port: int
     hosts: Inventory | None = None
     exports: Mapping[str, str] | None = None
+    secret: str = ""
 
 
 def is_elastic(options: RunOptions) -> bool:
@@ -80,7 +83,14 @@ def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
     shared = _restricted(facts.devices, host) if _slots_matter(options, facts) else {}
     if len(host.slots) > 1 and "OMP_NUM_THREADS" not in facts.env:
         shared["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, len(host.slots)))
+    if len(inventory) == 1 and not options.world_info:
+        shared.update(_secret(facts))
     return tuple(_rank(options, facts, world, (local, shared)) for local in range(len(host.slots)))
+
+
+def _secret(facts: Facts) -> dict[str, str]:
+    """For ranks that this launch starts, all of them: nodes that are started by hand, each alone, cannot agree on one."""
+    return {SECRET: facts.secret} if facts.secret and SECRET not in facts.env else {}
 
 
 def _rank(options: RunOptions, facts: Facts, world: World, local: tuple[int, Mapping[str, str]]) -> Process:
@@ -177,13 +187,16 @@ def remote_hosts(options: RunOptions, facts: Facts) -> Inventory:
 
 def _remote_job(options: RunOptions, facts: Facts, inventory: Inventory) -> Job:
     addr = options.master_addr or inventory[0].name
+    exports = {name: value for name, value in (facts.exports or {}).items() if name != SECRET}
+    if options.launcher != "pdsh":  # which can carry none
+        exports |= {SECRET: facts.env[SECRET]} if SECRET in facts.env else _secret(facts)
     return Job(
         inventory,
         facts.python,
         facts.cwd,
         node_options(options, addr, options.master_port or MANY_HOSTS_PORT, facts.run_id),
         (options.script, *options.script_args),
-        facts.exports or {},
+        exports,
         tuple(shlex.split(options.launcher_args)),
         None if options.ssh_port == -1 else options.ssh_port,
     )
@@ -219,7 +232,7 @@ def _elastic(options: RunOptions, facts: Facts) -> Process:
         "local_rank_arg": options.local_rank_arg,
         "command": _command(options, facts.python),
     }
-    env = {"DS_RUN_ID": facts.run_id}
+    env = {"DS_RUN_ID": facts.run_id, **(_secret(facts) if high <= 1 else {})}
     if nproc > 1 and "OMP_NUM_THREADS" not in facts.env:
         env["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, nproc))
     return Process("the elastic agent", (facts.python, "-P", "-m", "ds_launcher.elastic", json.dumps(spec)), env)

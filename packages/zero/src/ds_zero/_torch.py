@@ -15,10 +15,10 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "graph_task_id",
-    "has_saved_tensor_hooks",
     "plain_step",
     "queue_callback",
     "storage_uses",
+    "unpack_hook",
     "without_torch_function",
 ]
 
@@ -28,9 +28,10 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether someone (activation checkpointing, offloading) already decides what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def unpack_hook() -> Callable[..., Any] | None:
+    """What autograd calls for a tensor that is saved now: of who (activation checkpointing, offloading) decides what it saves."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else top[1]
 
 
 def storage_uses(tensor: Tensor) -> int:

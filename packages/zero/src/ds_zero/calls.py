@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_zero._torch import unpack_hook
+
 __all__ = ["Call", "Watcher", "tensors_in"]
 
 
@@ -48,14 +50,13 @@ class Call:
                 tensor.register_hook(self.left)
 
     def watch(self) -> None:
-        """Look at everything autograd unpacks of this call, until `guard`."""
-        watcher, numbers = self.watcher, self.numbers
-
-        def unpack(tensor: Tensor) -> Tensor:
-            watcher.unpacked(numbers)
-            return tensor
-
-        self._watch = saved_tensors_hooks(lambda tensor: tensor, unpack)
+        """Look at everything autograd unpacks of this call, until `guard`, unless it is saved as somebody else says. Inside a call that
+        is watched, what is saved is looked at for both."""
+        around = unpack_hook()
+        if around is not None and not isinstance(around, _Unpack):
+            return
+        numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
+        self._watch = saved_tensors_hooks(_same, _Unpack(self.watcher, numbers))
         self._watch.__enter__()
 
     def guard(self, output: Any) -> None:
@@ -82,6 +83,23 @@ class Call:
         self.pending -= 1
         if self.pending <= 0:
             self.watcher.left(self)
+
+
+class _Unpack:
+    """Tells the watcher of calls of modules that own units `numbers` that something saved in them is needed."""
+
+    __slots__ = ("numbers", "watcher")
+
+    def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
+        self.watcher, self.numbers = watcher, numbers
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.watcher.unpacked(self.numbers)
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from ds_zero._torch import graph_task_id, has_saved_tensor_hooks
+from ds_zero._torch import graph_task_id
 from ds_zero.backward import Backward
 from ds_zero.calls import Call
 from ds_zero.helper import Helper
@@ -176,7 +176,7 @@ class Gathering:
     def _call(self, numbers: tuple[int, ...], inputs: Any) -> Call:
         call = Call(self, numbers)
         call.take(inputs)
-        if not self._unproven.isdisjoint(numbers) and not has_saved_tensor_hooks():
+        if not self._unproven.isdisjoint(numbers):
             call.watch()
         return call
 

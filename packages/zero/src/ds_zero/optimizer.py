@@ -30,6 +30,7 @@ from ds_comm.family import Family
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
 from ds_zero.agreement import Facts, agree
+from ds_zero.dropping import ZeroGrad
 from ds_zero.elementwise import habits_of, keeps_state, owns_reduction, state_format
 from ds_zero.layout import Piece
 from ds_zero.moving import KINDS
@@ -101,6 +102,8 @@ class ShardedOptimizer(Optimizer):
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._check_scaled
+        self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
+        self._zero_grad.attach()
         self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
         self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
         for unit in self.sharding.units:
@@ -154,6 +157,7 @@ class ShardedOptimizer(Optimizer):
         for unit in self.sharding.units:
             unit.gradients.clear()  # also those of units that were not trained
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        self._zero_grad.detach()
         self.sharding.close()
         self.inner.state.clear()
         self._cut(model, options, self._habits)
@@ -347,7 +351,7 @@ class ShardedOptimizer(Optimizer):
             unit.parts[at : at + 1] = new
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that were not stepped. Needless after `step`."""
+        """Drop gradients that were not stepped. Needless after `step`. The model's own `zero_grad` does it, too."""
         del set_to_none
         self.sharding.runtime.reducing.forget()
 
@@ -523,6 +527,7 @@ class ShardedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
+        self._zero_grad.detach()
         self.sharding.close()
         self.inner.state.clear()
         for group in self.param_groups:

@@ -46,6 +46,14 @@ class Shows(Protocol):
         """`param` without its graph."""
 
 
+@runtime_checkable
+class Copies(Protocol):
+    """A keeper that makes another parameter of which this rank holds the same part."""
+
+    def copied(self, param: Parameter) -> Parameter:
+        """A copy of `param`, released as it is."""
+
+
 _METHODS = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension,
     Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook,
@@ -97,6 +105,12 @@ class Released(Parameter):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) in memo:
+            known: Parameter = memo[id(self)]
+            return known
+        if isinstance(keeper := keeper_of(self), Copies):
+            memo[id(self)] = made = keeper.copied(self)
+            return made
         raise ShardedAccessError(
             f"parameter {getattr(self, _KEEPER).name_of(self)} cannot be copied while this rank holds only its shard of it",
             code="sharded-access",

@@ -150,6 +150,18 @@ class Scatter(Keeper):
         self._record(param).shown.append(weakref.ref(alias))
         return alias
 
+    def copied(self, param: Parameter) -> Parameter:
+        """Keeper: another parameter with the same values, cut the same way (a module that is copied). Sends nothing."""
+        record = self._record(param)
+        full = torch.empty_like(record.full)
+        with without_torch_function():
+            made = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
+        made.__dict__[_RECORD] = _Record(full, record.chunk.clone(), f"a copy of {record.name}", next(_numbers))
+        keep(made, self)
+        full.untyped_storage().resize_(0)
+        release(made)
+        return made
+
     def gather(self, param: Parameter) -> None:
         """Make `param` whole on every rank. Collective."""
         record = self._record(param)

@@ -32,7 +32,7 @@ from torch.nn.parameter import Parameter
 from torch.utils import swap_tensors
 
 import ds_comm as comm
-from ds_config.errors import ShardedAccessError
+from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero._torch import storage_uses
 from ds_zero.gradients import Gradients
 from ds_zero.layout import Piece, Slot
@@ -45,6 +45,8 @@ from ds_zero.seat import Members, Seat
 from ds_zero.tiers import tier_of
 
 __all__ = ["Full", "Part", "Unit"]
+
+_COMPARED = 1 << 16  # elements at a time: what is made on the way stays in the cache
 
 
 class Full(Enum):
@@ -289,20 +291,58 @@ class Unit:
             self.state = Full.STALE
 
     def adopt_edits(self) -> None:
-        """Parameters that were written in place since the last update go into the shard, if they are kept apart from it.
+        """Parameters that were written since the last update go into the shard, if they are kept apart from it.
 
-        A write through `param.data` cannot be seen. Every rank is expected to have made the same change.
+        Every rank is expected to have made the same change. A write through `param.data` leaves no trace but the values: full is
+        compared with what the shard is in its format. Cost: a pass over this rank's part of full and over the shard. Where the shard is
+        in another tier, which may round it, versions are compared: there only writes that torch sees count.
         """
-        versions = [param._version for param in self.params]
-        if versions != self._versions and not self.aliased and not self.releases and self.host is None:
-            flat = torch.cat(self._own(self.full))
-            changed = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
-            names = {self.spec.params[i].name for i in changed}
-            with torch.no_grad():
-                for piece in self.owned:
-                    if piece.name in names:
-                        self.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
+        self._take_back()
+        versions, before = [param._version for param in self.params], self._versions
         self._versions = versions
+        if self.aliased or self.releases or self.host is not None or self.state is not Full.CURRENT:
+            return
+        if not self.tier.resident:
+            self._adopt_written({i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b})
+            return
+        with torch.no_grad():
+            for segment, there in zip(self.layout.segments, self._own(self.full), strict=True):
+                here = self.shard[segment.at : segment.at + segment.chunk]
+                for full, shard in zip(there.split(_COMPARED), here.split(_COMPARED), strict=True):
+                    told = shard.to(full.dtype)
+                    # A device is not asked: that would wait for it.
+                    if full.device.type != "cpu" or not torch.equal(full, told):
+                        shard.copy_(torch.where(full != told, full.to(shard.dtype), shard))
+
+    def _adopt_written(self, members: set[int]) -> None:
+        """What this rank has of these parameters goes from full into the shard."""
+        if not members:
+            return
+        self.tier.fetch()
+        flat, names = torch.cat(self._own(self.full)), {self.spec.params[i].name for i in members}
+        with torch.no_grad():
+            for piece in self.owned:
+                if piece.name in names:
+                    self.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
+
+    def _take_back(self) -> None:
+        """`param.data = other` gave a parameter other memory: its values are a change like any, and it is a view of full again."""
+        if self.state is not Full.CURRENT or self.releases:
+            return
+        for info, param, view in zip(self.spec.params, self.params, self.views, strict=True):
+            if param.data_ptr() == view.data_ptr():
+                continue
+            found, own = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
+            if found != own:
+                raise PlanError(
+                    f"{info.name} was sharded as {own[1]} {tuple(own[0])} on {own[2]}; its `data` was replaced by {found[1]} "
+                    f"{tuple(found[0])} on {found[2]}",
+                    code="zero-replaced",
+                    fix="Convert or move the model before `shard`, or write values in place.",
+                )
+            with torch.no_grad():
+                view.copy_(param.data)
+                param.data = view
 
     def adopt_overlay(self) -> None:
         """This rank's edits of its own chunk go into home and the shard, the others are dropped: their owners have made them.

@@ -226,17 +226,19 @@ def test_a_backward_that_raises_leaves_the_next_one_right(bench, stage):
 
 
 @STAGES
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
 @world(2)
-def test_zero_grad_drops_what_was_not_stepped(bench, stage):
+def test_zero_grad_drops_what_was_not_stepped(bench, stage, whose):
     pair = Pair(bench, "plain", stage)
+    dropping = pair.optimizer if whose == "optimizer" else pair.net
 
     def backward(net, step, rank, share):
         if net is pair.net:
             bench.loss(net, bench.batch(99, 0, rank)).backward()
-            pair.optimizer.zero_grad()
+            dropping.zero_grad()
             with pair.optimizer.no_sync():
                 bench.loss(net, bench.batch(98, 0, rank)).backward()
-            pair.optimizer.zero_grad()
+            dropping.zero_grad()
         (bench.loss(net, bench.batch(step, 0, rank)) / share).backward()
 
     pair.step(backward)
@@ -272,6 +274,68 @@ def test_results_that_leave_by_a_side_door(bench, stage):
 
     pair.step(backward)
     pair.check()
+
+
+class Door(nn.Module):
+    """Leaves a result behind in an attribute, and returns another one without a graph of its weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        drawn = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.float64, generator=drawn))
+        self.door, self.left = False, torch.zeros(())
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.weight)
+        if not self.door:
+            return y
+        self.left = (y @ self.weight).square().mean()
+        return x
+
+
+class Owner(nn.Module):
+    """A ViT in small: a module with a large parameter of its own, and children with units, before and after it is used."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        drawn = torch.Generator().manual_seed(0)
+        self.place = nn.Parameter(torch.randn(6, width, dtype=torch.float64, generator=drawn))
+        self.mix = nn.Bilinear(width, width, width).double()
+        self.inner = nn.ModuleList(Door(width) for _ in range(3))
+
+    def forward(self, x):
+        x = self.mix(x, self.place + x)
+        for layer in self.inner:
+            x = x + torch.tanh(layer(x)) * self.place
+        return x
+
+
+@STAGES
+@pytest.mark.parametrize("door_from", [0, 1, 9])
+@world(2)
+def test_children_of_a_module_with_a_unit_of_its_own(stage, door_from):
+    """`door_from`: the first step in which children leave results through a side door."""
+    torch.manual_seed(0)
+    net, twin = Owner(), Owner()
+    twin.load_state_dict(net.state_dict())
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, policy=SMALL)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        for n, ranks, share in ((net, [dist.get_rank()], 1), (twin, [0, 1], 2)):
+            for layer in n.inner:
+                layer.door = step >= door_from
+            for rank in ranks:
+                x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+                out = n(x)
+                ((out.square().mean() + sum(layer.left for layer in n.inner)) / share).backward()
+                for layer in n.inner:
+                    layer.left = torch.zeros(())
+        optimizer.step()
+        plain.step()
+        plain.zero_grad()
+    optimizer.close()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 @STAGES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 
@@ -235,6 +236,37 @@ def test_scattered_parameters_are_gathered_and_given_back():
         state["0.bias"].add(1)
     sharding.close()
     assert bool((net[0].bias == 3.0).all())
+
+
+@world(2)
+def test_a_copy_of_a_cut_parameter_is_another_one_cut_the_same_way():
+    """As PEFT does for `modules_to_save`: the head is copied between Init and shard, and the copy is trained beside it."""
+    with ds_zero.Init():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    net[1].weight.requires_grad_(False)
+    twin = copy.deepcopy(net)
+    tied = copy.deepcopy(nn.ModuleList([net[0], net[0]]))
+    assert tied[0].weight is tied[1].weight
+    weight, other = net[1].weight, twin[1].weight
+    assert type(other) is ds_zero.Released
+    assert other is not weight
+    assert not other.requires_grad
+    assert other.untyped_storage().nbytes() == 0
+    with ds_zero.GatheredParameters([weight, other], modifier_rank=0):
+        assert torch.equal(weight, other)
+        if dist.get_rank() == 0:
+            other.data.fill_(2.0)
+    with ds_zero.GatheredParameters([weight, other]):
+        assert not bool((weight == 2.0).any())
+        assert bool((other == 2.0).all())
+    both = nn.ModuleDict({"one": net, "two": twin})
+    optimizer = ds_zero.shard(both, torch.optim.SGD(both.parameters(), lr=0.1), stage=3, policy=SMALL)
+    both["two"](torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    assert bool((other == 2.0).all())
+    assert not torch.equal(net[0].weight, twin[0].weight)
 
 
 class _Large(nn.Module):

@@ -115,6 +115,46 @@ def test_groups_are_the_users_and_edits_between_steps_count(bench, stage):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@world(2)
+def test_writes_through_data_are_not_lost(bench, stage, memory, precision):
+    """`param.data.mul_()` and `param.data = other` leave no trace in torch's versions."""
+    net, other = bench.model("plain", torch.float64).float(), bench.model("plain", torch.float64).float()
+    optimizers = [
+        ds_zero.shard(
+            n, torch.optim.SGD(n.parameters(), lr=0.1), stage=stage, policy=SMALL, precision=precision, memory=memory
+        )
+        for n in (net, other)
+    ]
+    for step in range(3):
+        for n, optimizer in zip((net, other), optimizers, strict=True):
+            # In the second: writes that are seen anyway.
+            with torch.no_grad():
+                weight, bias = n.blocks[0].up.weight, n.blocks[1].up.bias
+                if n is net:
+                    weight.data.mul_(0.5)
+                    weight.data[0].fill_(0.25)
+                    bias.data = bias.data + 1.0
+                else:
+                    weight.mul_(0.5)
+                    weight[0].fill_(0.25)
+                    bias.add_(1.0)
+            optimizer.scale(bench.loss(n, bench.batch(step, 0, dist.get_rank()))).backward()
+            optimizer.step()
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert float(net.blocks[1].up.bias.detach().float().mean()) > 2.5
+    net.half()
+    bench.loss(other, bench.batch(3, 0, dist.get_rank())).backward()
+    with pytest.raises(PlanError, match=r"was replaced by torch\.float16") as caught:
+        optimizers[0].step()
+    assert caught.value.code == "zero-replaced"
+    for optimizer in optimizers:
+        optimizer.sharding.runtime.reducing.forget()
+
+
 @STAGES
 @pytest.mark.parametrize("sync", [True, False])
 @world(2)

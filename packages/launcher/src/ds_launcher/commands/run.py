@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -81,6 +82,7 @@ def _facts(options: RunOptions) -> Facts:
         python=sys.executable,
         cwd=os.getcwd(),
         run_id=options.run_id or uuid.uuid4().hex,
+        secret=secrets.token_hex(16),
         port=0,
         hosts=read_hostfile(options.hostfile) if options.hostfile else None,
         exports=collect(env, options.export, read_env_files(env, Path.home(), Path.cwd())),

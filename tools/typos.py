@@ -1,4 +1,4 @@
-"""Typos of the keys of a model, for tests: whoever owns a schema proves that each typo is refused and explained.
+"""Typos of the keys of a model, for tests (`from typos import check_typos`): each is refused and explained.
 
 report = check_typos(Config, samples=200)
 assert report.rejected == report.total and report.suggested >= 0.9 * report.total
