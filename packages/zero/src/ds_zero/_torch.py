@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 __all__ = [
+    "can_watch_saved",
     "foreach_add",
     "foreach_copy",
     "graph_task_id",
@@ -26,6 +27,10 @@ foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy
 foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
+
+
+can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+"""Whether hooks on what autograd saves are allowed here; inside transforms of functions (torch.func.grad) they are not."""
 
 
 def unpack_hook() -> Callable[..., Any] | None:

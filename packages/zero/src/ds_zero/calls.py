@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_zero._torch import unpack_hook
+from ds_zero._torch import can_watch_saved, unpack_hook
 
 __all__ = ["Call", "Watcher", "tensors_in"]
 
@@ -52,11 +52,13 @@ class Call:
     def watch(self) -> None:
         """Look at everything autograd unpacks of this call, until `guard`, unless it is saved as somebody else says. Inside a call that
         is watched, what is saved is looked at for both."""
+        if not can_watch_saved():
+            return
         around = unpack_hook()
         if around is not None and not isinstance(around, _Unpack):
             return
         numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
-        self._watch = saved_tensors_hooks(_same, _Unpack(self.watcher, numbers))
+        self._watch = saved_tensors_hooks(_pack, _Unpack(self.watcher, numbers))
         self._watch.__enter__()
 
     def guard(self, output: Any) -> None:
@@ -93,13 +95,19 @@ class _Unpack:
     def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
         self.watcher, self.numbers = watcher, numbers
 
-    def __call__(self, tensor: Tensor) -> Tensor:
+    def __call__(self, packed: tuple[Tensor, int]) -> Tensor:
         self.watcher.unpacked(self.numbers)
+        tensor, version = packed
+        if tensor._version != version:  # autograd looks at versions only where nobody looks at what it saves
+            raise RuntimeError(
+                f"a tensor that backward needs, {tuple(tensor.shape)}, was modified by an inplace operation since forward (version "
+                f"{tensor._version}, saved at {version}): a step of the optimizer, or an edit, between forward and backward"
+            )
         return tensor
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _pack(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
