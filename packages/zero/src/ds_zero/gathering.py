@@ -7,8 +7,8 @@ the module's inputs') has arrived.
 Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
 weight, a functional head), or a module whose results leave it through a side door (an attribute, an unknown container), is
 in a graph that no hook on outputs guards. Such a unit stays gathered until the next optimizer step, which makes older
-graphs unusable in any case. The first is seen when the released parameter is touched; the second by looking at what autograd
-unpacks, in every backward, since a path may be taken late: about 1 % of the time of a small transformer layer on a CPU.
+graphs unusable in any case. The first is seen when the released parameter is touched; the second by looking at what
+autograd unpacks, in every backward, since a path may be taken late: about 1 % of the time of a small transformer layer on a CPU.
 """
 
 from __future__ import annotations
