@@ -1,6 +1,6 @@
-"""Write the pages of docs/ that are made from data: errors, packages, configuration keys, names of DeepSpeed.
+"""Write the pages of docs/ that are made from data: errors, packages, configuration keys, names of DeepSpeed, combinations.
 
-usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration, surface; all without one)
+usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration, surface, support, support-data; all without one)
 """
 
 from __future__ import annotations

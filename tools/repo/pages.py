@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from types import ModuleType
 from repo import ROOT, errors, layers
 from repo.projects import Project, load, requirement_name
 
-__all__ = ["PAGES", "Page", "configuration", "packages", "surface"]
+__all__ = ["PAGES", "Page", "configuration", "packages", "support", "support_data", "surface"]
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -187,9 +188,58 @@ def _names(rows: Mapping[str, str]) -> str:
     return ", ".join(f"`{name}`{'' if row.startswith(adapted) else '*'}" for name, row in rows.items())
 
 
+def support() -> str:
+    """Pairs of features, and how many recorded runs with both came to what one process comes to."""
+    from ds_engine.support import FEATURES, matrix
+
+    found = matrix()
+    lines = [
+        "# Support matrix",
+        "",
+        "<!-- Made by `python tools/pages.py support` from packages/engine/src/ds_engine/support.json. -->",
+        "",
+        "A hundred drawn combinations of degrees on four ranks were trained beside one process on all the data: losses, norms of gradients and",
+        "(in fp32) weights had to be equal. A cell says in how many of them both features were at work; **refused** with a code is what the",
+        "engine says before anything runs; `-` was not drawn, or cannot be together. `data` to `experts` are degrees above 1, `checkpointing` is of",
+        "activations. The planner reads the same record: it refuses what was always refused, and `print(plan)` says which pairs of a",
+        "plan were never compared. The record is in `support-matrix.json`; `python tools/support.py` makes it anew.",
+        "",
+        f"| | {' | '.join(FEATURES)} |",
+        "|---" * (len(FEATURES) + 1) + "|",
+    ]
+    for row in FEATURES:
+        cells = []
+        for column in FEATURES:
+            verdict = found.get((row, column)) or found.get((column, row))
+            if verdict is None:
+                cells.append("-")
+            elif verdict.equal:
+                cells.append(
+                    f"{verdict.equal} equal" + (f", {verdict.refused.total()} refused" if verdict.refused else "")
+                )
+            else:
+                cells.append(f"**refused**: {', '.join(f'`{code}`' for code in sorted(verdict.refused))}")
+        lines.append(f"| **{row}** | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def support_data() -> str:
+    """The same as JSON: every pair, then every run."""
+    from ds_engine.support import matrix
+
+    record = json.loads((ROOT / "packages/engine/src/ds_engine/support.json").read_text())
+    pairs = [
+        {"pair": list(pair), "equal": verdict.equal, "refused": dict(sorted(verdict.refused.items()))}
+        for pair, verdict in sorted(matrix().items())
+    ]
+    return json.dumps({"pairs": pairs, **record}, indent=1) + "\n"
+
+
 PAGES: Mapping[str, Page] = {
     "errors": Page(errors.PAGE, errors.page),
     "packages": Page(REFERENCE / "packages.md", packages),
     "configuration": Page(REFERENCE / "configuration.md", configuration),
     "surface": Page(REFERENCE / "deepspeed-surface.md", surface),
+    "support": Page(REFERENCE / "support-matrix.md", support),
+    "support-data": Page(REFERENCE / "support-matrix.json", support_data),
 }

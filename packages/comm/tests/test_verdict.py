@@ -85,7 +85,7 @@ def test_a_rank_that_did_its_part_and_left_is_not() -> None:
         Report(1, "exited", "", 1.0, (), {"0": 812}),
         report(1, STAMP),
     ):
-        assert judge_wait(STAMP, mine, {1: other}, (0, 1)) is None
+        assert judge_wait(STAMP, mine, {1: other}, [1]) is None
     finding = judge(mine, {0: mine, 1: report(1, STAMP)}, {"0": (0, 1)})
     assert finding.line.endswith("all its ranks came, but nothing moves")
 

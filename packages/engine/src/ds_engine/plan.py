@@ -16,6 +16,7 @@ from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
+from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
 from ds_zero import Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
@@ -233,9 +234,19 @@ def _rows(plan: Plan) -> dict[str, str]:
         else _section_text(config.scheduler.type, config.scheduler.params),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
+        "compared": _compared_text(plan),
         "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
         f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }
+
+
+def _compared_text(plan: Plan) -> str:
+    untried = never_run(features_of(plan.config, plan.mesh))
+    if not untried:
+        return "every pair of features here was compared with one process (docs/reference/support-matrix.md)"
+    return (
+        f"no recorded run has {', '.join(' with '.join(pair) for pair in untried)} (docs/reference/support-matrix.md)"
+    )
 
 
 def _mesh_text(mesh: MeshSpec) -> str:

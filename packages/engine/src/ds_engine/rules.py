@@ -16,6 +16,7 @@ from ds_engine.degrees import degrees_of
 from ds_engine.elastic import elastic_batch
 from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itself
 from ds_engine.sections import AdamParams
+from ds_engine.support import features_of, refused
 
 __all__ = ["RULES", "Rule", "asked_batch", "check_rules"]
 
@@ -140,6 +141,15 @@ RULES: tuple[Rule, ...] = (
         lambda c, mesh: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
         lambda c, mesh: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
         "Remove the batch keys, or set elasticity.ignore_non_elastic_batch_info = true to override them.",
+    ),
+    Rule(
+        "support-refused",
+        lambda c, mesh: bool(refused(features_of(c, mesh))),
+        lambda c, mesh: "; ".join(
+            f"{' with '.join(pair)} was refused in every recorded run ({code})"
+            for pair, code in refused(features_of(c, mesh)).items()
+        ),
+        "Leave one of the two out; docs/reference/support-matrix.md says what goes together.",
     ),
     Rule(
         "mesh-size",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Assignment, Box, all_gather, assign
+from ds_comm import Assignment, Box, all_gather, assign, assignment_of
 from ds_config.errors import PlanError, UnsupportedError
 from ds_moe.dispatch import Rows
 from ds_moe.layer import RoutingOptions, route_through
@@ -83,7 +83,8 @@ class PackedExperts(nn.Module):
             part = param.detach()[mine.start : mine.stop]
             param.data = part.clone() if places.expert.size > 1 else part
             family = places.family if places.holders.size * places.expert.size > 1 else None
-            assign(param, Assignment(family, f"{name}.{key}".lstrip("."), whole, box))
+            logical = assignment_of(param).name or f"{name}.{key}".lstrip(".")  # a stage knows it by another name
+            assign(param, Assignment(family, logical, whole, box))
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{places.expert.size}"  # type: ignore[attr-defined]
         self.places, self.ep_size = places, places.expert.size

@@ -44,6 +44,7 @@ from ds_pipe.topology import (
     Places,
     ProcessTopology,
 )
+from ds_pipe.trace import Trace, tracing
 from ds_pipe.verify import Report, ScheduleError, verify
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Tie",
     "TiedLayerSpec",
     "Timing",
+    "Trace",
     "accumulation",
     "add_comms",
     "add_gathers",
@@ -90,6 +92,7 @@ __all__ = [
     "run",
     "simulate",
     "split_batch",
+    "tracing",
     "vee",
     "verify",
     "zb_h1",

@@ -147,8 +147,8 @@ class Pipeline:
         )
         total = self.losses.sum().reshape(1)
         if self.model.last:
-            ds_comm.all_reduce(total, group=self.model.places.data, unit="pipe.loss")
-        return self.executor.share(total)[0] / (count * self.model.places.data.size)
+            ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.loss")
+        return self.executor.share(total)[0] / (count * self.model.places.gradient.size)
 
     def close(self) -> None:
         """Take all hooks from the model."""

@@ -9,7 +9,7 @@ from torch import nn
 import ds_comm
 from ds_comm import Assignment, Family, Group
 from ds_pipe.staged import StagedModel, Tie
-from ds_pipe.topology import Places
+from ds_pipe.topology import GRADIENT_AXES, Places
 
 __all__ = ["broadcast_ties", "tell", "tie"]
 
@@ -22,7 +22,7 @@ def tie(places: Places, holders: Mapping[str, Sequence[int]], params: Mapping[st
         params: This rank's.
     """
     grid = places.topology.grid
-    others = [axis for axis in grid.axes if axis != "pipe"]
+    summed = [axis for axis in grid.axes if axis in GRADIENT_AXES]
     made: dict[tuple[int, ...], Group | None] = {}
     ties: list[Tie] = []
 
@@ -39,7 +39,7 @@ def tie(places: Places, holders: Mapping[str, Sequence[int]], params: Mapping[st
         if len(stages) < 2:
             continue
         chains = [tuple(r for r in ranks if grid.coordinate(r)["pipe"] in stages) for ranks in grid.groups("pipe")]
-        whole = grid.groups("pipe", "data") if "data" in others else chains
+        whole = grid.groups("pipe", *summed)
         all_of = [tuple(r for r in ranks if grid.coordinate(r)["pipe"] in stages) for ranks in whole]
         group, everyone = groups(chains, "tied"), groups(all_of, "tied")
         if name in params and group is not None and everyone is not None:
@@ -56,14 +56,14 @@ def broadcast_ties(ties: Sequence[Tie]) -> None:
 def tell(model: StagedModel) -> None:
     """Say of every parameter what it is called in the unsplit model, and of tied ones that their gradients are summed over stages."""
     tied = {id(one.param): one for one in model.ties}
-    data = max(1, model.places.data.size)
+    copies = model.places.gradient.size
     families: dict[tuple[int, ...], Family] = {}
     for name, param in model.module.named_parameters():
         one = tied.get(id(param))
         if one is not None:
             ranks = one.everyone.ranks
             title = f"tied over {','.join(map(str, ranks))}"
-            family = families.setdefault(ranks, Family(title, one.everyone, data))
+            family = families.setdefault(ranks, Family(title, one.everyone, copies))
             ds_comm.assign(param, Assignment(family, one.name))
         elif model.logical_name(name) != name:
             ds_comm.assign(param, Assignment(None, model.logical_name(name)))

@@ -1,4 +1,4 @@
-"""`ds pipe show schedule`: what a schedule does, what it costs, as text and as a picture."""
+"""`ds pipe show schedule`: what a schedule does, what it costs, as text and as a picture. `ds pipe trace`: the same of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ds_pipe.passes import add_comms, mark_reduce
 from ds_pipe.programs import SCHEDULES, listed, make_program, placement_of
 from ds_pipe.show import as_gantt, as_table
 from ds_pipe.timing import simulate
+from ds_pipe.trace import Trace
 from ds_pipe.verify import verify
 
 __all__ = ["HELP", "main", "register"]
@@ -40,12 +41,15 @@ def register(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument("--cap", type=float, help="for listed: microbatches whose activations a rank may hold")
     schedule.add_argument("--actions", action="store_true", help="also print the program as text, with its transfers")
     schedule.add_argument("--png", type=Path, help="draw it into this file")
+    trace = commands.add_parser("trace", help="a measured step beside the planned one")
+    trace.add_argument("file", type=Path, help="what ds_pipe.Trace.save wrote")
+    trace.add_argument("--png", type=Path, help="draw both into this file")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
-        _show(args)
+        _trace(args) if args.what == "trace" else _show(args)
     except DsError as error:
         print(error, file=sys.stderr)
         return 1
@@ -71,6 +75,27 @@ def _show(args: argparse.Namespace) -> None:
     if args.png:
         title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
         as_gantt([(title, timing.ranks)], args.png)
+        print(f"drawn: {args.png}")
+
+
+def _trace(args: argparse.Namespace) -> None:
+    trace = Trace.load(args.file)
+    plan, origin = trace.planned(), min((row[0][0] for row in trace.computing if row), default=0.0)
+    measured = [[(begin - origin, end - origin, action) for begin, end, action in row] for row in trace.computing]
+    print(f"measured: {1e3 * trace.span:.2f} ms, bubble {trace.bubble:.1%}\n{as_table(measured)}")
+    print(
+        f"on paper, each pass at its stage's median and transfers at nothing: {1e3 * plan.span:.2f} ms, "
+        f"bubble {plan.bubble:.1%}\n{as_table(plan.ranks)}"
+    )
+    print("stage  forward ms  input gradient ms  weight gradient ms")
+    for stage, row in enumerate(
+        zip(trace.costs().forward, trace.costs().input_grad, trace.costs().weight_grad, strict=True)
+    ):
+        print(f"{stage:>5}  " + "  ".join(f"{1e3 * value:.3f}" for value in row))
+    if args.png:
+        charts = [(f"measured: {1e3 * trace.span:.1f} ms, bubble {trace.bubble:.1%}", measured)]
+        charts += [(f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}", plan.ranks)]
+        as_gantt(charts, args.png)
         print(f"drawn: {args.png}")
 
 

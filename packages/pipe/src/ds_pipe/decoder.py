@@ -9,7 +9,7 @@ made by the model's own code, on every stage.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ds_pipe.topology import Places, ProcessTopology, plain_topology
 
 __all__ = ["DecoderStages"]
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 _CARRIED = ("attention_mask", "position_ids")
 
 
@@ -33,7 +33,7 @@ class DecoderStages(nn.Module):
     """The stages of this rank of a `...ForCausalLM` model of transformers.
 
     Inputs are dicts with `input_ids` and, if wanted, `attention_mask` and `position_ids`; labels are those of transformers: the
-    loss is the model's own `loss_function`.
+    loss is the model's own `loss_function`. Models with experts are cut as long as their loss has no part of their routers.
 
     Args:
         model: Whole, the same on every rank, on any device (also meta: then weights are loaded after it was cut). Taken apart: it
@@ -43,6 +43,8 @@ class DecoderStages(nn.Module):
         schedule: Decides how many stages a rank has.
         virtual: Stages a rank, for `interleaved`.
         partition_method: `uniform` or `parameters` over layers; embedding and head count as parameters only.
+        loss_fn: `loss_fn(logits, labels)`, of whatever labels the data yield, instead of the model's own: the tokens of a part of a
+            sequence, for instance.
     Raises:
         UnsupportedError: a model of another kind, or one whose layers are of several kinds ("pipe-decoder").
         PlanError: fewer layers than stages ("pipe-layers"), or ranks that do not fit ("pipe-topology").
@@ -58,6 +60,7 @@ class DecoderStages(nn.Module):
         schedule: str = "1f1b",
         virtual: int = 2,
         partition_method: str = "uniform",
+        loss_fn: Callable[[Tensor, Any], Any] | None = None,
     ) -> None:
         super().__init__()
         _check(model)
@@ -68,6 +71,7 @@ class DecoderStages(nn.Module):
         self.parts = _bounds(whole, partition_method, len(rank_of))
         mine = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]
         self.loss_function, self.vocab_size = whole.loss_function, whole.config.vocab_size
+        self.config = whole.config
         parts = {s: _Part(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in mine}
         for s, part in parts.items():
             self.add_module(f"stage{s}", part)
@@ -80,7 +84,7 @@ class DecoderStages(nn.Module):
         ties = tie(places, holders, own)
         if not any(p.is_meta for p in self.parameters()):
             broadcast_ties(ties)
-        self._staged = StagedModel(self, parts, rank_of, places, self.loss, local, ties)
+        self._staged = StagedModel(self, parts, rank_of, places, loss_fn or self.loss, local, ties)
         tell(self._staged)
 
     @property
@@ -150,8 +154,10 @@ def _check(model: nn.Module) -> None:
     kind = getattr(config, "model_type", type(model).__name__)
     kinds = set(getattr(config, "layer_types", None) or ["one"])
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if kind not in _FAMILIES or len(kinds) > 1 or head is None:
+    routed = bool(getattr(config, "output_router_logits", False))
+    if kind not in _FAMILIES or len(kinds) > 1 or head is None or routed:
         what = f"layers of kinds {sorted(kinds)}" if len(kinds) > 1 else "no output head" if kind in _FAMILIES else kind
+        what = "a loss of its routers (output_router_logits)" if routed else what
         raise UnsupportedError(
             f"a decoder model with {what} is not cut into stages",
             code="pipe-decoder",

@@ -19,7 +19,7 @@ __all__ = ["OptimizerReduction", "PlainReduction", "ReducingOptimizer", "clip_gr
 
 
 class PlainReduction:
-    """Averages `.grad` of every stage over `places.data` when its last backward ends, and sums tied ones over their stages."""
+    """Averages `.grad` of every stage over `places.gradient` when its last backward ends, and sums tied ones over their stages."""
 
     def __init__(self, model: StagedModel) -> None:
         self._model = model
@@ -39,8 +39,8 @@ class PlainReduction:
             self.reduce(action.stage)
 
     def reduce(self, stage: int) -> None:
-        """Average the stage's gradients. Collective over `places.data`."""
-        _average(self._params[stage], self._model.places.data, self._model.places.data.size)
+        """Average the stage's gradients. Collective over `places.gradient`."""
+        _average(self._params[stage], self._model.places.gradient, self._model.places.gradient.size)
 
     def gather(self, stage: int) -> None:
         """Parameters are whole."""

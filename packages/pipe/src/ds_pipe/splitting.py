@@ -29,11 +29,14 @@ __all__ = ["Capture", "Job", "Recorder", "run_jobs", "split_backward"]
 
 @dataclass(slots=True)
 class Job:
-    """Weight gradients that are left: `grads` arrive at `edges`, `params` are to be reached."""
+    """Weight gradients that are left: `grads` arrive at `edges`, and end where `leaves` accumulate theirs.
+
+    Leaves are named by their places in the graph: a parameter that ZeRO has released may not be touched.
+    """
 
     edges: list[GradientEdge]
     grads: list[Tensor]
-    params: list[Tensor]
+    leaves: list[GradientEdge]
 
 
 @dataclass(slots=True)
@@ -107,7 +110,7 @@ def split_backward(
     jobs = []
     for number, (of_call, params) in enumerate(capture.calls):
         pairs = [(edge, grad) for edge, grad in zip(of_call, at_edges, strict=False) if grad is not None]
-        mine = [p for p in params if single.get(id(p)) == number]
+        mine = [GradientEdge(node, 0) for p in params if (node := single.get((id(p), number))) is not None]
         if pairs and mine:
             jobs.append(Job([e for e, _ in pairs], [g for _, g in pairs], mine))
     if rest:
@@ -119,34 +122,33 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     """Add the weight gradients. A parameter is reached by one job only."""
     for job in jobs:
         # Jobs of nested modules share parts of the graph.
-        torch.autograd.backward(job.edges, job.grads, inputs=job.params, retain_graph=True)
+        torch.autograd.backward(job.edges, job.grads, inputs=job.leaves, retain_graph=True)
 
 
-def _owners(outputs: Sequence[Tensor], capture: Capture) -> tuple[dict[int, int], list[Tensor]]:
-    """Of parameters that one call leads to, that call; and the trained parameters for which that does not hold.
+def _owners(outputs: Sequence[Tensor], capture: Capture) -> tuple[dict[tuple[int, int], Node], list[GradientEdge]]:
+    """Where parameters that one call leads to accumulate, by id and number of that call; and where the other trained ones do.
 
     Cost: a look at every node of the graph, about 1 us each.
     """
     nodes = {edge.node: number for number, (of_call, _) in enumerate(capture.calls) for edge in of_call}
-    single: dict[int, int] = {}
-    rest: dict[int, Tensor] = {}
-    for tensor in _reached([t.grad_fn for t in outputs if t.grad_fn is not None], nodes, True):
-        rest[id(tensor)] = tensor
+    single: dict[int, tuple[int, Node]] = {}
+    rest: dict[int, tuple[Tensor, Node]] = {}
+    for tensor, node in _reached([t.grad_fn for t in outputs if t.grad_fn is not None], nodes, True):
+        rest[id(tensor)] = tensor, node
     for number, (of_call, params) in enumerate(capture.calls):
         known = {id(p) for p in params}
-        for tensor in _reached([edge.node for edge in of_call], nodes, False):
+        for tensor, node in _reached([edge.node for edge in of_call], nodes, False):
             if id(tensor) in single or id(tensor) not in known:
-                rest[id(tensor)] = tensor
-            single[id(tensor)] = number
-    for lost in rest:
-        single.pop(lost, None)
-    return single, [p for p in rest.values() if isinstance(p, nn.Parameter)]
+                rest[id(tensor)] = tensor, node
+            single[id(tensor)] = number, node
+    found = {(known, number): node for known, (number, node) in single.items() if known not in rest}
+    return found, [GradientEdge(node, 0) for tensor, node in rest.values() if isinstance(tensor, nn.Parameter)]
 
 
-def _reached(starts: Sequence[Node], barriers: dict[Node, int], from_outputs: bool) -> list[Tensor]:
-    """Leaves that a walk from `starts` meets, not going through other barriers."""
+def _reached(starts: Sequence[Node], barriers: dict[Node, int], from_outputs: bool) -> list[tuple[Tensor, Node]]:
+    """Leaves that a walk from `starts` meets, not going through other barriers, and the nodes that accumulate into them."""
     seen: set[Node] = set()
-    leaves: list[Tensor] = []
+    leaves: list[tuple[Tensor, Node]] = []
     todo = [node for node in starts if not (from_outputs and node in barriers)]
     first = set(starts)
     while todo:
@@ -156,6 +158,6 @@ def _reached(starts: Sequence[Node], barriers: dict[Node, int], from_outputs: bo
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            leaves.append(variable)
+            leaves.append((variable, node))
         todo.extend(following for following, _ in node.next_functions if following is not None)
     return leaves

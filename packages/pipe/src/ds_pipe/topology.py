@@ -18,6 +18,8 @@ __all__ = [
     "ProcessTopology",
 ]
 
+GRADIENT_AXES = ("data", "sequence")  # gradients of one parameter are summed over these
+
 
 class ProcessTopology:
     """Ranks numbered row-major over axes: the last axis varies fastest.
@@ -101,6 +103,7 @@ class Places:
         topology: All ranks; has an axis `pipe`.
         pipe: The ranks that hold one copy of the model, in the order of their stages.
         data: The ranks that hold the same stages (and tensor slice).
+        gradient: Those and the ones with other parts of the same sequences: what gradients are summed over.
         world: All ranks.
         model: The ranks with the same data: pipe x model.
         slice: The tensor slices of this stage.
@@ -109,6 +112,7 @@ class Places:
     topology: ProcessTopology
     pipe: Group
     data: Group
+    gradient: Group
     world: Group
     model: Group
     slice: Group
@@ -127,8 +131,9 @@ class Places:
                 code="pipe-topology",
                 fix="Give an axis `pipe`, and dims that multiply to the world size.",
             )
-        names = {"pipe": ("pipe",), "slice": tuple(a for a in topology.axes if a not in ("pipe", "data"))}
+        names = {"pipe": ("pipe",), "slice": tuple(a for a in topology.axes if a not in ("pipe", *GRADIENT_AXES))}
         names |= {"data": ("data",) if "data" in topology.axes else (), "model": ("pipe", *names["slice"])}
+        names["gradient"] = tuple(a for a in topology.axes if a in GRADIENT_AXES)
         made: dict[str, Group] = {}
         known: dict[tuple[int, ...], Group | None] = {}
         for name, axes in sorted(names.items()):

@@ -6,7 +6,7 @@ the same mark in the same group; it is *gone* when its process ended or said goo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_comm.watch.ring import UNEVEN, Stamp
@@ -80,7 +80,7 @@ def judge(mine: Report, reports: Mapping[int, Report], groups: Mapping[str, tupl
     me, others = mine.rank, [report for rank, report in sorted(reports.items()) if rank != mine.rank]
     for wait in mine.waits():
         ranks = groups.get(wait.key, ())
-        finding = judge_wait(wait, mine, reports, ranks)
+        finding = judge_wait(wait, mine, reports, _awaited(wait, me, ranks))
         return finding or Finding("comm-hang", f"{_waits(wait, mine)}; all its ranks came, but nothing moves")
     for other in others:
         for wait in other.waits():
@@ -96,9 +96,11 @@ def judge(mine: Report, reports: Mapping[int, Report], groups: Mapping[str, tupl
     return Finding("comm-hang", f"rank {me} is at {mine.frame}{what}{_last(mine)}")
 
 
-def judge_wait(wait: Stamp, mine: Report, reports: Mapping[int, Report], ranks: tuple[int, ...]) -> Finding | None:
-    """What the rank that reports `mine` says of its operation in a group of `ranks`; None when no other rank explains it."""
-    awaited = _awaited(wait, mine.rank, ranks)
+def judge_wait(wait: Stamp, mine: Report, reports: Mapping[int, Report], awaited: Sequence[int]) -> Finding | None:
+    """What the rank that reports `mine` says of its operation, for which ranks `awaited` of the world are to blame if any are.
+
+    None when none of them explains it.
+    """
     found = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
     silent = [rank for rank in awaited if rank not in reports]
     if silent:

@@ -240,7 +240,7 @@ class Watchdog:
         gone = {rank: why for rank, why in self._gone().items() if rank in self.groups.get(wait.key, ())}
         for rank, (why, heads) in gone.items():
             report = self._left_behind(rank, why, heads)
-            finding = judge_wait(wait, self._own_report(), {rank: report}, (self._rank, rank))
+            finding = judge_wait(wait, self._own_report(), {rank: report}, [rank])
             if finding is not None:
                 return finding
         return None
@@ -252,7 +252,7 @@ class Watchdog:
                 report = self._left_behind(rank, "" if peer.alive() else peer.end(), {})
                 theirs = report.at(wait.key, wait.mark) if wait.mark else None
                 if theirs is not None and differs(wait, theirs):
-                    return judge_wait(wait, self._own_report(), {rank: report}, (self._rank, rank))
+                    return judge_wait(wait, self._own_report(), {rank: report}, [rank])
         return None
 
     def _gone(self) -> dict[int, tuple[str, dict[str, int]]]:

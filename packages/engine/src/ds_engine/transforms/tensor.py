@@ -34,7 +34,9 @@ class Tensor(Transform[TensorPlan, CutModel]):
                 code="plan-model",
                 fix="Name the model by its config.json or by a function that makes it.",
             )
-        return make_tensor_plan(asked.shapes.facts, section.options)
+        experts = asked.config.expert_parallel
+        options = replace(section.options, experts=experts is None or not experts.enabled)
+        return make_tensor_plan(asked.shapes.facts, options)
 
     def plan_rows(self, what: TensorPlan) -> Mapping[str, str]:
         held, total = what.numel(0)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_comm import Assignment, Box, Family, Group, assign
+from ds_comm import Assignment, Box, Family, Group, assign, assignment_of
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
 from ds_parallel.tensor.cuts import Cut
@@ -74,10 +74,13 @@ class CutModel:
         self.held: dict[str, Held] = {}
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
+        self._said: dict[nn.Parameter, Assignment] = {}
         self._handles: list[RemovableHandle] = []
 
     def assign(self, data: Group | None = None, divisor: int = 1) -> None:
         """Tell ds-zero and checkpoints what every parameter of the model is.
+
+        What was said of them before (by stages: names in the unsplit model, gradients summed over stages) stays true.
 
         Args:
             data: The ranks with this rank's part of the model, over which gradients are summed and state is cut; None says
@@ -85,22 +88,30 @@ class CutModel:
             divisor: What such a sum is divided by: data-parallel (times sequence-parallel) ranks.
         """
         rank, degree = self.group.rank, self.group.size
-        families: dict[int, Family] = {}
+        families: dict[tuple[Family | None, int], Family] = {}
 
-        def family(copies: int) -> Family | None:
+        def family(was: Family | None, copies: int) -> Family | None:
             if data is None:
-                return None
-            if copies not in families:
-                families[copies] = Family(f"tensor-{copies}" if copies > 1 else "tensor", data, divisor, copies=copies)
-            return families[copies]
+                return was
+            if (was, copies) not in families:
+                title = f"tensor-{copies}" if copies > 1 else "tensor"
+                families[was, copies] = (
+                    Family(title, data, divisor, copies=copies)
+                    if was is None
+                    else replace(was, name=f"{was.name}, {title}", copies=was.copies * copies)
+                )
+            return families[was, copies]
 
         for name, param in self.model.named_parameters():  # a tied one by its first name, as without a cut
             held = self.held.get(name)
+            origin = param if held is None else self._origin(held)
+            was = self._said.setdefault(origin, assignment_of(origin))
             if held is None:
-                assign(param, Assignment(family(degree)))
+                assign(param, replace(was, family=family(was.family, degree)))
             else:
                 copies = len(held.cut.sharers(held.part, rank))
-                assign(param, Assignment(family(copies), held.name, held.shape, held.box(rank)))
+                logical = was.name or held.name
+                assign(param, Assignment(family(was.family, copies), logical, held.shape, held.box(rank)))
 
     def whole(self, name: str) -> Tensor:
         """The logical tensor of parameter `name` as far as this parameter is a part of it, put together. Collective.
@@ -160,7 +171,7 @@ class CutModel:
         origins = {id(self._origin(held)): self._origin(held) for held in self.held.values()}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
-            assign(origin, Assignment())
+            assign(origin, self._said.get(origin, Assignment()))
         for was in reversed(self._were):
             was.restore()
         self.held.clear()

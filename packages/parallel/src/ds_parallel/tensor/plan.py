@@ -35,6 +35,7 @@ class TensorOptions:
         grain: Elements that stay together where a dim is cut evenly.
         strict: A linear layer that no rule matches is an error.
         embeddings: What becomes of token embeddings that a rule would cut by vocabulary.
+        experts: Whether packed experts are cut; False where expert parallelism cuts them by number.
         gather_logits: Whether the last layer's output is put together on every rank; without it the loss must be
             `vocabulary_cross_entropy`.
     """
@@ -48,6 +49,7 @@ class TensorOptions:
     grain: int = 1
     strict: bool = False
     embeddings: Kind = Kind.VOCABULARY
+    experts: bool = True
     gather_logits: bool = True
 
 
@@ -196,6 +198,8 @@ def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorO
     kind = options.embeddings if rule.kind is Kind.VOCABULARY else rule.kind
     if kind is Kind.SKIP or options.degree == 1:
         return Decision(layer, Kind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
+    if kind is Kind.EXPERTS and not options.experts:
+        return Decision(layer, Kind.SKIP, {}, f"{rule.source}: expert parallelism cuts them by number")
     roles = {
         "linear": (Kind.COLUMN, Kind.ROW),
         "embedding": (Kind.VOCABULARY, Kind.FEATURES),

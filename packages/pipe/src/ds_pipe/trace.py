@@ -1,0 +1,161 @@
+"""What a step really took, beside what its program promised: the measured times of every rank's actions, as data.
+
+    with ds_pipe.tracing(step) as traces:
+        step(batches)
+        step(batches)
+    if rank == 0:
+        traces[-1].save("step.json")         # ds pipe trace step.json --png step.png
+
+A *trace* holds one step. Times are seconds from the moment at which all ranks had passed one barrier, so ranks of several hosts
+agree as far as they leave a barrier together (some tens of microseconds on one host).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import ds_comm
+from ds_config.errors import PlanError
+from ds_pipe.actions import Action, Op, Program
+from ds_pipe.api import Pipeline
+from ds_pipe.costs import Costs
+from ds_pipe.timing import Span, Timing, simulate
+
+__all__ = ["Trace", "tracing"]
+
+_FORMAT = "ds-pipe trace 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One step as it was run.
+
+    Attributes:
+        ranks: Of every rank of the pipeline all its actions, transfers included, with begin and end in seconds.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def computing(self) -> tuple[tuple[Span, ...], ...]:
+        """The actions that run the model."""
+        return tuple(tuple(span for span in row if span[2].op.computes) for row in self.ranks)
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first rank's first computation to the last one's end."""
+        ends = [span[1] for row in self.computing for span in row]
+        begins = [span[0] for row in self.computing for span in row]
+        return max(ends, default=0.0) - min(begins, default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they compute nothing, 0 to 1."""
+        busy = sum(end - begin for row in self.computing for begin, end, _ in row)
+        return 1 - busy / (len(self.ranks) * self.span) if self.span else 0.0
+
+    @property
+    def program(self) -> Program:
+        """What was run, without transfers."""
+        return Program(tuple(tuple(action for _, _, action in row) for row in self.computing))
+
+    def costs(self) -> Costs:
+        """Medians by stage and pass. Of a whole backward each half counts as one of the two gradients.
+
+        Raises:
+            PlanError: a stage of the pipeline ran nothing ("pipe-trace").
+        """
+        took: dict[tuple[int, Op], list[float]] = {}
+        for begin, end, action in (span for row in self.computing for span in row):
+            took.setdefault((action.stage, action.op), []).append(end - begin)
+
+        def median(stage: int, op: Op) -> float:
+            return statistics.median(took.get((stage, op), [0.0]))
+
+        rows = []
+        for stage in range(self.program.stages):
+            if (stage, Op.FORWARD) not in took:
+                raise _wrong(f"no forward of stage {stage} was measured")
+            half = median(stage, Op.BACKWARD) / 2
+            rows.append(
+                (
+                    median(stage, Op.FORWARD),
+                    half or median(stage, Op.INPUT_GRAD),
+                    half or median(stage, Op.WEIGHT_GRAD),
+                )
+            )
+        return Costs.measured(rows)
+
+    def planned(self) -> Timing:
+        """The same program on paper: every action takes its stage's median, transfers take nothing."""
+        return simulate(self.program, self.costs())
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as JSON."""
+        rows = [[[begin, end, str(action)] for begin, end, action in row] for row in self.ranks]
+        Path(path).write_text(json.dumps({"format": _FORMAT, "unit": "s", "ranks": rows}))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file is something else ("pipe-trace").
+        """
+        try:
+            found: Any = json.loads(Path(path).read_text())
+            if found["format"] != _FORMAT:
+                raise _wrong(f"{path} is of format {found['format']!r}")
+            rows = [[(float(a), float(b), Action.parse(text)) for a, b, text in row] for row in found["ranks"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise _wrong(f"{path} cannot be read ({error!r})") from error
+        return cls(tuple(map(tuple, rows)))
+
+
+def _wrong(message: str) -> PlanError:
+    return PlanError(message, code="pipe-trace", fix="Give a file that ds_pipe.Trace.save wrote of a whole step.")
+
+
+@contextmanager
+def tracing(step: Pipeline) -> Iterator[list[Trace]]:
+    """Inside, every training step is timed; on leaving, the list has one trace for each, on every rank.
+
+    Args:
+        step: What `pipeline` gave; of an engine, `engine.stages.pipeline`.
+    Collective over the pipeline, on entry and on exit. Cost: two readings of the clock an action.
+    """
+    group = step.model.places.pipe
+    ds_comm.barrier(group=group, unit="pipe.trace")
+    origin = time.perf_counter()
+    own: list[Span] = []
+    before, step.executor.timeline = step.executor.timeline, own
+    traces: list[Trace] = []
+    try:
+        yield traces
+    finally:
+        step.executor.timeline = before
+    told: list[Any] = [None] * group.size
+    ds_comm.all_gather_object(told, [(a - origin, b - origin, str(action)) for a, b, action in own], group=group)
+    everyone = [_steps([(a, b, Action.parse(text)) for a, b, text in row]) for row in told]
+    traces += [Trace(tuple(map(tuple, rows))) for rows in zip(*everyone, strict=True)]
+
+
+def _steps(spans: Sequence[Span]) -> list[list[Span]]:
+    """The actions of a rank by step: the first of a step is the first forward of its lowest stage."""
+    steps: list[list[Span]] = []
+    seen: set[str] = set()
+    for span in spans:
+        if not steps or str(span[2]) in seen:  # no action comes twice in a step
+            steps.append([])
+            seen = set()
+        steps[-1].append(span)
+        seen.add(str(span[2]))
+    return steps
