@@ -78,6 +78,12 @@ class Window:
         torch.index_select(self._published[source], 0, index, out=out)
         return out
 
+    def rows_of(self, source: int) -> Tensor:
+        """[rows, width] of what rank `source` of the group published last, in its own memory: to be read, not kept."""
+        if not 0 <= source < self.group.size:
+            raise self._beyond(f"rank {source} of {self.group.size}")
+        return self._published[source]
+
     def close(self) -> None:
         """End it. Tensors stay valid as long as they are referenced."""
         self._arena.close()

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_comm import Group, all_to_all_single, differentiable
+from ds_comm import Group, all_gather_single, all_to_all_single, differentiable
 from ds_config.errors import CommError
 from ds_moe.places import Places
+from ds_moe.pulling import Way, pull_home, pull_rows, pull_tokens, pulls_of
 from ds_moe.routed import Routed
-from ds_ops.routing import permute, sort_slots, unpermute
+from ds_ops.routing import Permutation, permute, sort_slots, unpermute
 
 __all__ = ["Compute", "Exchange", "Rows", "exchange_of", "through_experts"]
 
@@ -108,18 +109,58 @@ def through_experts(
     Raises:
         CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
     Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
-        rows are copied twice: sorted, and re-ordered where a rank has several experts.
+        rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows out of each
+        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and copied home.
     """
     choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
-    rows, weights = permute(x, choices), routed.weights
+    weights = routed.weights
+    if places.expert.size > 1 and x.device.type == "cpu" and places.windows.ask(places.expert):
+        way = _way(x, choices, places)
+        bounds = torch.tensor(way.pulls.bounds, dtype=torch.int64)
+        if weigh_first:
+            rows, weights = _weighed(permute(x, choices), choices, routed)
+            arrived = pull_rows(rows, way)
+        else:
+            arrived = pull_tokens(x, choices, way)
+        out = pull_home(compute(arrived, Rows(bounds, way.pulls.bounds)), choices.slots.numel(), way)
+        return unpermute(out, choices, weights)
+    rows = permute(x, choices)
     if weigh_first:
-        rows = rows * _Slots.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
-        weights = torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
+        rows, weights = _weighed(rows, choices, routed)
     if places.expert.size == 1:
         out = compute(rows, Rows(choices.ends))
     else:
         out = _elsewhere(rows, choices.ends, compute, places.expert)
     return unpermute(out, choices, weights)
+
+
+def _weighed(rows: Tensor, choices: Permutation, routed: Routed) -> tuple[Tensor, Tensor]:
+    """Rows times their weights, and what then remains to be weighed with."""
+    weights = routed.weights
+    rows = rows * _Slots.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
+    return rows, torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
+
+
+def _way(x: Tensor, choices: Permutation, places: Places) -> Way:
+    """Tell all ranks how many rows of whom each expert gets, and how many rows there can be anywhere."""
+    group, experts = places.expert, choices.ends.numel()
+    facts = [x.shape[1], x.element_size(), choices.slots.numel()]
+    told = torch.cat((choices.counts, torch.tensor(facts, dtype=torch.int64)))
+    got = told.new_empty(group.size, told.numel())
+    all_gather_single(got, told, group=group, unit="moe counts")
+    table = got.tolist()
+    _check_alike([row[experts : experts + 2] for row in table], facts[:2], group)
+    most = sum(row[experts + 2] for row in table)
+    return Way(group, places.windows, pulls_of([row[:experts] for row in table], group.rank), most)
+
+
+def _check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Group) -> None:
+    if any(list(row) != list(mine) for row in theirs):
+        raise CommError(
+            f"rows of {mine[0]} elements of {mine[1]} bytes here; on the ranks of {group}: {[tuple(row) for row in theirs]}",
+            code="moe-ranks-differ",
+            fix="Give the layer inputs of one width and dtype on every rank.",
+        )
 
 
 def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:
@@ -131,13 +172,7 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     got = torch.empty_like(told)
     all_to_all_single(got, told, group=group, unit="moe counts")
     both = torch.stack((told, got)).tolist()  # the one read of the device
-    if any(row[local:] != both[0][0][local:] for row in both[1]):
-        raise CommError(
-            f"rows of {rows.shape[1]} elements of {rows.element_size()} bytes here; on the ranks of {group}: "
-            f"{[tuple(row[local:]) for row in both[1]]}",
-            code="moe-ranks-differ",
-            fix="Give the layer inputs of one width and dtype on every rank.",
-        )
+    _check_alike([row[local:] for row in both[1]], both[0][0][local:], group)
     plan = exchange_of([n for row in both[0] for n in row[:local]], [row[:local] for row in both[1]])
     sent = sum(plan.send)
     kept = rows if sent == rows.shape[0] else rows[:sent]

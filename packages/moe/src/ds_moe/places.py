@@ -9,10 +9,11 @@ data group, and its tensor-parallel peers if those have a part of the tokens eac
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_comm import Family, Group, Mesh, MeshSpec, drop_group, new_group, single_group, world_group
 from ds_config.errors import PlanError
+from ds_moe.pulling import Windows
 
 __all__ = ["Places", "Ranks", "make_places", "place_ranks"]
 
@@ -69,6 +70,7 @@ class Places:
         holders: Sum gradients of experts.
         tensor: Have the same tokens.
         made: What was made for this and nobody else uses.
+        windows: Memory that the ranks of `expert` share, where they can.
     """
 
     expert: Group
@@ -76,6 +78,7 @@ class Places:
     holders: Group
     tensor: Group
     made: tuple[Group, ...] = ()
+    windows: Windows = field(default_factory=Windows)
 
     @property
     def family(self) -> Family:
@@ -99,6 +102,7 @@ class Places:
 
     def close(self) -> None:
         """End the groups that were made for this. Collective over them."""
+        self.windows.close()
         for group in self.made:
             drop_group(group)
 
