@@ -24,6 +24,7 @@ from ds_zero.init import Init, MiCS_Init
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
 from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
+from ds_zero.offload.placement import Placement
 from ds_zero.optimizer import ShardedOptimizer, StepReport
 from ds_zero.options import Habits, ShardOptions
 from ds_zero.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
@@ -45,6 +46,7 @@ __all__ = [
     "Nodes",
     "Nonfinite",
     "NonfiniteSearch",
+    "Placement",
     "Precision",
     "PrecisionRule",
     "Ranks",

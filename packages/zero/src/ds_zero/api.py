@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ds_comm import Group
 from ds_zero.layout import Kind
 from ds_zero.nodes import Nodes
+from ds_zero.offload.placement import Placement
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.options import ShardOptions
 from ds_zero.precision import Precision
@@ -36,7 +37,8 @@ class _Options(TypedDict, total=False):
     nodes: Nodes | None
     sparse: bool
     memory: Literal["auto", "private", "shared"]
-    tier: str | Callable[[UnitSpec], str]
+    tier: str | Placement | Callable[[UnitSpec], str | Placement]
+    rest: str | Placement
 
 
 @overload
@@ -52,7 +54,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, nodes, sparse, memory, tier.
+            strict, layout, shard_size, nodes, sparse, memory, tier, rest.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -110,7 +110,9 @@ def bring_back(units: Sequence[Unit], gone: Iterable[Away]) -> None:
 def _close_off(units: Iterable[Unit]) -> None:
     """Nobody may use the parameters of units whose bytes are gone."""
     for unit in units:
-        needed = [unit.full] if not unit.releases else [unit.shard if unit.sent is None else unit.sent]
+        needed = [] if unit.releases else [unit.full]
+        if unit.releases and not (unit.tier if unit.sent is None else unit.rest).apart:
+            needed.append(unit.shard if unit.sent is None else unit.sent)
         needed += [unit.shard] if unit.tier.resident else []
         if unit.state is Full.AWAY or all(t.untyped_storage().nbytes() or not t.numel() for t in needed):
             continue

@@ -182,6 +182,7 @@ class ShardedOptimizer(Optimizer):
     def _fill_state(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
         """Give one parameter the state it had under another plan."""
         info = unit.spec.params[member]
+        unit.tier.fetch()
         pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
         for part in (p for p in unit.parts if member in p.members):
             held = self.inner.state[part.tensor]
@@ -307,7 +308,6 @@ class ShardedOptimizer(Optimizer):
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
             if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
-                unit.tier.fetch()
                 self._split(unit)
         gone = dict(zip(units, unused, strict=True))
         together = [u for u in units if not u.tier.alone]
@@ -338,6 +338,7 @@ class ShardedOptimizer(Optimizer):
         """Give every parameter of a unit its own part, with its share of the state so far."""
         if unit.layout.kind != "flat":
             return
+        unit.tier.fetch()
         for old in [part for part in unit.parts if len(part.members) > 1]:
             new = [part for part in unit.split() if old.start <= part.start < old.stop]
             state = self.inner.state.pop(old.tensor, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ from ds_config.errors import PlanError
 from ds_zero.families import family_name
 from ds_zero.layout import Kind
 from ds_zero.nodes import Nodes
+from ds_zero.offload.placement import Placement
 from ds_zero.precision import Precision
 from ds_zero.residency import STAGES, Residency
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec
@@ -44,8 +45,9 @@ class ShardOptions:
         sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
-        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.tiers.TIERS`, or a function that
-            names it for each unit.
+        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.tiers.TIERS`, a
+            `ds_zero.Placement`, or a function that says one of these for each unit.
+        rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
     """
 
     stage: int | Residency = 1
@@ -61,11 +63,14 @@ class ShardOptions:
     nodes: Nodes | None = None
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
-    tier: str | Callable[[UnitSpec], str] = "device"
+    tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
+    rest: str | Placement = "device"
 
-    def tier_of(self, spec: UnitSpec) -> str:
-        """The tier of a unit."""
-        return self.tier if isinstance(self.tier, str) else self.tier(spec)
+    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
+        """The tiers of units, in canonical order."""
+        if isinstance(self.tier, Placement):
+            return self.tier.spread(specs)
+        return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
 
     @property
     def residency(self) -> Residency:

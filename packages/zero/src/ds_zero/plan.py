@@ -18,10 +18,11 @@ from torch import nn
 from ds_comm.family import assignment_of
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
+from ds_zero.offload.placement import Placement
 from ds_zero.options import Habits, ShardOptions, describe
 from ds_zero.precision import Dtypes, Precision
 from ds_zero.residency import Residency, UnitBytes
-from ds_zero.tiers import tier_of
+from ds_zero.tiers import kind_of
 from ds_zero.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
 
 __all__ = ["Ranks", "Reduction", "Storage", "UnitBytes", "UnitPlan", "ZeroPlan", "passing_bytes", "plan", "plan_unit"]
@@ -71,6 +72,7 @@ class UnitPlan:
         storage, reduction: Which strategy runs it.
         nodes: How it is gathered between nodes; None: flat.
         tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
+        rest: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
     """
 
@@ -80,7 +82,8 @@ class UnitPlan:
     storage: Storage
     reduction: Reduction
     nodes: Nodes | None
-    tier: str
+    tier: str | Placement
+    rest: str | Placement
     bytes: UnitBytes
 
     @property
@@ -94,13 +97,24 @@ class UnitPlan:
     @property
     def aliased(self) -> bool:
         """Whether the master shard is a range of the buffer that forward uses."""
-        own = self.storage is Storage.RELEASED or not tier_of(self.tier).resident
+        own = self.storage is Storage.RELEASED or not kind_of(self.tier).resident
         return self.dtypes.same and len(self.layout.segments) == 1 and not own
 
     @property
     def keeps_sent(self) -> bool:
         """Whether a copy of the shard is kept in the format and place that gathers send from."""
-        return self.storage is Storage.RELEASED and not (self.dtypes.same and tier_of(self.tier).resident)
+        return self.storage is Storage.RELEASED and self.spec.trained and not self.sends_shard
+
+    @property
+    def sends_shard(self) -> bool:
+        """Whether the master shard is what gathers send: nothing else is made of it."""
+        if self.storage is Storage.RELEASED and not self.spec.trained:
+            return True
+        resident = kind_of(self.tier).resident and self.rest == "device"
+        released = self.storage is Storage.RELEASED
+        return (
+            self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not Storage.SHARED
+        )
 
     @property
     def sent(self) -> Mapping[str, int]:
@@ -111,13 +125,19 @@ class UnitPlan:
         reduce = chunk * self.dtypes.reduce.itemsize if self.spec.trained else 0
         return {"gather": chunk * self.dtypes.param.itemsize, "reduce": reduce}
 
+    @property
+    def _elsewhere(self) -> str:
+        found = {"host": self.bytes.host, "file": self.bytes.file}
+        told = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in found.items() if nbytes)
+        return f" and {told}" if told else ""
+
     def __str__(self) -> str:
         formats = " ".join(
             str(d).removeprefix("torch.") for d in dict.fromkeys((self.dtypes.param, self.dtypes.master))
         )
         return (
             f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
-            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes"
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes{self._elsewhere}"
         )
 
 
@@ -141,6 +161,20 @@ class ZeroPlan:
         return {k: sum(getattr(u.bytes, k) for u in self.units) for k in ("full", "shard", "grads", "optim")}
 
     @property
+    def host(self) -> int:
+        """Bytes of host memory on one rank: what rests there, and what is on its way to and from files."""
+        staged = 0
+        for role in ("tier", "rest"):
+            for place in {p for u in self.units if isinstance(p := getattr(u, role), Placement)}:
+                staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
+        return sum(unit.bytes.host for unit in self.units) + staged
+
+    @property
+    def file(self) -> int:
+        """Bytes in scratch files of one rank."""
+        return sum(unit.bytes.file for unit in self.units)
+
+    @property
     def passing(self) -> int:
         """Most bytes that come and go at a time, see `passing_bytes`."""
         return passing_bytes((unit.bytes for unit in self.units), self.residency)
@@ -153,6 +187,8 @@ class ZeroPlan:
     def __str__(self) -> str:
         lines = [f"{len(self.units)} units on {self.world} ranks, {self.residency}"]
         lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.kept.items()]
+        elsewhere = {"host": self.host, "file": self.file}
+        lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in elsewhere.items() if size]
         lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
         return "\n".join(lines)
 
@@ -170,21 +206,37 @@ def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
     return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
-def plan_unit(spec: UnitSpec, precision: Precision, ranks: Ranks, tier: str = "device") -> UnitPlan:
+def plan_unit(
+    spec: UnitSpec,
+    precision: Precision,
+    ranks: Ranks,
+    tier: str | Placement = "device",
+    rest: str | Placement = "device",
+) -> UnitPlan:
     """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
+    rest = rest if spec.residency.shard_params else "device"
+    if rest != "device":
+        ranks = replace(ranks, shared=False)
     shards = ranks.shards if spec.residency.shard_optim else 1
     layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
     dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
     dtypes = dtypes if spec.trained else dtypes.frozen
     storage, reduction = Storage.PRIVATE, Reduction.ARENA
+    if shards == 1 and rest != "device":
+        storage = Storage.RELEASED
     if shards > 1 and ranks.shared:
         storage, reduction = Storage.SHARED, Reduction.POSTING
     elif shards > 1:
         storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
         reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
     nodes = ranks.nodes if storage is Storage.RELEASED else None
-    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier if spec.trained else "device", UnitBytes())
-    return replace(made, bytes=tier_of(made.tier).planned(_bytes(made)))
+    if not spec.trained:  # what it is sent from is all there is of it
+        tier = rest
+    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, rest, UnitBytes())
+    found = _bytes(made)
+    if spec.trained and isinstance(rest, Placement):
+        found = rest.planned_rest(found)
+    return replace(made, bytes=kind_of(made.tier).planned(found))
 
 
 def _bytes(unit: UnitPlan) -> UnitBytes:
@@ -246,7 +298,10 @@ def plan(
     return ZeroPlan(
         world,
         options.residency,
-        tuple(plan_unit(spec, precision, ranks[spec.family], options.tier_of(spec)) for spec in specs),
+        tuple(
+            plan_unit(spec, precision, ranks[spec.family], tier, options.rest)
+            for spec, tier in zip(specs, options.tiers_of(specs), strict=True)
+        ),
     )
 
 

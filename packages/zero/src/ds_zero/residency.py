@@ -53,6 +53,7 @@ class UnitBytes:
         optim: Kept bytes of the optimizer's per-element state.
         gathered: Passing bytes while the unit is in use.
         arena: Passing bytes while its gradients travel.
+        host, file: Bytes of the above that are kept there instead of on the device.
     """
 
     full: int = 0
@@ -61,6 +62,8 @@ class UnitBytes:
     optim: int = 0
     gathered: int = 0
     arena: int = 0
+    host: int = 0
+    file: int = 0
 
     @property
     def kept(self) -> int:

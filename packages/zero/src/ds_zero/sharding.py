@@ -97,7 +97,11 @@ class Sharding:
         chosen = SeatOptions(residency, options.shard_size, options.nodes, options.memory, on_host)
         self.seating = Seating(self.families, self.pool, chosen)
         ranks = self.seating.ranks
-        planned = (plan_unit(s, self.precision, ranks[s.family], options.tier_of(s)) for s in specs)
+        tiers = options.tiers_of(specs)
+        planned = (
+            plan_unit(s, self.precision, ranks[s.family], tier, options.rest)
+            for s, tier in zip(specs, tiers, strict=True)
+        )
         self.plan = ZeroPlan(self.group.size, residency, tuple(planned))
         self.seating.share(self.plan.units)
         self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
@@ -253,7 +257,7 @@ class Sharding:
                     param.data = param.data.clone()
         self.units.clear()
         self._where.clear()
-        self.pool.drop()
+        self.pool.close()
         self.seating.drop()
 
 

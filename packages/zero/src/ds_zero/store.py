@@ -6,6 +6,9 @@ ask the allocator. A buffer that an unfinished collective writes or reads must n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._shared: dict[Hashable, Any] = {}
         self.fresh = 0
         self.bytes = 0
 
@@ -37,6 +41,19 @@ class Pool:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that `take` handed out."""
         self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What several units use together besides buffers: made when first asked for, closed with the pool."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def close(self) -> None:
+        """`drop`, and `close` what is shared."""
+        self.drop()
+        for made in self._shared.values():
+            made.close()
+        self._shared.clear()
 
     def drop(self) -> int:
         """Free every idle buffer; how many bytes they had."""

@@ -27,12 +27,13 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
 from ds_zero.layout import UnitLayout
+from ds_zero.offload.placement import Placement
 from ds_zero.part import Part
 from ds_zero.precision import Dtypes
 from ds_zero.residency import UnitBytes
 from ds_zero.units import UnitSpec
 
-__all__ = ["TIERS", "Sums", "Tier", "Tiered", "tier_of"]
+__all__ = ["TIERS", "Sums", "Tier", "Tiered", "kind_of", "tier_of"]
 
 States = Callable[[Part], dict[str, Any]]
 
@@ -80,12 +81,14 @@ class Tier:
     Attributes:
         resident: The shard is always readable, and may be a range of the buffer that forward uses.
         alone: A unit is updated by itself.
+        apart: The shard's memory is not the device's.
         unit: Whose state this is.
         states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
     """
 
     resident = True
     alone = False
+    apart = False
 
     def __init__(self, unit: Tiered) -> None:
         self.unit = unit
@@ -105,6 +108,13 @@ class Tier:
     def store(self) -> None:
         """They were written, or only read: put them away."""
 
+    def drop(self) -> None:
+        """They were only read since the last `store`: put them away."""
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel], of any content: where `unit.shard` is while it is made."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def gradient(self, summed: Tensor, part: Tensor) -> Tensor:
         """What the optimizer is given: a sum in the format, shape and place of the part."""
         if summed.dtype != part.dtype or summed.device != part.device:
@@ -114,6 +124,11 @@ class Tier:
 
 TIERS: dict[str, type[Tier]] = {"device": Tier}
 """By name, as `ShardOptions.tier` says it."""
+
+
+def kind_of(tier: str | Placement) -> type[Tier] | Placement:
+    """What planning asks a tier: `resident`, `alone`, `planned`."""
+    return tier_of(tier) if isinstance(tier, str) else tier
 
 
 def tier_of(name: str) -> type[Tier]:

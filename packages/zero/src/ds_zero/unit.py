@@ -37,12 +37,12 @@ from ds_zero._torch import storage_uses
 from ds_zero.gradients import Gradients
 from ds_zero.layout import Piece, Slot
 from ds_zero.nodes import Secondary
+from ds_zero.offload.tiers import made, rest_of
 from ds_zero.part import Part
 from ds_zero.plan import Storage, UnitPlan
 from ds_zero.released import release, restore
 from ds_zero.scattered import is_scattered, whole
 from ds_zero.seat import Members, Seat
-from ds_zero.tiers import tier_of
 
 __all__ = ["Full", "Part", "Unit"]
 
@@ -70,7 +70,7 @@ class Unit:
         self.owned = self.layout.owned(self.rank)
         self.releases = plan.storage is Storage.RELEASED
         self.aliased = plan.aliased
-        self.tier = tier_of(plan.tier)(self)
+        self.tier, self.rest = made(plan.tier, self), rest_of(plan.rest, self)
         self.pins = 0
         self.state = Full.CURRENT
         self._was_released = False
@@ -83,6 +83,7 @@ class Unit:
         if self.spec.trained:
             self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
         self.tier.store()
+        self.rest.store()
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
@@ -109,12 +110,12 @@ class Unit:
             if self.aliased:
                 self.shard = self._own(self.home)[0]
             else:
-                self.shard = torch.empty(self.layout.shard_numel, dtype=self.dtypes.master, device=device)
+                self.shard = self.tier.memory(self.layout.shard_numel, self.dtypes.master, device)
                 _clear_gaps(self.shard, self.owned)
             # What a gather sends, where neither the shard nor a range of full can be sent.
             self.sent: Tensor | None = None
             if self.plan.keeps_sent:
-                self.sent = torch.empty(self.layout.shard_numel, dtype=self.dtypes.param, device=device)
+                self.sent = self.rest.memory(self.layout.shard_numel, self.dtypes.param, device)
                 _clear_gaps(self.sent, self.owned)
             owned: dict[str, list[Piece]] = {}
             for piece in self.owned:
@@ -198,7 +199,7 @@ class Unit:
         self._was_released = self.state is Full.RELEASED
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
-        gathers = self.layout.world > 1 and self.host is None
+        gathers = (self.layout.world > 1 or self.releases) and self.host is None
         if gathers and channel is None and self.near is not None and self.near.valid:
             self._gathering += self.near.gather(self.full)
         elif gathers:
@@ -208,7 +209,9 @@ class Unit:
     def _gather(self, channel: comm.Group | None) -> None:
         self.forget_near()
         route = self.seat.route if channel is None else None
-        for segment, mine in zip(self.layout.segments, self._sources(), strict=True):
+        self._fetch_sources()
+        for segment, source in zip(self.layout.segments, self._sources(), strict=True):
+            mine = source.to(self.full.device, non_blocking=True)
             out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
             if route is not None and route.nodes.two_steps:
                 work = route.gather(out, mine, self.spec.name)
@@ -229,17 +232,32 @@ class Unit:
             return self._own(self.home)
         return [base[s.at : s.at + s.chunk] for s in self.layout.segments]
 
+    def _fetch_sources(self) -> None:
+        if self.sent is not None:
+            self.rest.fetch()
+        elif self._sends_shard:
+            self.tier.fetch()
+
+    def _drop_sources(self) -> None:
+        if self.sent is not None:
+            self.rest.drop()
+        elif self._sends_shard and not self.spec.trained:
+            self.tier.drop()
+
     @property
     def _sends_shard(self) -> bool:
-        return self.dtypes.same and self.tier.resident and self.layout.world > 1 and self.host is None
+        return self.plan.sends_shard
 
     def publish(self) -> None:
         """The shard's values go where gathers send them from, in full's format."""
         if self.aliased or (self.sent is None and self._sends_shard):
             return
+        if self.sent is not None:
+            self.rest.fetch()
         with torch.no_grad():
             for segment, there in zip(self.layout.segments, self._sources(), strict=True):
                 there.copy_(self.shard[segment.at : segment.at + segment.chunk])
+        self.rest.store()
 
     def published(self) -> None:
         """Every rank has published and all have met since: full is current."""
@@ -256,6 +274,8 @@ class Unit:
         for work in self._gathering:
             work.wait()
         self._gathering.clear()
+        if gathered:
+            self._drop_sources()
         if gathered and self.near is not None:
             self.near.keep(self.full)
         if self._was_released:
@@ -351,6 +371,8 @@ class Unit:
         """
         if self.host is None:
             return
+        if not self.aliased:
+            self.tier.fetch()
         with torch.no_grad():
             for segment, home, mine in zip(
                 self.layout.segments, self._own(self.home), self._own(self.full), strict=True
@@ -366,10 +388,10 @@ class Unit:
         """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, and so do a secondary copy and what gathers send."""
         held = {
             "full": self.full.untyped_storage().nbytes(),
-            "shard": 0 if self.aliased else self.shard.untyped_storage().nbytes(),
+            "shard": 0 if self.aliased or self.tier.apart else self.shard.untyped_storage().nbytes(),
         }
         held["full"] += 0 if self.near is None else self.near.nbytes
-        held["full"] += 0 if self.sent is None else self.sent.untyped_storage().nbytes()
+        held["full"] += 0 if self.sent is None or self.rest.apart else self.sent.untyped_storage().nbytes()
         return held | {"grad_full": self.gradients.full_bytes, "grad_shard": self.gradients.shard_bytes}
 
     def drop_idle(self) -> int:

@@ -1,0 +1,205 @@
+"""A bounded number of buffers between memory and a scratch file, and what of it is in them.
+
+Words: a *record* is what of one unit lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
+be read and written. A slot that was given back with a write under way is taken again only after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_zero.offload.memory import PAGE_BYTES, host_bytes
+from ds_zero.offload.placement import Placement
+from ds_zero.offload.scratch import Moving, Scratch
+
+__all__ = ["Record", "Ring"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory of at least one record.
+
+    Attributes:
+        memory: uint8, starts on a page.
+        writing: From it, under way.
+        extra: Beside the bounded number; freed when given back.
+    """
+
+    memory: Tensor
+    writing: Moving | None = None
+    extra: bool = False
+
+
+class Ring:
+    """The slots of one scratch file.
+
+    Attributes:
+        extras: Slots beside the bounded number that are held now: whole access holds more units than an update does.
+        reads, writes: Bytes so far.
+        ahead: Records that are read before their use, oldest first.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device) -> None:
+        if placement.folder is None:
+            raise ValueError("a ring belongs to files")
+        self.placement, self.device = placement, device
+        self.scratch = Scratch(placement.folder, placement.io)
+        self.extras = self.reads = self.writes = 0
+        self._made = 0
+        self._free: deque[Slot] = deque()
+        self.ahead: list[Record] = []
+        self._after: dict[tuple[int, int], Record] = {}
+        self._last = (-1, -1)
+        self._numbers = 0
+
+    def number(self) -> int:
+        """Of one more record."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least so many bytes; waits for the oldest write if all are being written."""
+        if not self._free and self._made < self.placement.buffers:
+            self._made += 1
+            return Slot(self._memory(nbytes))
+        if not self._free and self.ahead:
+            self.ahead[0].drop()  # it was read for a use that did not come
+        if not self._free:
+            self.extras += 1
+            return Slot(self._memory(nbytes), extra=True)
+        slot = self._free.popleft()
+        if slot.writing is not None:
+            slot.writing.wait()
+            slot.writing = None
+        if slot.memory.numel() < nbytes:
+            slot.memory = self._memory(nbytes)
+        return slot
+
+    def free(self) -> bool:
+        """Whether `take` would return at once and within the bound."""
+        if self._free:
+            return self._free[0].writing is None or self._free[0].writing.done()
+        return self._made < self.placement.buffers
+
+    def forget(self, record: Record) -> None:
+        """It is not read ahead any more: it is used, or let go."""
+        if record in self.ahead:
+            self.ahead.remove(record)
+
+    def give(self, slot: Slot) -> None:
+        """Back; a write from it may be under way."""
+        if slot.extra:
+            if slot.writing is not None:
+                slot.writing.wait()
+            self.extras -= 1
+        elif slot.writing is None:
+            self._free.appendleft(slot)
+        else:
+            self._free.append(slot)
+
+    def used(self, record: Record) -> Record | None:
+        """A record was used. Returns the one that followed when the same two were used last: training repeats itself."""
+        before, self._last = self._last, (self._last[1], record.number)
+        self._after[before] = record
+        return self._after.get(self._last)
+
+    def _memory(self, nbytes: int) -> Tensor:
+        return host_bytes(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, self.device, pin=self.placement.pin)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._free.clear()
+        self._after.clear()
+        self.scratch.close()
+
+
+class Record:
+    """Bytes of one unit: in a slot, in the file, or on the way.
+
+    Args:
+        nbytes: Room that is reserved; `grow` asks for more.
+    """
+
+    def __init__(self, ring: Ring, nbytes: int) -> None:
+        self.ring, self.number = ring, ring.number()
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._offset = ring.scratch.reserve(self.nbytes)
+        self._slot: Slot | None = None
+        self._reading: Moving | None = None
+        self._writing: Moving | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether a slot is taken for it."""
+        return self._slot is not None
+
+    def begin(self) -> None:
+        """Start to read, if it is not held and a slot is free."""
+        if self._slot is None and self.ring.free():
+            self._read()
+            self.ring.ahead.append(self)
+
+    def _read(self) -> None:
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+        self._slot = self.ring.take(self.nbytes)
+        self._reading = self.ring.scratch.read(self._slot.memory[: self.nbytes], self._offset)
+        self.ring.reads += self.nbytes
+
+    def hold(self) -> Tensor:
+        """[nbytes], uint8: its bytes, to be read and written until `put` or `drop`."""
+        if self._slot is None:
+            self._read()
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return self.blank()
+
+    def blank(self) -> Tensor:
+        """[nbytes], uint8: the slot, without reading what the file has."""
+        self.ring.forget(self)
+        if self._slot is None:
+            self._slot = self.ring.take(self.nbytes)
+        return self._slot.memory[: self.nbytes]
+
+    def grow(self, nbytes: int) -> Tensor:
+        """`hold` with room for `nbytes`; what is held stays, and has to be `put`. The old extent stays unused."""
+        old = self.hold()
+        if nbytes <= self.nbytes:
+            return old
+        slot, kept = self._slot, self.nbytes
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._offset = self.ring.scratch.reserve(self.nbytes)
+        self._slot = self.ring.take(self.nbytes)
+        new = self.blank()
+        new[:kept].copy_(old[:kept])
+        if slot is not None:
+            self.ring.give(slot)
+        return new
+
+    def put(self) -> None:
+        """Write what is held, and let the slot go."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        self._writing = slot.writing = self.ring.scratch.write(slot.memory[: self.nbytes], self._offset)
+        self.ring.writes += self.nbytes
+        if not self.ring.placement.write_behind:
+            self._writing.wait()
+            self._writing = slot.writing = None
+        self.ring.give(slot)
+
+    def drop(self) -> None:
+        """Let the slot go; the file has what it had."""
+        slot, self._slot = self._slot, None
+        self.ring.forget(self)
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        if slot is not None:
+            self.ring.give(slot)
