@@ -330,3 +330,174 @@ def test_a_checkpoint_of_upstreams_to_look_into(tmp_path):
     )
     with pytest.raises(RuntimeError, match="missing from model-state files"):
         get_model_3d_descriptor(str(tmp_path))
+
+
+# ---- writers of events, logs of communication
+
+
+def test_monitors_write_what_they_are_given(tmp_path):
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    there = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitor = MonitorMaster(get_monitor_config({"csv_monitor": there}))
+    assert monitor.enabled
+    assert monitor.tb_monitor is None
+    monitor.write_events([("Train/Samples/loss", 0.5, 8), ("my name", 2, 8)])
+    monitor.write_events([("Train/Samples/loss", 0.25, 16)])
+    assert (tmp_path / "job" / "Train_Samples_loss.csv").read_text().split() == ["step,loss", "8,0.5", "16,0.25"]
+    assert (tmp_path / "job" / "my_name.csv").is_file()
+    assert not MonitorMaster(get_monitor_config({})).enabled
+
+
+def test_comet_gets_what_its_section_says(monkeypatch):
+    from unittest.mock import Mock
+
+    from deepspeed.monitor.comet import CometMonitor
+    from deepspeed.monitor.config import get_monitor_config
+
+    service = Mock()
+    monkeypatch.setitem(sys.modules, "comet_ml", service)
+    section = {"enabled": True, "samples_log_interval": 10, "project": "p", "api_key": "k", "experiment_name": "n"}
+    monitor = CometMonitor(get_monitor_config({"comet": section}).comet)
+    service.start.assert_called_once_with(
+        api_key="k", project="p", workspace=None, experiment_key=None, mode=None, online=None
+    )
+    for samples in (5, 14, 15):
+        monitor.write_events([("loss", 1.0, samples)])
+    assert [call.kwargs["step"] for call in monitor.experiment.log_metric.call_args_list] == [5, 15]
+
+
+def test_a_log_of_communication_keeps_rows_together():
+    from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
+
+    log = CommsLogger()
+    for latency in (3.0, 1.0, 2.0):
+        log.append("all_reduce", "all_reduce", latency, 1024)
+    assert log.get_total_operations() == 3
+    row = log.get_raw_data()["all_reduce"][1024]
+    assert row[0] == 3
+    assert row[1] == [3.0, 1.0, 2.0]
+    summary = log.get_operation_summary("all_reduce")[1024]
+    assert (summary["avg_latency_ms"], summary["total_latency_ms"]) == (2.0, 6.0)
+    assert log.get_operation_summary("broadcast") is None
+    assert set(log.log_all(print_log=False, return_dict=True)) == {"summary", "straggler_analysis", "metadata"}
+    assert convert_size(1536) == "1.5 KB"
+    assert calc_bw_log("broadcast", 10**6, 1.0)[0] == pytest.approx(8.0)
+
+
+# ---- cores, scales, small tensors
+
+
+def test_cores_of_a_rank(monkeypatch):
+    from deepspeed.utils import numa
+
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    assert numa.parse_range_list("0,2-4,6,8-9") == [0, 2, 3, 4, 6, 8, 9]
+    for bad in ("0,2-6,5-9", "8,2-6", "1,6-2", "1,a"):
+        with pytest.raises(ValueError, match="range"):
+            numa.parse_range_list(bad)
+    cores, command = numa.get_numactl_cmd("0-3,8-11", 2, 1)
+    assert cores == 4
+    assert command[:3] == ["numactl", "-C", "8-11"]
+    with pytest.raises(AssertionError, match="share 1 cores"):
+        numa.get_numactl_cmd("3", 2, 0)
+    monkeypatch.setenv("KMP_AFFINITY", "x")
+    with pytest.raises(ValueError, match="KMP_AFFINITY"):
+        numa.get_numactl_cmd(None, 1, 0)
+
+
+def test_scales_halve_and_double():
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
+
+    scaler = DynamicLossScaler(init_scale=16, scale_window=2, min_scale=4)
+    for overflow, scale in ((True, 8), (False, 8), (False, 8), (False, 16), (True, 8), (True, 4)):
+        scaler.update_scale(overflow)
+        assert scaler.cur_scale == scale
+    with pytest.raises(RuntimeError, match="minimum"):
+        scaler.update_scale(True)
+    assert isinstance(CreateLossScaler(torch.float, 8.0, True, None), LossScaler)
+    x = torch.ones(1, requires_grad=True)
+    LossScaler(8.0).backward(x.sum())
+    assert x.grad.item() == 8.0
+
+
+def test_rows_of_a_matrix_add_up():
+    from deepspeed.runtime.sparse_tensor import SparseTensor
+
+    one, two = torch.zeros(6, 3), torch.zeros(6, 3)
+    one[[1, 4]], two[[4, 5]] = torch.randn(2, 3), torch.randn(2, 3)
+    rows = SparseTensor(one)
+    assert rows.indices.tolist() == [1, 4]
+    rows.add(SparseTensor(two.to_sparse(1)))
+    torch.testing.assert_close(rows.to_dense(), one + two)
+    torch.testing.assert_close(rows.to_coo_tensor().to_dense(), one + two)
+    with pytest.raises(AssertionError):
+        rows.add(SparseTensor(torch.ones(2, 3)))
+
+
+def test_a_linear_layer_as_one_node():
+    from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap
+
+    layer = LinearModuleForZeroStage3(4, 3)
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    inputs = (x, layer.weight, layer.bias)
+    ours = torch.autograd.grad(zero3_linear_wrap(*inputs).square().sum(), inputs)
+    theirs = torch.autograd.grad(torch.nn.functional.linear(*inputs).square().sum(), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    one, two = (
+        torch.func.grad(lambda w, f=f: f(x, w).sum())(layer.weight)
+        for f in (zero3_linear_wrap, torch.nn.functional.linear)
+    )
+    torch.testing.assert_close(one, two)
+
+
+def test_runners_make_the_launchers_own_commands():
+    from deepspeed.launcher.multinode_runner import OpenMPIRunner, PDSHRunner, SlurmRunner
+
+    hosts = {"one": 2, "two": 2}
+    args = runner.parse_args(["train.py", "--lr", "1"])
+    command, _, environment = PDSHRunner(args, runner.encode_world_info(hosts)).get_cmd({"A": "b"}, hosts)
+    assert command[0] == "pdsh"
+    assert "train.py --lr 1" in command[-1]
+    assert environment == {"A": "b", "PDSH_RCMD_TYPE": "ssh"}
+    for kind, tool in ((OpenMPIRunner, "mpirun"), (SlurmRunner, "srun")):
+        assert kind(args, "", hosts).get_cmd({}, hosts)[0] == tool
+
+
+# ---- deepspeed.linear
+
+
+def test_layers_of_deepspeed_linear():
+    from deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, init_lora
+    from deepspeed.linear.quantization import QuantizedLinear, QuantizedParameter
+
+    plain = torch.nn.Linear
+    with Init(LoRAConfig(lora_r=2)):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        assert isinstance(plain(2, 2), torch.nn.Linear)
+    assert torch.nn.Linear is plain
+    with pytest.raises(PlanError, match="before its update"):
+        model(torch.ones(1, 8, dtype=torch.bfloat16))
+    init_lora(model)
+    assert sorted({name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}) == [
+        "lora_A",
+        "lora_B",
+    ]
+    assert model(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 4)
+    coded = OptimizedLinear(32, 16, quantization_config=QuantizationConfig(q_bits=8))
+    assert isinstance(coded, QuantizedLinear)
+    x, before = torch.randn(2, 32, dtype=torch.bfloat16), coded.weight.dequantized().clone()
+    coded.to("cpu")
+    assert coded.weight.dtype is torch.uint8
+    torch.testing.assert_close(coded.weight.dequantized(), before, rtol=0.1, atol=0.02)
+    assert coded(x).shape == (2, 16)
+    again = QuantizedParameter(coded.weight.data, **coded.weight.__dict__)
+    assert torch.equal(again.dequantized(), coded.weight.dequantized())
+    with pytest.raises(ValueError, match="codes have no gradient"):
+        QuantizedParameter(before, requires_grad=True)
+    with pytest.raises(ValueError, match="expected a LoRAConfig"):
+        OptimizedLinear(4, 4, lora_config={"lora_r": 2})
+    with pytest.raises(AssertionError, match="base_weight_sharding = 3"):
+        OptimizedLinear(4, 4, lora_config=LoRAConfig(base_weight_sharding=3))

@@ -524,8 +524,11 @@ def test_what_an_engine_tells():
     assert deepspeed.comm.get_world_size(engine.data_parallel_group) == 2
     for missing in MISSING_ATTRIBUTES:
         assert not hasattr(engine, missing)
-    with pytest.raises(UnsupportedError, match=r"DeepSpeedEngine\.monitor is not here"):
-        _ = engine.monitor
+    with pytest.raises(UnsupportedError, match=r"DeepSpeedEngine\.timers is not here"):
+        _ = engine.timers
+    assert not engine.monitor.enabled
+    assert engine.get_summary_writer() is None
+    assert (engine.mp_world_size, engine.checkpoint_mp_rank, engine.seq_parallel_group) == (1, 0, None)
     engine.lr_scheduler = None
     engine.mpu = None
     engine.backward(engine(rows(0, engine.mesh.rank)[0].bfloat16()).float().square().mean())
@@ -639,8 +642,20 @@ def test_communication():
     assert deepspeed.utils.groups._get_data_parallel_world_size() == 2
     assert deepspeed.utils.groups._get_sequence_parallel_world_size() == 1
     comm.barrier()
-    with pytest.raises(UnsupportedError):
-        comm.configure(enabled=True)
+    comm.configure(enabled=True)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(64))
+    assert comm.has_comm_data()
+    assert comm.get_comm_operation_count("all_reduce") == 3
+    told = comm.log_summary(return_dict=True)["summary"]["all_reduce"][256]
+    assert (told["count"], told["msg_size_str"]) == (3, "256.0 B")
+    straggling = comm.log_summary(show_straggler=True, return_dict=True)["straggler_analysis"]["all_reduce"][256]
+    assert straggling["total_comm_lat_ms"] <= told["total_latency_ms"]
+    comm.reset_log()
+    assert not comm.has_comm_data()
+    comm.configure(enabled=False)
+    comm.all_reduce(torch.ones(64))
+    assert comm.get_logged_comm_ops() == []
     comm.destroy_process_group()
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "detach",
     "event",
     "gauge",
+    "listening",
     "set_step",
     "shutdown",
     "span",
@@ -139,6 +140,11 @@ def event(name: str, /, **attrs: Any) -> None:
 def active() -> bool:
     """Whether anyone listens: ask before computing something only a sink would read."""
     return bool(_sinks)
+
+
+def listening() -> tuple[Sink, ...]:
+    """The sinks that listen now, in the order in which they were attached."""
+    return tuple(_sinks)
 
 
 def current_step() -> int:

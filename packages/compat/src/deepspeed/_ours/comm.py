@@ -16,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 import ds_comm
+from deepspeed._ours.comms_log import collected, collector, print_collected, switch
 from ds_accel import get_accelerator
 from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list, destroy_process_group
+from ds_comm.config import CommsLoggerConfig
 from ds_comm.init import DEFAULT_TIMEOUT
-from ds_config.errors import UnsupportedError
 
 __all__ = [
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
@@ -44,14 +45,18 @@ __all__ = [
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
+    "get_logged_comm_ops",
     "get_rank",
+    "get_total_comm_operations",
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "in_aml",
     "in_aws_sm",
@@ -74,6 +79,8 @@ __all__ = [
     "reset_log",
     "scatter",
     "send",
+    "start_profiling_comms",
+    "stop_profiling_comms",
 ]
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -257,26 +264,68 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """The comms logger is a sink of ds-monitor; switching it on here is not supported.
+    """Switch the comms logger of this process on or off. What is not given is as in the configuration, or its default.
 
-    Raises:
-        UnsupportedError: it was asked for ("compat-comms-logger").
+    Args:
+        deepspeed_config: An object with `comms_logger`, a mapping with that key, or None.
     """
-    del deepspeed_config, prof_ops, verbose, debug
-    if enabled or prof_all:
-        raise UnsupportedError(
-            "deepspeed.comm.configure(enabled=True)",
-            code="compat-comms-logger",
-            fix="Attach ds_comm.logger.CommsLogger with ds_monitor.attach, and call its summary.",
-        )
+    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
+    section = section or getattr(deepspeed_config, "comms_logger", None) or {}
+    base = dict(section) if isinstance(section, Mapping) else section.model_dump()
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    switch(CommsLoggerConfig(**{**base, **chosen}))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Nothing was logged, because `configure` switches nothing on; says so."""
-    del show_straggler
-    _log.warning("no comms logger was attached: use ds_comm.logger.CommsLogger")
-    return {} if return_dict else None
+    """Print what the comms logger collected, on rank 0; or an engine's, where `comms_logger` of its configuration is on.
+
+    Args:
+        show_straggler: Compare with the fastest rank of each operation. Collective then, as upstream is always.
+        return_dict: Give the numbers of this rank, too.
+    """
+    if collector() is None:
+        _log.warning("no comms logger listens: call deepspeed.comm.configure(enabled=True), or enable comms_logger")
+    report = collected(collector(), show_straggler)
+    print_collected(report)
+    return report if return_dict else None
+
+
+def has_comm_data() -> bool:
+    """Whether the comms logger collected anything."""
+    found = collector()
+    return found is not None and found.has_data()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the operations that it collected."""
+    return list(collected(collector())["summary"])
+
+
+def get_comm_operation_count(operation_name: str | None = None) -> int:
+    """How many operations it collected; of one name, or all."""
+    told = collected(collector())["summary"]
+    names = told if operation_name is None else [name for name in told if name == operation_name]
+    return sum(row["count"] for name in names for row in told[name].values())
+
+
+def get_total_comm_operations() -> int:
+    """How many operations it collected."""
+    return get_comm_operation_count()
 
 
 def reset_log() -> None:
-    """There is nothing to forget."""
+    """Forget what the comms logger collected."""
+    found = collector()
+    if found is not None:
+        found.reset()
+
+
+def start_profiling_comms() -> None:
+    """Collect every operation from now on."""
+    switch(CommsLoggerConfig(enabled=True, prof_all=True))
+
+
+def stop_profiling_comms() -> None:
+    """Collect no more."""
+    switch(CommsLoggerConfig(enabled=False))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.config import DeepSpeedConfig
+from deepspeed._ours.monitors import MonitorMaster
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.raising import also
@@ -127,12 +128,15 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "data_efficiency_enabled": lambda e: False,
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: False,
-    "autotp_size": lambda e: 0,
+    "autotp_size": lambda e: e.mesh["tensor"].size if e.mesh["tensor"].size > 1 else 0,
+    "tensorboard_enabled": _of_config("tensorboard", "enabled"),
+    "wandb_enabled": _of_config("wandb", "enabled"),
+    "csv_monitor_enabled": _of_config("csv_monitor", "enabled"),
     "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
     "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
-    "get_tensor_parallel_rank": lambda e: 0,
-    "get_model_parallel_rank": lambda e: 0,
-    "get_sequence_parallel_group": lambda e: None,
+    "get_tensor_parallel_rank": lambda e: e.mesh["tensor"].rank,
+    "get_model_parallel_rank": lambda e: e.mesh["tensor"].rank,
+    "get_sequence_parallel_group": lambda e: e.seq_parallel_group,
     "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
     "is_deepcompile_enabled": lambda e: False,
     "is_deepcompile_active": lambda e: False,
@@ -155,6 +159,7 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         self._open: str | None = None
         self._scaled = False
         self._compiled = False
+        self._monitor: MonitorMaster | None = None
         self.mpu: Any = None
         mark(self.sharding)
 
@@ -203,6 +208,33 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     def data_parallel_group(self) -> Any:
         """Their process group; None in a world of one that made none."""
         return self.mesh["data"].pg
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """Process group of the ranks that share a sequence; None where each has its own."""
+        return self.mesh["sequence"].pg if self.mesh["sequence"].size > 1 else None
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that layers are cut over."""
+        return self.mesh["tensor"].size
+
+    @property
+    def checkpoint_mp_rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh["tensor"].rank
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Writers of the sections' monitors, for events of the program's own. Made when they are first asked for."""
+        if self._monitor is None:
+            self._monitor = MonitorMaster(self._config.monitor_config)
+        return self._monitor
+
+    def get_summary_writer(self) -> Any:
+        """TensorBoard's writer; None where it is off, and on other ranks."""
+        tensorboard = self.monitor.tb_monitor
+        return None if tensorboard is None else tensorboard.summary_writer
 
     @property
     def has_moe_layers(self) -> bool:

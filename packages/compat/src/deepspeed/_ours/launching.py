@@ -8,19 +8,27 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import re
 import shlex
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed._ours.raising import raising
+from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
 from ds_launcher.options import options_of, register
+from ds_launcher.plan import Process
 
 __all__ = [
     "MultiNodeRunner",
+    "OpenMPIRunner",
+    "PDSHRunner",
+    "SlurmRunner",
     "decode_world_info",
     "encode_world_info",
     "fetch_hostfile",
@@ -133,3 +141,63 @@ class MultiNodeRunner(ABC):
 
     def validate_args(self) -> None:  # noqa: B027  a runner may forbid something
         """Raise for arguments that this way cannot serve."""
+
+
+class _BackendRunner(MultiNodeRunner):
+    """A way of ds-launcher, as a runner. `get_cmd` gives one command line that starts every host."""
+
+    BACKEND = ""
+
+    def __init__(self, args: Any, world_info_base64: str, resource_pool: Mapping[str, Any] | None = None) -> None:
+        super().__init__(args, world_info_base64)
+        self.resource_pool = resource_pool
+
+    def backend_exists(self) -> bool:
+        return shutil.which(BACKENDS[self.BACKEND].tool) is not None
+
+    @property
+    def name(self) -> str:
+        return self.BACKEND
+
+    def _process(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Process:
+        del environment
+        given = options_of(self.args)
+        flags = (
+            ("--module", given.module),
+            ("--no-python", given.no_python),
+            ("--local-rank-arg", given.local_rank_arg),
+        )
+        job = Job(
+            inventory=_inventory(active_resources), python=sys.executable, cwd=os.getcwd(),
+            options=tuple(flag for flag, on in flags if on),
+            command=(self.user_script, *map(str, self.args.user_args)), exports=self.exports,
+            launcher_args=tuple(shlex.split(given.launcher_args)),
+            ssh_port=given.ssh_port if given.ssh_port > 0 else None,
+        )  # fmt: skip
+        return BACKENDS[self.BACKEND].build(job)[0]
+
+    def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Any:
+        return list(self._process(environment, active_resources).argv)
+
+
+class PDSHRunner(_BackendRunner):
+    """Hosts reached by pdsh."""
+
+    BACKEND = "pdsh"
+
+    def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Any:
+        """The command, one that stops what it started (the node's end of a connection does that), and its environment."""
+        process = self._process(environment, active_resources)
+        return list(process.argv), ["true"], {**environment, **process.env}
+
+
+class OpenMPIRunner(_BackendRunner):
+    """Hosts reached by Open MPI's mpirun."""
+
+    BACKEND = "openmpi"
+
+
+class SlurmRunner(_BackendRunner):
+    """Hosts reached by srun."""
+
+    BACKEND = "slurm"

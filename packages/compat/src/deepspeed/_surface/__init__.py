@@ -21,11 +21,9 @@ from deepspeed._surface.refusals import (
     INFERENCE,
     INTERNAL,
     IO,
-    LORA,
     MICS,
     MISSING_ATTRIBUTES,
     MOE,
-    PIPELINE,
     RETURN_BIAS,
     SEQUENCE,
     SERIAL,
@@ -56,6 +54,9 @@ _BUILDERS = "deepspeed._ours.builders"
 _LAUNCHING = "deepspeed._ours.launching"
 _GRIDS = "deepspeed._ours.grids"
 _ELASTICITY = "deepspeed._ours.elasticity"
+_MONITORS = "deepspeed._ours.monitors"
+_TENSORS = "deepspeed._ours.tensors"
+_LINEAR = "deepspeed._ours.linear"
 _TORCH = "deepspeed._ours.torch_versions"
 
 _ACCESS = from_(
@@ -125,7 +126,8 @@ _COMM_ROWS: dict[str, Row] = {
         "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor",
         "in_aml", "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
         "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
-        "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout",
+        "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout", "get_comm_operation_count",
+        "get_logged_comm_ops", "get_total_comm_operations", "has_comm_data", "start_profiling_comms", "stop_profiling_comms",
     ),
     **from_("deepspeed._ours.accelerator", "get_accelerator"),
     **not_(
@@ -136,10 +138,7 @@ _COMM_ROWS: dict[str, Row] = {
         Missing("device meshes are made from the configuration", "the keys of the configuration"),
         "initialize_mesh_device", "enable_symm_mem_for_group",
     ),
-    **not_(
-        Missing("the comms logger of ds-comm keeps its own table", "ds_comm.logger.CommsLogger"),
-        "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "CommsLogger",
-    ),
+    **from_("deepspeed._ours.comms_log", "CommsLogger"),
 }  # fmt: skip
 _BUILDER_ROWS = from_(
     _BUILDERS,
@@ -227,14 +226,18 @@ SURFACE: Mapping[str, Rows] = {
         **from_(_ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor"),
         **from_("deepspeed._ours.accelerator", "get_accelerator"),
         **from_(_TOOLS, "see_memory_usage"),
+        **from_(_TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
         **not_(
-            INTERNAL, "AllGatherCoalescedHandle", "AllGatherHandle", "InsertPostInitMethodToModuleSubClasses", "NoGatherHandle",
-            "PartitionedParamStatus", "free_param",
+            INTERNAL, "AllGatherCoalescedHandle", "InsertPostInitMethodToModuleSubClasses", "PartitionedParamStatus", "free_param",
         ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _ZERO_OPTIMIZER, **_ESTIMATORS[2]},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": _ZERO_OPTIMIZER, **_ESTIMATORS[3]},
     "deepspeed.runtime.zero.parameter_offload": {**not_(INTERNAL, "DeepSpeedZeRoOffload")},
+    "deepspeed.runtime.zero.linear": from_(
+        _TENSORS, "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap",
+    ),
+    "deepspeed.runtime.sparse_tensor": from_(_TENSORS, "SparseTensor"),
     "deepspeed.runtime.zero.tiling": {**from_(_ZERO, "TiledLinear"), **not_(RETURN_BIAS, "TiledLinearReturnBias")},
     "deepspeed.runtime.zero.utils": {
         **from_(_PARAMS, "is_zero_param"),
@@ -260,10 +263,11 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": _ZERO_OPTIMIZER},
     "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": _ZERO_OPTIMIZER},
     "deepspeed.runtime.fp16.loss_scaler": {
-        **not_(
-            Missing("loss scaling belongs to ds-zero", "the fp16 section, and ds_zero.LossScale"),
-            "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase",
-        ),
+        **from_("deepspeed._ours.scalers", "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"),
+        **values({
+            "CONSECUTIVE_HYSTERESIS": "consecutive_hysteresis", "DELAYED_SHIFT": "delayed_shift", "INITIAL_LOSS_SCALE": "init_scale",
+            "MIN_LOSS_SCALE": "min_scale", "SCALE_WINDOW": "scale_window",
+        }),
     },
     "deepspeed.runtime.fp16.onebit": from_("ds_comm.lossy.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "deepspeed.runtime.config": {
@@ -300,7 +304,7 @@ SURFACE: Mapping[str, Rows] = {
             _TOOLS, "call_to_str", "clip_grad_norm_", "empty_cache", "memory_status", "move_to_device", "noop_decorator",
             "partition_balanced", "partition_uniform", "see_memory_usage", "set_random_seed",
         ),
-        **not_(PIPELINE, "PartitionedTensor"),
+        **from_(_TENSORS, "PartitionedTensor", "prefix_sum_inc"),
         **not_(INTERNAL, "CheckOverflow", "DummyOptim", "get_global_norm", "get_grad_zeros", "get_weight_norm"),
     },
     "deepspeed.runtime.constants": values(constants.RUNTIME),
@@ -360,11 +364,17 @@ SURFACE: Mapping[str, Rows] = {
         **from_(_TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
         **from_("deepspeed._ours.accelerator", "get_accelerator"),
         "dist": "deepspeed.comm:",
-        **not_(Missing("the launcher leaves binding to the system's own tool", "numactl or taskset under `ds run --no-python`"), "get_numactl_cmd"),
+        **from_("deepspeed._ours.cores", "get_numactl_cmd"),
     },
     "deepspeed.utils.groups": {**from_(_GRIDS, _get_expert_parallel_ranks="expert_parallel_ranks"), **_GROUP_GETTERS, **_PRIVATE_GROUP_GETTERS, **_EXPERT_GROUPS, **from_(_GROUPS, "mpu")},
     "deepspeed.utils.init_on_device": from_(_TOOLS, "OnDevice"),
     "deepspeed.utils.logging": {**_LOGGING, **from_(_TOOLS, "LoggerFactory", "warning_once", "print_json_dist", "log_levels")},
+    "deepspeed.utils.comms_logging": from_(
+        "deepspeed._ours.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "get_caller_func", "print_rank_0",
+    ),
+    "deepspeed.utils.numa": from_(
+        "deepspeed._ours.cores", "check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list",
+    ),
     "deepspeed.utils.nvtx": from_(_TOOLS, "instrument_w_nvtx"),
     "deepspeed.utils.tensor_fragment": {**_ACCESS, **_FRAGMENTS, **not_(INTERNAL, "tensor_fragment")},
     "deepspeed.utils.timer": {
@@ -406,10 +416,10 @@ SURFACE: Mapping[str, Rows] = {
     },
     "deepspeed.launcher.launch": from_("deepspeed._ours.commands", main="launch"),
     "deepspeed.launcher.multinode_runner": {
-        **from_(_LAUNCHING, "MultiNodeRunner"),
+        **from_(_LAUNCHING, "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner"),
         **not_(
-            Missing("commands for many hosts are made by ds-launcher", "`ds run --launcher ssh|pdsh|slurm|openmpi --dry-run`"),
-            "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",
+            Missing("ds-launcher reaches hosts by other ways", "`ds run --launcher ssh|pdsh|slurm|openmpi`"),
+            "IMPIRunner", "MPICHRunner", "MVAPICHRunner",
         ),
     },
     # -- not here
@@ -443,7 +453,11 @@ SURFACE: Mapping[str, Rows] = {
         **not_(TENSOR, "LinearAllreduce", "LinearLayer"),
     },
     "deepspeed.sequence": {**not_(SEQUENCE, "fpdt_layer", "cross_entropy", "auto_sp")},
-    "deepspeed.sequence.layer": {**from_("ds_parallel.sequence", "DistributedAttention")},
+    "deepspeed.sequence.layer": {
+        **from_("ds_parallel.sequence", "DistributedAttention"),
+        **from_(_TENSORS, "apply_rotary_pos_emb", "single_all_to_all", _SeqAllToAll="SeqAllToAll", _rotate_half="rotate_half"),
+        **values({"_torchembed_available": False}),
+    },
     "deepspeed.sequence.fpdt_layer": {**not_(SEQUENCE, "FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")},
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
@@ -499,11 +513,24 @@ SURFACE: Mapping[str, Rows] = {
         _ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
     ),
     "deepspeed.compile": {**not_(COMPILE, "passes", "util")},
-    "deepspeed.linear": {**not_(LORA, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora")},
+    "deepspeed.linear": from_(_LINEAR, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora"),
+    "deepspeed.linear.config": from_(_LINEAR, "LoRAConfig", "QuantizationConfig"),
+    "deepspeed.linear.context_manager": from_(_LINEAR, "Init", "init_lora"),
+    "deepspeed.linear.optimized_linear": from_(_LINEAR, "LoRAOptimizedLinear", "OptimizedLinear"),
+    "deepspeed.linear.quantization": from_(_LINEAR, "QuantizedLinear", "QuantizedParameter"),
     "deepspeed.io": {**not_(IO, "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter")},
     "deepspeed.nvme": {**not_(IO, "ds_io_main", "generate_main", "sweep_main")},
-    "deepspeed.monitor": {**not_(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "monitor")},
-    "deepspeed.monitor.monitor": {**not_(Missing("monitoring is ds-monitor's", "ds_monitor"), "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor")},
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.comet": from_(_MONITORS, "CometMonitor"),
+    "deepspeed.monitor.config": from_(
+        _SECTIONS, "CSVConfig", "CometConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "get_monitor_config",
+    ),
+    "deepspeed.monitor.csv_monitor": from_(_MONITORS, "csvMonitor"),
+    "deepspeed.monitor.monitor": from_(
+        _MONITORS, "CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor",
+    ),
+    "deepspeed.monitor.tensorboard": from_(_MONITORS, "TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": from_(_MONITORS, "WandbMonitor"),
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.rollout": {

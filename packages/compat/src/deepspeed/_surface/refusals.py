@@ -11,7 +11,6 @@ INFERENCE = Missing(
 )
 HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
-PIPELINE = Missing("activations between stages travel whole", "ds_pipe, whose stages pass any value")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
 TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.cut_model")
@@ -25,7 +24,6 @@ TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fi
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
 COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
 IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
-LORA = Missing("upstream's own LoRA layers are not here", "peft")
 TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
 RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
 MICS = Missing(
@@ -34,15 +32,9 @@ MICS = Missing(
 INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 ELASTIC = Missing("the launcher starts ranks again by itself", "`ds run --nnodes MIN:MAX --max-restarts N`")
 
-MONITOR = Missing(
-    "monitoring is ds-monitor's", "ds_monitor.gauge; the sections of the configuration choose where it goes"
-)
 TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
 
 MISSING_ATTRIBUTES: Mapping[str, Missing] = {
-    "monitor": MONITOR,
-    "get_summary_writer": MONITOR,
-    "tensorboard_enabled": MONITOR,
     "timers": TIMERS,
     "tput_timer": TIMERS,
     "flops_profiler": Missing("the section of the configuration runs it", "deepspeed.profiling.flops_profiler"),

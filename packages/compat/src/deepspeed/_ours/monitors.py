@@ -1,0 +1,201 @@
+"""`deepspeed.monitor`: writers by class, for programs that write events of their own: [(name, value, samples), ...].
+
+The engine's own metrics go through ds-monitor; these write with the same sinks, so that both are found in one place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_comm import world_group
+from ds_monitor.sinks import CsvSink, WandbSink
+from ds_monitor.sinks.base import require
+
+__all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
+
+Event = tuple[str, Any, int]
+
+
+class Monitor(ABC):
+    """A writer of events; a program may bring its own.
+
+    Attributes:
+        monitor_config: The section it was made of.
+        enabled: Whether it was asked for.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled = bool(getattr(monitor_config, "enabled", False))
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write (name, value, samples) of each."""
+
+    @property
+    def _writes(self) -> bool:
+        return self.enabled and world_group().rank == 0
+
+
+class _Files(Monitor):
+    """A monitor that writes below `output_path/job_name`."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.output_path, self.job_name = monitor_config.output_path, monitor_config.job_name
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.output_path or "") / self.job_name
+
+
+class TensorBoardMonitor(_Files):
+    """Event files, on rank 0.
+
+    Attributes:
+        summary_writer: torch's, for figures and texts of the program's own; None on other ranks.
+    """
+
+    def __init__(self, tensorboard_config: Any) -> None:
+        super().__init__(tensorboard_config)
+        self.summary_writer: Any = None
+        if self.enabled:
+            self.get_summary_writer()
+
+    def get_summary_writer(self, base: str | None = None) -> Any:
+        """The writer, made when it is first wanted. `base` is not read: the section says the folder."""
+        del base
+        if self._writes and self.summary_writer is None:
+            require("tensorboard", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter  # takes half a second, and an extra
+
+            self.summary_writer = SummaryWriter(log_dir=str(self._folder))
+        return self.summary_writer
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        """One scalar each."""
+        if self.summary_writer is None:
+            return
+        for name, value, samples in event_list:
+            self.summary_writer.add_scalar(name, value, samples)
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make visible what was written."""
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
+
+class csvMonitor(_Files):  # noqa: N801  upstream's spelling
+    """A CSV file for each name, on rank 0.
+
+    Attributes:
+        log_dir: Where; None on other ranks.
+    """
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config)
+        self._sink = CsvSink(self._folder) if self._writes else None
+        self.log_dir = str(self._folder) if self._writes else None
+        if self.log_dir is not None:
+            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """One row each, in the file of its name."""
+        if self._sink is None:
+            return
+        for name, value, samples in event_list:
+            self._sink.put(name.replace(" ", "_"), float(value), samples, 0.0)
+
+
+class WandbMonitor(Monitor):
+    """Weights & Biases, on rank 0."""
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        self.group, self.team, self.project = wandb_config.group, wandb_config.team, wandb_config.project
+        options = {"project": self.project, "group": self.group, "entity": self.team}
+        self._sink = WandbSink(axis="samples", **options) if self._writes else None
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """A row of all."""
+        if self._sink is None:
+            return
+        for name, value, samples in event_list:
+            self._sink.put(name, float(value), samples, 0.0)
+        self._sink.end_step(0)
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None, sync: Any = None) -> None:
+        """`wandb.log` of the run, on rank 0."""
+        del sync
+        if self._sink is not None:
+            require("wandb", "wandb").log(data, step=step, commit=commit)
+
+
+class CometMonitor(Monitor):
+    """Comet, on rank 0.
+
+    Attributes:
+        samples_log_interval: Least number of samples between two values of one name.
+        experiment: Comet's own; None on other ranks.
+    """
+
+    def __init__(self, comet_config: Any) -> None:
+        super().__init__(comet_config)
+        self.samples_log_interval = comet_config.samples_log_interval
+        self.experiment: Any = None
+        self._sent: dict[str, int] = {}
+        if not self._writes:
+            return
+        key = comet_config.api_key
+        self.experiment = require("comet_ml", "comet").start(
+            api_key=key.get_secret_value() if hasattr(key, "get_secret_value") else key,
+            project=comet_config.project,
+            workspace=comet_config.workspace,
+            experiment_key=comet_config.experiment_key,
+            mode=comet_config.mode,
+            online=comet_config.online,
+        )
+        if comet_config.experiment_name is not None:
+            self.experiment.set_name(comet_config.experiment_name)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """One metric each, unless the last of its name is too near."""
+        if self.experiment is None:
+            return
+        for name, value, samples in event_list:
+            if name not in self._sent or samples - self._sent[name] >= self.samples_log_interval:
+                self._sent[name] = samples
+                self.experiment.log_metric(name, value, step=samples)
+
+
+class MonitorMaster(Monitor):
+    """All monitors that the sections ask for, on rank 0.
+
+    Attributes:
+        tb_monitor, csv_monitor, wandb_monitor, comet_monitor: Each, or None.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        kinds = {
+            "tb_monitor": (TensorBoardMonitor, monitor_config.tensorboard),
+            "wandb_monitor": (WandbMonitor, monitor_config.wandb),
+            "csv_monitor": (csvMonitor, monitor_config.csv_monitor),
+            "comet_monitor": (CometMonitor, monitor_config.comet),
+        }
+        self._made: list[Monitor] = []
+        for name, (kind, section) in kinds.items():
+            made = kind(section) if section.enabled and world_group().rank == 0 else None
+            setattr(self, name, made)
+            if made is not None:
+                self._made.append(made)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """To each of them."""
+        for monitor in self._made:
+            monitor.write_events(event_list)

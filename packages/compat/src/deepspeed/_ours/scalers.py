@@ -1,0 +1,128 @@
+"""`deepspeed.runtime.fp16.loss_scaler`: loss scales for loops of a program's own. The rule of changing is ds-zero's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_zero.precision import LossScale, next_scale
+
+__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"]
+
+
+class LossScalerBase:
+    """A loss scale.
+
+    Attributes:
+        cur_scale: What a loss is multiplied by.
+        dynamic: Whether it changes.
+    """
+
+    dynamic = False
+
+    def __init__(self, cur_scale: float) -> None:
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """`cur_scale`."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Tensor, ...]:
+        """As a backward hook of a module: gradients times the scale."""
+        del module, grad_out
+        return tuple(self.cur_scale * grad for grad in grad_in)
+
+    def update_scale(self, overflow: bool) -> None:
+        """After a step; `overflow` says whether a gradient was not finite."""
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Backward of the scaled loss."""
+        (loss * self.cur_scale).backward(retain_graph=retain_graph)
+
+    def has_overflow(self, params: Any) -> bool:
+        """Whether a gradient is not finite; a constant scale does not look."""
+        del params
+        return False
+
+
+class LossScaler(LossScalerBase):
+    """A constant scale."""
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(scale)
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A scale that halves after overflows and doubles after `scale_window` steps without one.
+
+    Attributes:
+        cur_iter: Steps so far.
+        last_overflow_iter: The step that overflowed last; -1 for none.
+        cur_hysteresis: Overflows left before the scale halves.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float,
+        scale_window: int = 1000,
+        min_scale: float = 1,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+        scale_factor: float = 2.0,
+    ) -> None:
+        super().__init__(init_scale)
+        self._rule = LossScale(None, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis)
+        self._state = self._rule.start()
+        self.scale_window, self.min_scale, self.delayed_shift = scale_window, min_scale, delayed_shift
+        self.consecutive_hysteresis, self.dtype = consecutive_hysteresis, dtype
+        self.raise_error_at_min_scale, self.scale_factor = raise_error_at_min_scale, scale_factor
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far."""
+        return self._state.step
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The step that overflowed last."""
+        return self._state.last_overflow
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows left before the scale halves."""
+        return self._state.tolerance
+
+    def has_overflow(self, params: Any) -> bool:
+        return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
+
+    has_overflow_serial = has_overflow
+
+    def update_scale(self, overflow: bool) -> None:
+        """Move on by one step.
+
+        Raises:
+            RuntimeError: an overflow at the smallest scale, unless told to go on.
+        """
+        if overflow and self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
+            raise RuntimeError(
+                "the loss scale is at its minimum and a gradient is not finite: look at the loss and the data"
+            )
+        self._state = next_scale(self._rule, replace(self._state, scale=self.cur_scale), overflow)
+        self.cur_scale = self._state.scale
+
+
+def CreateLossScaler(  # noqa: N802  upstream's spelling
+    dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: dict[str, Any] | None
+) -> LossScalerBase:
+    """The scaler for a format: a dynamic one for fp16 where it is asked for, 1 for what needs none."""
+    if dtype is torch.half and dynamic_scaling:
+        return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {"init_scale": 2.0**32}))
+    return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

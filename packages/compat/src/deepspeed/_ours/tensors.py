@@ -1,0 +1,305 @@
+"""Small tensor classes and functions of upstream's that programs import: sparse rows, tensors cut over a group, rotations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ds_comm
+from deepspeed._ours.raising import also
+from ds_config.errors import PlanError
+
+__all__ = [
+    "AllGatherHandle",
+    "LinearFunctionForZeroStage3",
+    "LinearModuleForZeroStage3",
+    "MultipleAllGatherHandles",
+    "NoGatherHandle",
+    "PartitionedTensor",
+    "SeqAllToAll",
+    "SparseTensor",
+    "apply_rotary_pos_emb",
+    "prefix_sum_inc",
+    "rotate_half",
+    "single_all_to_all",
+    "zero3_linear_wrap",
+]
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """Running sums, each with its own number in it."""
+    total, sums = 0, []
+    for weight in weights:
+        total += weight
+        sums.append(total)
+    return sums
+
+
+# ---- rows of a matrix
+
+
+class SparseTensor:
+    """A matrix [rows, columns] by those of its rows that are not zero; rows may stand in it more than once, and add up.
+
+    Attributes:
+        indices: int64 [n], the rows.
+        values: [n, columns].
+        dense_size: [rows, columns].
+    """
+
+    def __init__(self, dense_tensor: Tensor | None = None) -> None:
+        self.orig_dense_tensor = dense_tensor
+        self.indices: Any = None
+        self.values: Any = None
+        self.dense_size: Any = None
+        if dense_tensor is None:
+            return
+        self.is_sparse, self.dtype = dense_tensor.is_sparse, dense_tensor.dtype
+        self.dense_size = list(dense_tensor.size())
+        if dense_tensor.is_sparse:
+            found = dense_tensor.coalesce()
+            self.indices, self.values = found.indices().flatten(), found.values()
+        else:
+            self.indices = dense_tensor.ne(0).any(1).nonzero().flatten()
+            self.values = dense_tensor[self.indices]
+
+    @staticmethod
+    def type() -> str:
+        """As a tensor has it."""
+        return "deepspeed.SparseTensor"
+
+    def to_coo_tensor(self) -> Tensor:
+        """As torch's sparse tensor."""
+        return torch.sparse_coo_tensor(self.indices.unsqueeze(0), self.values, self.dense_size)
+
+    def to_dense(self) -> Tensor:
+        """The whole matrix."""
+        return self.values.new_zeros(self.dense_size).index_add_(0, self.indices, self.values)
+
+    def sparse_size(self) -> tuple[int, int]:
+        """Numbers held, and numbers of the whole matrix."""
+        return self.indices.numel() + self.values.numel(), math.prod(self.dense_size)
+
+    def add(self, b: SparseTensor) -> None:
+        """Add another matrix of the same size."""
+        if self.dense_size != b.dense_size:
+            raise also(PlanError, AssertionError)(
+                f"matrices of {self.dense_size} and {b.dense_size} were to be added",
+                code="compat-argument",
+                fix="Add matrices of one size.",
+            )
+        self.indices = torch.cat([self.indices, b.indices])
+        self.values = torch.cat([self.values, b.values])
+
+    def __repr__(self) -> str:
+        held, whole = self.sparse_size()
+        return f"SparseTensor(rows={self.indices.numel()}, dense_size={self.dense_size}, reduction={whole / held:.2f})"
+
+
+# ---- a tensor cut over a group
+
+
+class PartitionedTensor:
+    """A tensor of which every rank of a group keeps one stretch; the same tensor was given on all of them.
+
+    Attributes:
+        local_data: [n], this rank's stretch; the last one may be shorter.
+        orig_size: Shape of the whole.
+    """
+
+    def __init__(self, tensor: Tensor | None, group: Any, partition_meta: Tensor | None = None) -> None:
+        self.group = ds_comm.as_group(group)
+        self.orig_size: list[int] = []
+        if tensor is not None:
+            flat = tensor.detach().reshape(-1)
+            self.orig_size = list(tensor.shape)
+            share = self._share
+            self.local_data = flat[share * self.group.rank : share * (self.group.rank + 1)].clone()
+            self.orig_device = tensor.device
+        elif partition_meta is not None:
+            self.orig_size = [int(size) for size in partition_meta.tolist()]
+
+    @property
+    def _share(self) -> int:
+        return -(-math.prod(self.orig_size) // self.group.size)
+
+    @classmethod
+    def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
+        """What `to_meta` and `data` of one tell, together again."""
+        made = cls(None, group, meta)
+        made.local_data = local_part if device is None else local_part.to(device)
+        made.orig_device = made.local_data.device
+        return made
+
+    def to_meta(self) -> Tensor:
+        """int64: the shape of the whole."""
+        return torch.tensor(self.orig_size, dtype=torch.int64, device=self.local_data.device)
+
+    def data(self) -> Tensor:
+        """This rank's stretch."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """Its shape."""
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        """Shape of the whole."""
+        return self.orig_size
+
+    def full(self, device: Any = None) -> Tensor:
+        """The whole. Collective over the group."""
+        padded = self.local_data.new_zeros(self._share)
+        padded[: self.local_data.numel()] = self.local_data
+        whole = padded.new_empty(self._share * self.group.size)
+        ds_comm.all_gather_single(whole, padded, self.group, unit="partitioned").wait()
+        whole = whole[: math.prod(self.orig_size)].view(self.orig_size)
+        return whole if device is None else whole.to(device)
+
+
+class NoGatherHandle:
+    """The gather of a parameter that is here already."""
+
+    def __init__(self, param: Any = None) -> None:
+        self.param = param
+
+    def wait(self, **options: Any) -> None:
+        """Nothing to wait for."""
+        del options
+
+
+class AllGatherHandle:
+    """A gather that was begun."""
+
+    def __init__(self, handle: Any, param: Any = None, quantization: Any = None, **options: Any) -> None:
+        del quantization, options
+        self.handle, self.param = handle, param
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Until the parameter is whole."""
+        del handle_dependency
+        self.handle.wait()
+
+
+class MultipleAllGatherHandles:
+    """Several of them."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Until all are done."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+# ---- linear layers
+
+
+class LinearFunctionForZeroStage3(torch.autograd.Function):
+    """x W^T + b as one node, for programs that look for it; under a transform of torch.func, too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output
+        x, weight, *rest = inputs
+        ctx.has_bias = bool(rest) and rest[0] is not None
+        kind = x.device.type
+        ctx.cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if ctx.cast is not None:
+            kind, dtype = ctx.cast
+            with torch.autocast(kind, dtype):
+                return _gradients(ctx, x, weight, grad)
+        return _gradients(ctx, x, weight, grad)
+
+
+def _gradients(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> Any:
+    flat = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad.matmul(weight) if ctx.needs_input_grad[0] else None,
+        flat.t().matmul(x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None,
+        flat.sum(0) if ctx.has_bias else None,
+    )
+
+
+def zero3_linear_wrap(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, as one node of the graph."""
+    found: Tensor = LinearFunctionForZeroStage3.apply(x, weight, bias)
+    return found
+
+
+class LinearModuleForZeroStage3(nn.Linear):
+    """`torch.nn.Linear`: a unit of ds-zero keeps no weight for the backward anyway."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return zero3_linear_wrap(x, self.weight, self.bias)
+
+
+# ---- sequences
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(a, b) -> (-b, a) of the halves of the last dim."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """Turn the first features of `t` [sequence, ..., dim] by angles whose cosines and sines are given; the others stay."""
+    turned, rest = t[..., : freqs_cos.shape[-1]], t[..., freqs_cos.shape[-1] :]
+    turned = turned * freqs_cos + rotate_half(turned) * freqs_sin
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+
+
+def single_all_to_all(
+    x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, *rest: Any
+) -> Tensor:
+    """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable."""
+    found: Tensor = SeqAllToAll.apply(group, x, scatter_idx, gather_idx, batch_dim_idx, *rest)
+    return found
+
+
+class SeqAllToAll(torch.autograd.Function):
+    """The exchange of Ulysses: [sequence / N, heads] to [sequence, heads / N], and back as its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Any, x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *rest: Any
+    ) -> Tensor:
+        del batch_dim_idx
+        ctx.group, ctx.dims, ctx.rest = group, (scatter_idx, gather_idx), len(rest)
+        return _exchanged(x, group, scatter_idx, gather_idx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        scatter, gather = ctx.dims
+        return (None, _exchanged(grad, ctx.group, gather, scatter), *(None,) * (3 + ctx.rest))
+
+
+def _exchanged(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
+    found = ds_comm.as_group(group)
+    if x.shape[scatter] % found.size:
+        raise also(PlanError, AssertionError)(
+            f"dim {scatter} of {list(x.shape)} over {found.size} ranks",
+            code="compat-argument",
+            fix="Give every rank as much: DistributedAttention takes other numbers of heads.",
+        )
+    sent = torch.stack(x.chunk(found.size, dim=scatter)).contiguous()
+    received = torch.empty_like(sent)
+    ds_comm.all_to_all_single(received, sent, group=found, unit="sequence").wait()
+    return torch.cat(received.unbind(), dim=gather)
