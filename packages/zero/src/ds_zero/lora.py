@@ -147,7 +147,7 @@ class _Product(torch.autograd.Function):
         return quantized_linear(x, rows) if isinstance(rows, QuantTensor) else F.linear(x, rows.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None
         return grad @ ctx.layer.base().to(grad.dtype), None

@@ -203,7 +203,7 @@ class QuantizedParameter(nn.Parameter):
         made.quantizer = quantizer or Codes(made.quantization_config)
         return made
 
-    def to(self, *args: Any, **options: Any) -> QuantizedParameter:  # type: ignore[override]
+    def to(self, *args: Any, **options: Any) -> QuantizedParameter:
         """A copy on the device, as codes."""
         there = self.detach().as_subclass(Tensor).to(*args, **options)
         codes = there if there.dtype is torch.uint8 else self.quantizer.quantize(there)
@@ -233,7 +233,7 @@ class QuantizedLinear(nn.Linear):
         self.weight = QuantizedParameter(self.weight.data, quantization_config=quantization_config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.dequantized(), self.bias)  # type: ignore[operator]
+        return F.linear(x, self.weight.dequantized(), self.bias)  # type: ignore[attr-defined]
 
 
 class OptimizedLinear(nn.Module):

@@ -188,6 +188,10 @@ class MonitorMaster(Monitor):
             "csv_monitor": (csvMonitor, monitor_config.csv_monitor),
             "comet_monitor": (CometMonitor, monitor_config.comet),
         }
+        self.tb_monitor: TensorBoardMonitor | None = None
+        self.csv_monitor: csvMonitor | None = None
+        self.wandb_monitor: WandbMonitor | None = None
+        self.comet_monitor: CometMonitor | None = None
         self._made: list[Monitor] = []
         for name, (kind, section) in kinds.items():
             made = kind(section) if section.enabled and world_group().rank == 0 else None

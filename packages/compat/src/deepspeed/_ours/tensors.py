@@ -219,7 +219,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         if ctx.cast is not None:
             kind, dtype = ctx.cast
@@ -286,7 +286,7 @@ class SeqAllToAll(torch.autograd.Function):
         return _exchanged(x, group, scatter_idx, gather_idx)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         scatter, gather = ctx.dims
         return (None, _exchanged(grad, ctx.group, gather, scatter), *(None,) * (3 + ctx.rest))
 
