@@ -203,10 +203,14 @@ BASES: dict[str, Mapping[str, Any]] = {
     "tensor_parallel": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
         {"patterns": [r".*up_proj"], "shape": [[20, 26], -1]}]}}},
     "compression_training": {"compression_training": {
-        "layer_reduction": {"enabled": True},
-        **{name: {"shared_parameters": {"enabled": True}} for name in (
-            "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
-            "channel_pruning")}}},
+        "layer_reduction": {"enabled": True, "module_name_prefix": "0", "teacher_layer": [0]},
+        **{name: {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"some": {"params": params}}}
+           for name, shared, params in (
+               ("weight_quantization", {"fp16_mixed_quantize": {"enabled": True}}, {"start_bits": 8, "target_bits": 4}),
+               ("activation_quantization", {}, {"bits": 8}), ("sparse_pruning", {}, {"dense_ratio": 0.5}),
+               ("row_pruning", {}, {"dense_ratio": 0.5}), ("head_pruning", {"num_heads": 4}, {"dense_ratio": 0.5}),
+               ("channel_pruning", {}, {"dense_ratio": 0.5}))}}},
+    "quantize_training": {"quantize_training": {"enabled": True}},
 }  # fmt: skip
 TYPES = {
     "AdamParams": "Adam", "AdamSection": "Adam", "AdamWSection": "AdamW", "AdagradParams": "Adagrad", "AdagradSection": "Adagrad",
@@ -222,6 +226,29 @@ SCHEDULES: dict[str, Mapping[str, Any]] = {
     "WarmupCosineLR": {"warmup_num_steps": 9, "total_num_steps": 30},
 }
 VALUES: dict[str, list[Any]] = {
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": [2000],
+    "compression_training.sparse_pruning.shared_parameters.block_pattern": ["2x2"],
+    "compression_training.layer_reduction.keep_number_layer": [1],
+    "compression_training.weight_quantization.different_groups.*.params.start_bits": [6],
+    **{
+        f"compression_training.{name}.different_groups": [{"other": {"params": params}}]
+        for name, params in (
+            ("weight_quantization", {"start_bits": 8, "target_bits": 4}),
+            ("activation_quantization", {"bits": 8}),
+            *((f"{what}_pruning", {"dense_ratio": 0.5}) for what in ("sparse", "row", "head", "channel")),
+        )
+    },
+    **{
+        f"compression_training.{name}.different_groups.*.related_modules": [[["1"]]]
+        for name in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        )
+    },
     "activation_checkpointing.modules": [["1"]],
     "optimizer.type": ["Lion", "Adagrad", "Adam"],
     "scheduler.type": ["WarmupLR", "LRRangeTest", "StepLR"],

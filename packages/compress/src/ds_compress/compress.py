@@ -151,20 +151,20 @@ class CompressionScheduler:
                 made.group = group
 
     def step(self, step_zero_check: bool = False) -> None:
-        """One update was applied. Collective where snip_momentum prunes. With `step_zero_check` only today's state is set."""
-        self.advance(self.training_steps + (not step_zero_check))
-
-    def advance(self, steps: int) -> None:
-        """Go to the time after `steps` updates. What was loaded into buffers since the last call counts if `steps` is not the next."""
-        if steps != self.training_steps + 1:
-            for made in self.layers:
-                made.pull()
-        else:
-            self._sum_sensitivity()
+        """One update was applied. Collective where snip_momentum prunes. With `step_zero_check` nothing was: time stays."""
+        if step_zero_check:
+            return
+        self._sum_sensitivity()
+        self.training_steps += 1
         for made in self.layers:
+            made.at(self.training_steps)
+            made.prune_blocks()
+
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` updates, with buffers of the model that were loaded by whatever means."""
+        for made in self.layers:
+            made.pull()
             made.at(steps)
-            if steps == self.training_steps + 1:
-                made.prune_blocks()
         self.training_steps = steps
 
     def state_dict(self) -> dict[str, int]:
@@ -173,8 +173,7 @@ class CompressionScheduler:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a saved state; load the model's state dict first."""
-        self.training_steps = -2  # whatever comes is no next step
-        self.advance(int(state["training_steps"]))
+        self.resume(int(state["training_steps"]))
 
     def _sum_sensitivity(self) -> None:
         sensing = [made for made in self.layers if made.recipe.sparse is not None and "sensitivity" in made._buffers]

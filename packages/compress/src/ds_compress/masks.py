@@ -52,7 +52,7 @@ class _Learnt(torch.autograd.Function):
 
 def learnt_mask(scores: Tensor, ratio: float) -> Tensor:
     """`top_mask` in the dtype of `scores`, whose gradient is that of the mask."""
-    result: Tensor = _Learnt.apply(scores, ratio)  # type: ignore[no-untyped-call]
+    result: Tensor = _Learnt.apply(scores, ratio)
     return result
 
 

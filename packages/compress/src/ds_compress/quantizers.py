@@ -131,7 +131,7 @@ class _StraightThrough(torch.autograd.Function):
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
     """`value` going forward, the gradient of `x` going back."""
-    result: Tensor = _StraightThrough.apply(x, value.detach())  # type: ignore[no-untyped-call]
+    result: Tensor = _StraightThrough.apply(x, value.detach())
     return result
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from ds_compress.config import CompressionConfig, Group, SparseShared
@@ -141,9 +142,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
                 shared.quantize_verbose,
             )
             place = f"weight_quantization.different_groups.{group_name}"
-            making.put(
-                "weights", place, group, ("linear", "conv", "embedding"), lambda layer, _, m=made: _weights(layer, m)
-            )
+            making.put("weights", place, group, ("linear", "conv", "embedding"), partial(_weights, made))
     inputs = config.activation_quantization
     if inputs.enabled:
         told = inputs.shared_parameters
@@ -155,7 +154,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
                 told.range_calibration == "static",
             )
             place = f"activation_quantization.different_groups.{group_name}"
-            making.put("inputs", place, activations, ("linear", "conv"), lambda _layer, _related, w=what: w)
+            making.put("inputs", place, activations, ("linear", "conv"), partial(_as_it_is, what))
     if config.sparse_pruning.enabled:
         _sparse(config, making)
     for name, section, kinds in (
@@ -170,7 +169,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
         for group_name, pruning in section.different_groups.items():
             pruned = Pruned(common.method, pruning.params.dense_ratio, common.schedule_offset, heads)
             place = f"{'row' if name == 'rows' else name.removesuffix('s')}_pruning.different_groups.{group_name}"
-            making.put(name, place, pruning, kinds, lambda layer, related, p=pruned: _pruned(layer, p, related))
+            making.put(name, place, pruning, kinds, partial(_pruned, pruned))
     used = {name: r for name, r in making.recipes.items() if r != LayerRecipe(r.layer)}
     return Recipe(used)
 
@@ -218,7 +217,13 @@ class _Making:
                 self.recipes[name] = replace(recipe, **{technique: made})
 
 
-def _weights(layer: Layer, weights: Weights) -> Weights:
+def _as_it_is(what: Any, layer: Layer, related: tuple[str, ...]) -> Any:
+    del layer, related
+    return what
+
+
+def _weights(weights: Weights, layer: Layer, related: tuple[str, ...]) -> Weights:
+    del related
     groups = layer.shape[0] if layer.kind == "embedding" else weights.groups
     numel = 1
     for size in layer.shape:
@@ -240,7 +245,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
             shared.schedule_offset_stride,
             shared.block,
         )
-        making.put("sparse", place, group, ("linear", "conv"), lambda _layer, _related, m=made: m)
+        making.put("sparse", place, group, ("linear", "conv"), partial(_as_it_is, made))
     if shared.method == "snip_momentum":
         rest = Sparse(
             shared.method, shared.dense_ratio, shared.schedule_offset, end, shared.schedule_offset_stride, shared.block
@@ -257,7 +262,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
         making.recipes[name] = replace(making.recipes[name], sparse=None)
 
 
-def _pruned(layer: Layer, pruned: Pruned, related: tuple[str, ...]) -> Pruned:
+def _pruned(pruned: Pruned, layer: Layer, related: tuple[str, ...]) -> Pruned:
     if pruned.heads and layer.shape[1] % pruned.heads:
         raise PlanError(
             f"{layer.name} has {layer.shape[1]} inputs, head_pruning.num_heads is {pruned.heads}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from ds_compress.config import CompressionConfig, compression_of
 from ds_config.errors import PlanError
 from ds_config.reading import Source
 
-__all__ = ["convert_conv1d_to_linear", "student_initialization"]
+__all__ = ["convert_conv1d_to_linear", "is_student", "student_initialization"]
+
+_students: WeakSet[nn.Module] = WeakSet()
 
 
 def student_initialization(
@@ -53,7 +56,13 @@ def student_initialization(
     with torch.no_grad():
         for into, value in copies:
             into.copy_(value)
+    _students.add(student_model)
     return student_model
+
+
+def is_student(model: nn.Module) -> bool:
+    """Whether layers of a teacher were copied into it."""
+    return model in _students
 
 
 def _module(model: nn.Module, name: str, whose: str) -> nn.Module:

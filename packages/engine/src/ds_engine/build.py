@@ -46,7 +46,7 @@ __all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
 _log = logging.getLogger("ds_engine")
 
 _USUAL_PORT = 29500  # torch's; another one is a wish of the caller
-_LOGGERS = ("ds_ckpt", "ds_comm", "ds_config", "ds_engine", "ds_monitor", "ds_parallel", "ds_zero")
+_LOGGERS = ("ds_ckpt", "ds_comm", "ds_compress", "ds_config", "ds_engine", "ds_monitor", "ds_parallel", "ds_zero")
 
 
 def initialize(
@@ -145,6 +145,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         activations=site.activations,
         executor=site.executor,
         applied=applied,
+        followers=tuple(site.followers),
         sinks=sinks,
     )
 

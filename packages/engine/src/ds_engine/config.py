@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field
 
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
+from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
 from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, explain, keys, validate
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
@@ -28,7 +29,6 @@ from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
     AutotuningConfig,
     CompileConfig,
-    CompressionConfig,
     CurriculumConfig,
     DataEfficiencyConfig,
     HybridEngineConfig,
@@ -145,7 +145,7 @@ class Config(MonitorConfig):
         None
     )
     compression_training: CompressionConfig = CompressionConfig()
-    quantize_training: Annotated[Section, Unbuilt("leave it out; it comes with ds-compress")] = None
+    quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None
     hybrid_engine: Annotated[HybridEngineConfig | None, Unbuilt("leave it out; rollouts come with ds-inference")] = None
     sparse_attention: Annotated[

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import ds_monitor
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
+from ds_compress import CompressionScheduler
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
@@ -34,6 +35,7 @@ from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
 from ds_engine.loader import Lane, ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
+from ds_engine.parts import Follower
 from ds_engine.placing import to_device
 from ds_engine.plan import Plan
 from ds_engine.planning import rebatched
@@ -67,6 +69,7 @@ class Components:
         activations: How calls are checkpointed.
         executor: Runs the program of this rank.
         applied: The transforms that the model went through.
+        followers: What goes on with each applied update.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 
@@ -82,6 +85,7 @@ class Components:
     activations: ActivationCheckpointing
     executor: Executor
     applied: Applied
+    followers: tuple[Follower, ...] = ()
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
@@ -134,6 +138,7 @@ class Engine(nn.Module):
         self.activations, self._applied = components.activations, components.applied
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
+        self._followers = components.followers
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -357,6 +362,8 @@ class Engine(nn.Module):
         self._position, self._taken = 0, saved.get("taken", 0)  # another library's checkpoint does not say
         self.counters = Counters(**{name: value for name, value in saved.items() if name != "taken"})
         ds_monitor.set_step(self.counters.steps, self.counters.samples)
+        for follower in self._followers:
+            follower.resume(self.counters.steps - self.counters.skipped)
 
     def record(self) -> dict[str, Any]:
         """The configuration, as JSON."""
@@ -388,6 +395,11 @@ class Engine(nn.Module):
     def skipped_steps(self) -> int:
         """Steps whose update was left out."""
         return self.counters.skipped
+
+    @property
+    def compression_scheduler(self) -> Follower | None:
+        """What moves the schedule of a compressed model on; None of another model."""
+        return next((follower for follower in self._followers if isinstance(follower, CompressionScheduler)), None)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current microbatch is the last of its step; never known in advance where the loop decides."""
@@ -627,6 +639,9 @@ class Engine(nn.Module):
         counters.tokens += int(totals.count) if totals is not None and totals.count is not None else 0
         if self.lr_scheduler is not None and not skipped:
             self.lr_scheduler.step(**lr_kwargs)
+        if not skipped:
+            for follower in self._followers:
+                follower.step()
         result = StepResult(
             step=counters.steps,
             applied=not skipped,

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ds_zero import ShardedOptimizer
 
-__all__ = ["OptimizerLike", "Parts", "SchedulerLike"]
+__all__ = ["Follower", "OptimizerLike", "Parts", "SchedulerLike"]
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
 SchedulerLike = Any
+
+
+class Follower(Protocol):
+    """What goes on with the updates of a run."""
+
+    def step(self) -> None:
+        """One update was applied. On all ranks."""
+
+    def resume(self, steps: int) -> None:
+        """The model's tensors are those of a checkpoint that was written after so many updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_config import Dead, StrictModel
 
 __all__ = [
     "AutotuningConfig",
     "CompileConfig",
-    "CompressionConfig",
     "CurriculumConfig",
     "DataEfficiencyConfig",
     "HybridEngineConfig",
@@ -28,7 +27,6 @@ __all__ = [
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 # ---- ds-pipe, stages
@@ -153,94 +151,6 @@ class DataEfficiencyConfig(StrictModel):
     seed: int = 1234
     data_sampling: DataSamplingConfig = DataSamplingConfig()
     data_routing: DataRoutingConfig = DataRoutingConfig()
-
-
-# ---- ds-compress
-
-
-class MixedQuantizeConfig(StrictModel):
-    """`fp16_mixed_quantize` of weight quantization."""
-
-    enabled: bool = False
-    quantize_change_ratio: float = 0.001
-
-
-class SharedParametersConfig(StrictModel):
-    """`shared_parameters` of a technique: of all techniques together, as most keys are."""
-
-    enabled: bool = False
-    schedule_offset: Count = 0
-    schedule_offset_end: Count | None = None
-    schedule_offset_stride: Positive = 1
-    quantizer_kernel: bool = False
-    quantize_groups: Positive = 1
-    quantize_verbose: bool = False
-    quantization_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    quantize_weight_in_forward: bool = False
-    fp16_mixed_quantize: MixedQuantizeConfig = MixedQuantizeConfig()
-    range_calibration: Literal["dynamic", "static"] = "dynamic"
-    method: Literal["l1", "topk", "snip_momentum"] = "l1"
-    block_pattern: str = "4x1"
-    dense_ratio: Share = 0.1
-    excluded_modules: tuple[str, ...] = ()
-    num_heads: int | None = None
-
-
-class GroupParamsConfig(StrictModel):
-    """`params` of a group."""
-
-    start_bits: int | None = None
-    target_bits: int | None = None
-    quantization_period: Positive = 1
-    bits: int | None = None
-    dense_ratio: Share | None = None
-
-
-class GroupConfig(StrictModel):
-    """One of `different_groups`."""
-
-    params: GroupParamsConfig = GroupParamsConfig()
-    modules: tuple[str, ...] = ("*",)
-    related_modules: tuple[Any, ...] | None = None
-
-
-class TechniqueConfig(StrictModel):
-    """One technique of `compression_training`."""
-
-    shared_parameters: SharedParametersConfig = SharedParametersConfig()
-    different_groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether it asks for something."""
-        return self.shared_parameters.enabled
-
-
-class LayerReductionConfig(StrictModel):
-    """`compression_training.layer_reduction`."""
-
-    enabled: bool = False
-    keep_number_layer: int | None = None
-    module_name_prefix: str | None = None
-    teacher_layer: tuple[int, ...] = ()
-    other_module_name: tuple[str, ...] = ()
-
-
-_COMPRESS = "leave it out; it comes with ds-compress"
-Technique = Annotated[TechniqueConfig | None, Unbuilt(_COMPRESS)]
-
-
-class CompressionConfig(StrictModel):
-    """`compression_training`."""
-
-    weight_quantization: Technique = None
-    activation_quantization: Technique = None
-    sparse_pruning: Technique = None
-    row_pruning: Technique = None
-    head_pruning: Technique = None
-    channel_pruning: Technique = None
-    layer_reduction: Annotated[LayerReductionConfig | None, Unbuilt(_COMPRESS)] = None
 
 
 # ---- ds-inference

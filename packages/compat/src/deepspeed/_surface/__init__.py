@@ -74,6 +74,14 @@ _LEAVES = from_(
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
 )  # fmt: skip
 _LOGGING = from_(_TOOLS, "log_dist", "log_dist_once", "logger", "set_log_level_from_string")
+_COMPRESSION = from_(
+    "ds_compress",
+    "compression_scheduler",
+    "convert_conv1d_to_linear",
+    "init_compression",
+    "redundancy_clean",
+    "student_initialization",
+)
 _GROUP_GETTERS = from_(
     _GROUPS, "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
     "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
@@ -482,8 +490,16 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {**not_(DATA, "DataAnalyzer", "DistributedDataAnalyzer")},
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {**not_(DATA, "MMapIndexedDataset", "MMapIndexedDatasetBuilder")},
     "deepspeed.runtime.state_dict_factory": {**not_(INFERENCE, "MegatronSDLoader", "SDLoaderFactory")},
-    "deepspeed.compression": {**not_(COMPRESS, "compress", "helper", "scheduler")},
-    "deepspeed.compression.compress": {**not_(COMPRESS, "init_compression", "redundancy_clean")},
+    "deepspeed.compression": {**_COMPRESSION},
+    "deepspeed.compression.compress": {**from_("ds_compress", "init_compression", "redundancy_clean", "student_initialization")},
+    "deepspeed.compression.helper": {**from_("ds_compress", "convert_conv1d_to_linear")},
+    "deepspeed.compression.scheduler": {**from_("ds_compress", "CompressionScheduler", "compression_scheduler")},
+    "deepspeed.compression.basic_layer": {
+        **not_(
+            COMPRESS, "BNLayer_Compress", "ColumnParallelLinear_Compress", "Conv2dLayer_Compress", "Embedding_Compress",
+            "LinearLayer_Compress", "QuantAct", "RowParallelLinear_Compress",
+        ),
+    },
     "deepspeed.inference": {**_RAGGED, **not_(INFERENCE, "quantization")},
     "deepspeed.inference.config": {
         **from_("ds_inference.config", DeepSpeedInferenceConfig="InferenceConfig", DeepSpeedTPConfig="TensorParallelConfig"),

@@ -19,7 +19,7 @@ SEQUENCE = Missing(
     "ds_parallel.sequence: DistributedAttention, RingAttention",
 )
 DATA = Missing("ds-data is not built yet", "a sampler of your own, passed as data_iter or with your DataLoader")
-COMPRESS = Missing("ds-compress is not built yet", "torch.ao.quantization")
+COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
 COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
@@ -44,8 +44,7 @@ MISSING_ATTRIBUTES: Mapping[str, Missing] = {
     "random_ltd_scheduler": DATA,
     "set_custom_curriculum_learning_schedule": DATA,
     "set_data_post_process_func": DATA,
-    "compression_scheduler": COMPRESS,
-    "quantizer": COMPRESS,
+    "quantizer": Missing("layers quantise their weights in forward", "quantize_training of the configuration"),
     "sequence_parallel_size": SEQUENCE,
 }
 """Attributes of upstream's engine that this one does not have."""

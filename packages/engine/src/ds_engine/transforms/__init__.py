@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_engine.transforms.activations import Activations
 from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
+from ds_engine.transforms.compression import Compression
 from ds_engine.transforms.experts import Experts
 from ds_engine.transforms.sequence import Sequence
 from ds_engine.transforms.stages import Stages
@@ -21,6 +22,7 @@ TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     Tensor(),
     Experts(),
     Sequence(),
+    Compression(),
     Activations(),
     # compile
     Zero(),

@@ -19,7 +19,7 @@ from torch import nn
 from ds_comm import Mesh, MeshSpec
 from ds_engine.config import Config
 from ds_engine.executing import Executor, OneStage
-from ds_engine.parts import Parts
+from ds_engine.parts import Follower, Parts
 from ds_engine.plan import Change, Plan, Shapes
 from ds_engine.together import together
 from ds_parallel import ActivationCheckpointing
@@ -58,6 +58,7 @@ class Site:
         parts: What the caller brought.
         executor: Runs the program of this rank.
         activations: What a checkpointed call means.
+        followers: What goes on with each applied update.
         optimizer, sharding, scheduler: Left by ZeRO, the last transform.
     """
 
@@ -68,6 +69,7 @@ class Site:
     parts: Parts
     executor: Executor = field(default_factory=OneStage)
     activations: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    followers: list[Follower] = field(default_factory=list)
     optimizer: ShardedOptimizer | None = None
     sharding: Sharding | None = None
     scheduler: Any = None
