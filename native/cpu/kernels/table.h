@@ -1,5 +1,6 @@
 // The functions that exist once per instruction-set level. One table per level; dispatch.cpp picks one.
 #pragma once
+#include <ds/decoder.h>
 #include <ds/norm.h>
 #include <ds/quant.h>
 #include <ds/shm.h>
@@ -42,6 +43,19 @@ struct Kernels {
   void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
   // Rows of block `block`; scratch [2, cols].
   void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
+  std::int64_t (*dense_stride)(const decoder::Matrix &m);  // bytes from one prepared row to the next
+  // Prepares one row of m.k inputs.
+  void (*dense_row)(const decoder::Matrix &m, const float *x, void *out);
+  // out [rows, 32] = the outputs of one unit, bias added, of prepared rows.
+  void (*dense)(const decoder::Matrix &m, std::int64_t unit, const void *x, std::int64_t stride, int rows, float *out);
+  void (*decoder_norm)(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
+  // out [32] = f(gate), times value if there is one.
+  void (*decoder_activate)(decoder::Activation kind, const float *gate, const float *value, float *out);
+  // Norms and turns queries and keys of one row, in place, and writes keys and values to the cache.
+  void (*decoder_place)(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,
+                        float *qkv);
+  // scratch: 32 width + 16 value width + queries * (value width + 2) floats.
+  void (*decoder_attend)(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch);
 };
 
 // The table of the level in use.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
 def test_greedy_is_transformers_own(every_family: str, tiny: Any, prompts_of: Any) -> None:
     model, prompts = tiny(every_family), prompts_of([1, 5, 23, 12])
     wanted = expected(model, prompts, 10)
-    for budget in (Budget(64, 8, length=500), Budget(5, 3, length=500)):
-        generator: Generator = load(model, cache_tokens=256, block=4, budget=budget)
+    budgets = (Budget(64, 8, length=500), Budget(5, 3, length=500))
+    for budget, native in itertools.product(budgets, (False, True)):
+        generator: Generator = load(model, cache_tokens=256, block=4, budget=budget, native=native)
         found = [a.tokens for a in generator.generate(prompts, Sampling(max_new_tokens=10))]
         assert found == wanted
         assert generator.scheduler.pool.free == generator.scheduler.pool.count
@@ -33,8 +35,9 @@ def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: A
     model, (prompt,) = tiny(every_family), prompts_of([19])
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
-    (answer,) = load(model, cache_tokens=64, budget=Budget(length=500)).generate(
-        [prompt], Sampling(max_new_tokens=1, logprobs=97)
-    )
-    found = torch.tensor([answer.tops[0][i] for i in range(97)])
-    assert (found - wanted).abs().max() < 1e-4
+    for native in (False, True):
+        (answer,) = load(model, cache_tokens=64, budget=Budget(length=500), native=native).generate(
+            [prompt], Sampling(max_new_tokens=1, logprobs=97)
+        )
+        found = torch.tensor([answer.tops[0][i] for i in range(97)])
+        assert (found - wanted).abs().max() < 1e-4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference import Quantize, RaggedConfig, Sampling, build_hf_engine, init_inference, load
+from ds_inference import Quantize, RaggedConfig, RaggedEngine, Sampling, build_hf_engine, init_inference, load
 from ds_inference.loading import read_decoder
 from ds_inference.model import Decoder
 from ds_inference.quantize import dequantised
@@ -27,7 +27,7 @@ FORMS = {
 
 
 def plain(decoder: Decoder) -> Decoder:
-    """The same numbers, no codes."""
+    """The same numbers, no codes, no native loop."""
     return Decoder(decoder.spec, {role: dequantised(weight) for role, weight in decoder.weights.items()})
 
 
@@ -40,7 +40,7 @@ def logits(generator: Any, prompt: list[int]) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2-moe", "gpt2"])
 def test_codes_are_as_good_as_their_numbers(family: str, form: str, tiny: Any, prompts_of: Any) -> None:
     model, prompts = tiny(family), prompts_of([1, 30, 9])
-    coded, numbers = (load(model, cache_tokens=256, quantize=FORMS[form]) for _ in range(2))
+    coded, numbers = (load(model, cache_tokens=256, quantize=FORMS[form], native=False) for _ in range(2))
     numbers.decoder = plain(coded.decoder)
     count = sum(isinstance(w, QuantTensor) for w in coded.decoder.weights.values())
     assert count >= 4 * len(coded.decoder.spec.layers)
@@ -53,12 +53,12 @@ def test_codes_are_as_good_as_their_numbers(family: str, form: str, tiny: Any, p
 def test_a_folder_is_quantised_while_it_is_read(tmp_path: Any, tiny: Any) -> None:
     model = tiny("llama").bfloat16()
     model.save_pretrained(tmp_path)
-    decoder = read_decoder(tmp_path, quantize="int8")
+    decoder = read_decoder(tmp_path, quantize="int8", native=False)
     weight = decoder.weights["layers.0.attention.qkv.weight"]
     assert isinstance(weight, QuantTensor)
     assert weight.wire.dtype == torch.uint8
     assert decoder.dtype == torch.bfloat16
-    live = read_decoder(model, quantize="int8").weights["layers.0.attention.qkv.weight"]
+    live = read_decoder(model, quantize="int8", native=False).weights["layers.0.attention.qkv.weight"]
     assert isinstance(live, QuantTensor)
     assert torch.equal(weight.wire, live.wire)
 
@@ -87,21 +87,12 @@ def test_init_inference_quantises(bits: int, kind: str, tiny: Any, prompts_of: A
 
 @pytest.mark.parametrize("mode", ["wf6af16", "int8"])
 def test_the_ragged_engine_quantises(mode: str, tiny: Any, prompts_of: Any) -> None:
-    config = RaggedConfig(quantization={"quantization_mode": mode})
-    config = replace_blocks(config)
-    engine, (prompt,) = build_hf_engine(tiny("llama"), config), prompts_of([11])
-    assert isinstance(engine.model.weights["head.weight"], QuantTensor)
-    engine.model, quantised = plain(engine.model), engine.model
-    wanted = engine.put([1], [torch.tensor(prompt)])
-    engine.flush(1)
-    engine.model = quantised
-    assert (engine.put([1], [torch.tensor(prompt)]) - wanted).abs().max() < 1e-3
-
-
-def replace_blocks(config: RaggedConfig) -> RaggedConfig:
-    return config.model_copy(
-        update={"state_manager": config.state_manager.model_copy(update={"memory_config": _FEW_BLOCKS})}
-    )
-
-
-_FEW_BLOCKS = RaggedConfig(state_manager={"memory_config": {"mode": "allocate", "size": 4}}).state_manager.memory_config
+    manager = {"memory_config": {"mode": "allocate", "size": 4}}
+    config = RaggedConfig(quantization={"quantization_mode": mode}, state_manager=manager)
+    how = Quantize("fp6", group=0) if mode == "wf6af16" else mode
+    numbers = RaggedEngine(plain(read_decoder(tiny("llama"), quantize=how, native=False)), config)
+    tokens = [torch.tensor(p) for p in prompts_of([11])]
+    found = build_hf_engine(tiny("llama"), config).put([1], tokens)
+    assert (found - numbers.put([1], tokens)).abs().max() < 1e-3
+    whole = build_hf_engine(tiny("llama"), RaggedConfig(state_manager=manager)).put([1], tokens)
+    assert (found - whole).abs().max() > 1e-3

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ds_inference.scheduler import Chunk
 from ds_inference.spec import Attention
 
-__all__ = ["Batch", "alibi_slopes", "attend", "make_batch"]
+__all__ = ["Batch", "alibi_slopes", "attend", "keep", "make_batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +32,7 @@ class Batch:
         tables: int64 [D, M]: their blocks, padded with block 0.
         lengths: int64 [D]: tokens of their sequences, the new one included.
         spans: Of the other chunks: (first token, tokens, position of the first, blocks int64 [.]).
+        chunks: All of them as numbers: (first token, tokens, position of the first, blocks).
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Batch:
     tables: Tensor
     lengths: Tensor
     spans: tuple[tuple[int, int, int, Tensor], ...]
+    chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
 
 
 def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tuple[Batch, list[Chunk]]:
@@ -55,13 +57,14 @@ def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tupl
     positions: list[int] = []
     slots: list[int] = []
     outputs: list[int] = []
-    spans = []
+    spans, numbers = [], []
     for chunk in order:
         first, count = len(tokens), len(chunk.tokens)
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.start + count)
         slots += [chunk.blocks[at // size] * size + at % size for at in range(chunk.start, chunk.start + count)]
         outputs += range(first + count - chunk.outputs, first + count)
+        numbers.append((first, count, chunk.start, tuple(chunk.blocks)))
         if count > 1:
             spans.append((first, count, chunk.start, torch.tensor(chunk.blocks, device=device)))
     longest = max((len(c.blocks) for c in order[:single]), default=0)
@@ -75,8 +78,20 @@ def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tupl
         torch.tensor(tables, dtype=torch.int64, device=device).view(single, longest),
         torch.tensor([c.start + 1 for c in order[:single]], dtype=torch.int64, device=device),
         tuple(spans),
+        tuple(numbers),
     )
     return batch, order
+
+
+def keep(new: Tensor, slots: Tensor, kept: Tensor, scales: Tensor | None) -> None:
+    """Keys or values [T, heads, width] into blocks [blocks, size, heads, width]; int8 with a scale for each token and head."""
+    if scales is None:
+        kept.flatten(0, 1)[slots] = new.to(kept.dtype)
+        return
+    most = new.float().abs().amax(-1)
+    scale = torch.where(most > 0, most / 127.0, 1.0)
+    scales.flatten(0, 1)[slots] = scale
+    kept.flatten(0, 1)[slots] = (new.float() / scale[..., None]).round().to(torch.int8)
 
 
 def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
@@ -91,7 +106,7 @@ def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
 
 def attend(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     batch: Batch,
     spec: Attention,
     extra: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -100,24 +115,31 @@ def attend(
 
     Args:
         q: [T, heads, width].
-        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own are there.
+        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own are there. Of
+            int8, scales fp32 [blocks, size, kv heads] of both follow.
         extra: ALiBi slopes [heads] and sinks [heads], or None.
     Returns: [T, heads, value width].
     Cost: reads each sequence's keys and values once, and copies those of one-token chunks.
     """
     out = q.new_empty(q.shape[0], spec.heads, spec.value_width)
-    keys, values = cache
+    keys, values, *scales = cache
+
+    def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        if not scales:
+            return keys[blocks], values[blocks]
+        found = (t[blocks] * s[blocks][..., None] for t, s in zip((keys, values), scales, strict=True))
+        k, v = (t.to(q.dtype) for t in found)
+        return k, v
+
     if batch.single:
         rows = batch.tables.shape[1] * keys.shape[1]
-        k = keys[batch.tables].view(batch.single, rows, *keys.shape[2:])
-        v = values[batch.tables].view(batch.single, rows, *values.shape[2:])
+        k, v = (t.view(batch.single, rows, *t.shape[-2:]) for t in read(batch.tables))
         at = torch.arange(rows, device=q.device)
         mine = (batch.lengths - 1)[:, None]
         out[: batch.single] = _core(q[: batch.single, None], k, v, (mine, at), spec, extra)[:, 0]
     for first, count, start, blocks in batch.spans:
         length = start + count
-        k = keys[blocks].view(1, -1, *keys.shape[2:])[:, :length]
-        v = values[blocks].view(1, -1, *values.shape[2:])[:, :length]
+        k, v = (t.view(1, -1, *t.shape[-2:])[:, :length] for t in read(blocks))
         at = torch.arange(length, device=q.device)
         out[first : first + count] = _core(q[None, first : first + count], k, v, (at[None, start:], at), spec, extra)[0]
     return out

@@ -93,6 +93,7 @@ class Generator:
         budget: Of a step.
         share: Whether equal beginnings are computed once.
         speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
+        cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
     """
 
     def __init__(
@@ -105,13 +106,14 @@ class Generator:
         share: bool = True,
         speculate: int = 0,
         tokenizer: Tokenizer | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.speculate = decoder, tokenizer, speculate
         budget = budget or Budget()
         self.scheduler = Scheduler(
             BlockPool(blocks, size), replace(budget, length=min(budget.length, decoder.spec.longest)), share=share
         )
-        self.cache = Cache(decoder.spec, blocks, size, decoder.dtype, decoder.device)
+        self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
         self.version = 0
         self._asks: dict[int, _Ask] = {}
         self._next = 0

@@ -174,7 +174,8 @@ class InferenceEngine(nn.Module):
             self._generator = load(
                 self.module,
                 cache_tokens=max(8192, 4 * self.config.max_out_tokens),
-                quantize=_quantize(self.config.quant, self.module.config.hidden_size),  # type: ignore[union-attr]
+                native=True,
+                quantize=_quantize(self.config.quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)

@@ -33,18 +33,22 @@ def load(
     tokenizer: Tokenizer | None = None,
     weights: Mapping[str, Tensor] | None = None,
     quantize: Quantize | str | None = None,
+    native: bool | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
     Args:
         source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
             device agree.
-        dtype: Of weights and cache; None: as they are.
+        dtype: Of weights, and of the cache unless `cache_dtype` says otherwise (int8: half of bf16); None: as they are.
         cache_tokens: Room for keys and values of so many tokens, over all requests.
         block: Tokens of a block.
         budget, share, speculate, tokenizer: See `Generator`.
         weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
         quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
+        native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
+            not see later changes of a module. None: for folders, and where weights are quantised.
     Raises:
         UnsupportedError: nobody declared this kind of model ("inference-family").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
@@ -56,6 +60,7 @@ def load(
         weights=weights,
         length=budget.length if budget else None,
         quantize=quantize,
+        native=native,
     )
     return Generator(
         decoder,
@@ -65,6 +70,7 @@ def load(
         share=share,
         speculate=speculate,
         tokenizer=tokenizer,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -76,6 +82,7 @@ def read_decoder(
     weights: Mapping[str, Tensor] | None = None,
     length: int | None = None,
     quantize: Quantize | str | None = None,
+    native: bool | None = None,
 ) -> Decoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -98,4 +105,6 @@ def read_decoder(
         spec,
         read_weights(spec, family.sources(config), checkpoint, keep),
         None if length is None else min(length, spec.longest),
+        native=native if native is not None else how is not None or not isinstance(source, nn.Module),
+        rounded=how is not None and how.activations == "int8",
     )

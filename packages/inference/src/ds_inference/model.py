@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_config.errors import UnsupportedError
-from ds_inference.attention import Batch, alibi_slopes, attend
+from ds_inference.attention import Batch, alibi_slopes, attend, keep
+from ds_inference.native import NativeDecoder, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
@@ -36,20 +37,35 @@ class Cache:
 
     Attributes:
         layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
-            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values.
+            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8,
+            scales fp32 [blocks, size, kv heads] of keys and of values follow.
     """
 
     def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = size
-        self.layers = [
-            tuple(torch.zeros(blocks, size, *s, dtype=dtype, device=device) for s in _kept(y)) for y in spec.layers
-        ]
+        latent = any(y.attention.latent is not None for y in spec.layers)
+        if dtype == torch.int8 and latent:
+            raise UnsupportedError(
+                f"an int8 cache for a {spec.family} model, whose cache is compressed already",
+                code="inference-cache-dtype",
+                fix="Leave cache_dtype out.",
+            )
+        self.layers = [self._made(_kept(y), (blocks, size), dtype, device) for y in spec.layers]
+
+    @staticmethod
+    def _made(
+        kept: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        found = [torch.zeros(*room, *s, dtype=dtype, device=device) for s in kept]
+        if dtype == torch.int8:
+            found += [torch.zeros(*room, heads, device=device) for heads, _ in kept]
+        return tuple(found)
 
     @staticmethod
     def bytes_of(spec: Spec, size: int, dtype: torch.dtype) -> int:
         """Of one block of `size` tokens in all layers."""
-        numbers = sum(h * w for layer in spec.layers for h, w in _kept(layer))
-        return numbers * size * dtype.itemsize
+        scale = 4 if dtype == torch.int8 else 0
+        return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """(from, to): blocks that get another's content."""
@@ -84,9 +100,21 @@ class Decoder:
         spec: What it is made of.
         weights: Role -> tensor, or its codes; matrices are [out, in]. They are used, not copied.
         length: Of the longest sequence that is served; None: as long as the model knows.
+        native: Weights are packed for the native layer loop where it can run the spec: changes of the tensors are not seen then.
+        rounded: The native loop multiplies codes with inputs rounded to 8 bits.
+    Attributes:
+        obstacle: Why the native loop does not run; empty: it runs.
     """
 
-    def __init__(self, spec: Spec, weights: Mapping[str, Weight], length: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        weights: Mapping[str, Weight],
+        length: int | None = None,
+        *,
+        native: bool = False,
+        rounded: bool = False,
+    ) -> None:
         self.spec, self.weights = spec, dict(weights)
         self._floats = {role: weight for role, weight in weights.items() if isinstance(weight, Tensor)}
         self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
@@ -104,6 +132,13 @@ class Decoder:
         }
         kinds = {(y.attention.heads, y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
+        self.obstacle = native_obstacle(spec, self.weights) if native else "it was not asked for"
+        self._native: NativeDecoder | None = None
+        if not self.obstacle:
+            self._native = NativeDecoder(spec, self.weights, self._rotations, rounded)
+            for role in NativeDecoder.packed_roles(spec):
+                self.weights.pop(role, None)
+                self._floats.pop(role, None)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
@@ -113,14 +148,19 @@ class Decoder:
         """
         spec = self.spec
         x = F.embedding(batch.tokens, self._floats["embed.weight"])
+        scale = torch.tensor(spec.embed_scale, dtype=x.dtype)  # rounded as the model was trained
+        if self._native is not None and not spec.embed_norm and "embed_in.weight" not in self.weights:
+            x = x.float()
         if spec.embed_scale != 1.0:
-            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+            x = x * scale
         if "embed_in.weight" in self.weights:
             x = self._linear("embed_in", x)
         if spec.positions is not None:
-            x = x + F.embedding(batch.positions + spec.positions[1], self._floats["positions.weight"])
+            x = x + F.embedding(batch.positions + spec.positions[1], self._floats["positions.weight"]).to(x.dtype)
         if spec.embed_norm:
             x = self._norm("embed_norm", x)
+        if self._native is not None:
+            return self._scaled(self._native.step(x, batch, cache.layers))
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
         for i, layer in enumerate(spec.layers):
             x = self._layer(f"layers.{i}", layer, x, _Step(batch, cache.layers[i], turns))
@@ -134,7 +174,12 @@ class Decoder:
         if "embed_out.weight" in self.weights:
             x = self._linear("embed_out", x)
         head = self.weights["embed.weight" if spec.tied else "head.weight"]
-        logits = linear(x, head, self._floats.get("head.bias")).float() * spec.logit_scale
+        return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits
@@ -184,12 +229,12 @@ class Decoder:
             if spec.rope is not None:
                 turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
                 q, k = turn(q, tables), turn(k, tables)
-            keys, values = step.cache
-            keys.flatten(0, 1)[step.batch.slots] = k.to(keys.dtype)
-            values.flatten(0, 1)[step.batch.slots] = v.to(values.dtype)
+            keys, values, *scales = step.cache
+            keep(k, step.batch.slots, keys, scales[0] if scales else None)
+            keep(v, step.batch.slots, values, scales[1] if scales else None)
             slopes = self._slopes[spec.heads, spec.alibi.rounded] if spec.alibi else None
             extra = (slopes, self._floats.get(f"{at}.sinks"))
-            out = attend(q, (keys, values), step.batch, spec, extra)
+            out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
 
     def _latent(self, at: str, spec: Attention, latent: Latent, x: Tensor, step: _Step) -> Tensor:

@@ -1,0 +1,111 @@
+// One step of a decoder over a ragged batch and a paged cache, on the CPU: all layers and the head in one call.
+//
+// Words. A *row* is one token of the batch. A *chunk* is consecutive rows of one sequence. A *unit* is 32 outputs of a
+// matrix, packed together: for each input the 32 weights stand side by side, so that one vector of weights is read once,
+// becomes numbers once, and is multiplied with the input of every row. The definition in plain torch is the forward of
+// ds_inference/model.py; the packing is ds_ops/decoder.py.
+//
+// All structures hold 8-byte words only: Python writes them as tables.
+#pragma once
+#include <ds/types.h>
+
+namespace ds::decoder {
+
+using Word = std::int64_t;
+constexpr Word unit = 32;
+constexpr Word most_rows = 12;  // of one call of a product
+
+// Packed weights [n / 32][...][32], n and k padded with zeros:
+//   f32   [k][32] floats          bf16  [k / 2][32][2]
+//   int8  [k / 4][32][4] bytes    int4  [k / 8][32][4] bytes; the low nibble of byte i is input i, the high one input 4 + i
+// Codes are unsigned; a weight is (code - zero) * scale, scale and zero fp32 [n / 32][k / group][2][32].
+enum class Kind : Word { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+
+// What codes are multiplied with: fp32 inputs, or inputs rounded to int8 by group and row, for the instructions that take
+// those (VNNI). Without the instruction, rounded inputs are multiplied as fp32: the same numbers. bf16 weights are always
+// multiplied with fp32 inputs: the instruction for pairs of bf16 reads no less and multiplies no faster (docs/benchmarks/inference.md).
+enum class Inputs : Word { f32 = 0, int8 = 1 };
+
+struct Matrix {
+  const void *data;
+  const float *params, *bias;  // bias [n], null: none
+  Word n, k;                   // padded: n to 32 (64 if two halves are gated), k to 8
+  Word group;                  // inputs that share a scale; k is not always a multiple
+  Kind kind;
+  Inputs inputs;
+};
+
+// y = x / norm * (offset + weight) + bias. kind 0: root mean square, 1: mean and variance. No weight: no norm.
+struct Normed {
+  const float *weight, *bias;
+  double eps, offset;
+  Word kind;
+};
+
+enum class Activation : Word { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, quick_gelu = 4, relu_squared = 5 };
+
+// Element types of the cache: fp32, bf16, or int8 with one scale for a token and head.
+enum class Kept : Word { f32 = 0, bf16 = 1, int8 = 2 };
+
+struct Layer {
+  Normed before_attention, after_attention, before_feed, after_feed, query_norm, key_norm;
+  Matrix qkv, out, up, down;  // gated: units of `up` are gate and value in turn
+  Word heads, kv_heads, width, value_width;
+  double scale, softcap;  // softcap 0: none
+  Word window;            // 0: none
+  const float *slopes, *sinks;  // [heads], null: none
+  Word rope, rope_dim, interleaved;  // rope: which tables, -1: none
+  Word whole;     // query and key norms are over all heads at once
+  Word parallel;  // attention and feed-forward part read the same x
+  Word after;     // norms follow the residual instead of preceding it
+  Word activation, gated;
+  void *keys, *values;  // [blocks, size, kv_heads, width]
+  float *key_scales, *value_scales;  // [blocks, size, kv_heads], int8 only
+};
+
+struct Chunk {
+  Word first, count, start;  // first row, rows, position of the first
+  const Word *blocks;        // of the sequence
+};
+
+struct Step {
+  float *x;  // [rows, hidden]: embeddings; overwritten
+  Word rows, hidden;
+  const Layer *layers;
+  Word num_layers;
+  Normed last;
+  Matrix head;
+  const Word *outputs;  // [num_outputs] rows whose logits are wanted
+  Word num_outputs;
+  float *logits;  // [num_outputs, head.n]
+  const Chunk *chunks;
+  Word num_chunks;
+  const float *cos, *sin;  // [ropes, rows, rope_stride]
+  Word rope_stride;
+  Word block_size;
+  Kept kept;
+  float *scratch;
+  Word scratch_floats;
+};
+
+// What one call of the attention kernel computes: `rows` rows of a chunk for one head of keys.
+struct Attend {
+  const Chunk *chunk;
+  Word row, rows, kv_head;
+  const float *qkv;
+  Word qkv_stride;
+  float *out;
+  Word out_stride;
+};
+
+static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 83 * 8 && sizeof(Step) == 30 * 8);
+
+// Floats of scratch that `run` needs for such a step.
+Word scratch_floats(const Step &s, int threads);
+
+// Cost: every weight read once for each 12 rows of its matrix, the keys and values of each chunk's sequence once for
+// each 32 / (heads / kv_heads) rows; 6 barriers a layer. Sources: Dao et al. 2023 (the running softmax), Kwon et al. 2023
+// (blocks).
+Status run(const Step &s, int threads);
+
+}  // namespace ds::decoder

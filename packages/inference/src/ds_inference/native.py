@@ -1,0 +1,160 @@
+"""A spec and its weights as a program of the native layer loop (`ds_ops.decoder`), where the loop has all that the spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ds_inference.attention import Batch, alibi_slopes
+from ds_inference.quantize import Weight
+from ds_inference.rope import Rotation
+from ds_inference.spec import Layer, Mlp, Norm, Rope, Spec
+from ds_ops.decoder import (
+    Activation,
+    Chunk,
+    DecoderLayer,
+    DecoderProgram,
+    Inputs,
+    KeptLayer,
+    Normed,
+    Packed,
+    obstacle,
+    pack,
+)
+from ds_ops.formats import INT4, INT8, QuantTensor
+
+__all__ = ["NativeDecoder", "native_obstacle"]
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "quick_gelu": Activation.QUICK_GELU,
+}
+_NORMS = {
+    "pre": "1.2.",
+    "parallel": "1...",
+    "parallel_norms": "1.2.",
+    "sandwich": "1234",
+    "post": ".1.2",
+    "after": ".1.2",
+}
+"""By order of a layer: numbers of the norms before and after attention, before and after the feed-forward part."""
+_MATRICES = ("attention.qkv", "attention.out", "feed.up", "feed.down")
+
+
+def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
+    """Why the native loop cannot run this; empty: it can."""
+    embed = weights["embed.weight"]
+    matrices = [w for role, w in weights.items() if role.endswith(_tails())]
+    forms = {w.dtype if isinstance(w, Tensor) else w.spec.format for w in matrices}
+    reasons = {
+        f"the weights are on {embed.device if isinstance(embed, Tensor) else '?'}": not _on_cpu(embed),
+        "latent attention": any(y.attention.latent is not None for y in spec.layers),
+        "experts": any(not isinstance(y.feed, Mlp) for y in spec.layers),
+        "ALiBi rounded to bf16": any(y.attention.alibi is not None and y.attention.alibi.rounded for y in spec.layers),
+        "a projection before the head": "embed_out.weight" in weights,
+        f"weights of {', '.join(sorted(map(str, forms)))}": not forms <= {torch.float32, torch.bfloat16, INT8, INT4},
+        "an activation": any(y.feed.activation not in _ACTIVATIONS for y in spec.layers),
+    }
+    return next((reason for reason, found in reasons.items() if found), "") or obstacle()
+
+
+def _on_cpu(weight: Weight) -> bool:
+    return isinstance(weight, Tensor) and weight.device.type == "cpu"
+
+
+def _tails() -> tuple[str, ...]:
+    return (*(f"{m}.weight" for m in _MATRICES), "head.weight")
+
+
+class NativeDecoder:
+    """Runs steps of one spec.
+
+    Args:
+        weights: Packed one by one; the matrices among them are not needed afterwards, but for a tied embedding.
+        rounded: Codes are multiplied with inputs rounded to 8 bits.
+    """
+
+    def __init__(
+        self, spec: Spec, weights: Mapping[str, Weight], rotations: Mapping[Rope, Rotation], rounded: bool = False
+    ) -> None:
+        self._weights, self._rotations, self._rounded = weights, rotations, rounded
+        self._ropes = list(rotations)
+        layers = [self._layer(f"layers.{i}", y, spec) for i, y in enumerate(spec.layers)]
+        last = self._norm("norm", spec.norm) if spec.final_norm else Normed()
+        head = self._packed("embed" if spec.tied else "head", bias="head.bias")
+        self._program = DecoderProgram(spec.hidden, layers, last, head)
+        del self._weights
+
+    @staticmethod
+    def packed_roles(spec: Spec) -> list[str]:
+        """Of which only the packed form is read."""
+        return [f"layers.{i}.{m}.weight" for i in range(len(spec.layers)) for m in _MATRICES] + ["head.weight"]
+
+    def step(self, x: Tensor, batch: Batch, cache: list[tuple[Tensor, ...]]) -> Tensor:
+        """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
+        turns = None
+        if self._ropes:
+            found = [self._rotations[rope].tables(batch.positions, torch.float32) for rope in self._ropes]
+            most = max(cos.shape[-1] for cos, _ in found)
+            turns = torch.zeros(2, len(found), len(x), most)
+            for i, (cos, sin) in enumerate(found):
+                turns[0, i, :, : cos.shape[-1]], turns[1, i, :, : cos.shape[-1]] = cos[:, 0], sin[:, 0]
+        kept = [KeptLayer(*tensors) for tensors in cache]
+        chunks = [Chunk(*c) for c in batch.chunks]
+        return self._program.step(x.float().contiguous(), chunks, batch.outputs, kept, turns)
+
+    # ---- packing
+
+    def _float(self, role: str) -> Tensor | None:
+        found = self._weights.get(role)
+        return found.float().contiguous() if isinstance(found, Tensor) else None
+
+    def _norm(self, role: str, norm: Norm) -> Normed:
+        weight = self._float(f"{role}.weight")
+        return Normed(weight, self._float(f"{role}.bias"), norm.eps, norm.offset, norm.kind == "layer")
+
+    def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> Packed:
+        weight = self._weights[f"{role}.weight"]
+        inputs = Inputs.F32
+        if isinstance(weight, QuantTensor):
+            inputs = Inputs.INT8 if self._rounded else Inputs.F32
+        return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=inputs)
+
+    def _layer(self, at: str, layer: Layer, spec: Spec) -> DecoderLayer:
+        a, feed = layer.attention, layer.feed
+        own: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
+        inner = a.whole_norm or a.head_norm
+        gated = isinstance(feed, Mlp) and feed.gated
+        norms = [own(n) for n in _NORMS[layer.order]]
+        norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
+        slopes = None if a.alibi is None else alibi_slopes(a.heads).float() * a.alibi.scale
+        sinks = self._float(f"{at}.attention.sinks")
+        qkv, out, up, down = (self._packed(f"{at}.{m}", gated and m == "feed.up") for m in _MATRICES)
+        return DecoderLayer(
+            (qkv, out, up, down),
+            a.heads,
+            a.kv_heads,
+            a.width,
+            a.value_width,
+            a.scale,
+            tuple(norms),
+            a.softcap or 0.0,
+            a.window or 0,
+            slopes,
+            sinks,
+            None if a.rope is None else (self._ropes.index(a.rope), a.rope.dim, a.rope.interleaved),
+            a.whole_norm is not None,
+            layer.order.startswith("parallel"),
+            layer.order == "after",
+            _ACTIVATIONS[feed.activation],
+            gated,
+        )

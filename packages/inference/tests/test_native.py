@@ -1,0 +1,128 @@
+"""The native layer loop: what it computes is what the torch path computes, in every format of weights and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_inference import Budget, Generator, Quantize, Sampling, build_hf_engine, load
+from ds_inference.loading import read_decoder
+from ds_inference.model import Cache
+from ds_ops.decoder import obstacle
+
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "built")
+
+FORMS = {
+    "bf16": None,
+    "int8": Quantize("int8"),
+    "int8 in small groups": Quantize("int8", 8, symmetric=False),
+    "int8 rows": Quantize("int8", 0),
+    "int4": Quantize("int4", 16),
+    "int4 with zero points": Quantize("int4", 16, symmetric=False),
+}
+HOW = Sampling(max_new_tokens=6, logprobs=97)
+RUNS = {
+    "llama",
+    "llama tied",
+    "mistral windowed",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "exaone4",
+    "gpt2",
+    "bloom",
+}
+
+
+def logs(generator: Generator, prompts: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities of the first tokens [prompts, vocabulary]."""
+    answers = generator.generate(prompts, HOW)
+    return torch.tensor([[a.tops[0][i] for i in range(97)] for a in answers])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: Any) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_it_runs_the_families_it_is_made_for(every_family: str, tiny: Any) -> None:
+    decoder = read_decoder(tiny(every_family), native=True)
+    known = {"experts", "latent attention", "a projection before the head", "ALiBi rounded to bf16"}
+    assert decoder.obstacle in known | {""}
+    assert every_family not in RUNS or not decoder.obstacle
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_formats(family: str, form: str, tiny: Any, prompts_of: Any) -> None:
+    model, prompts = tiny(family), prompts_of([1, 40, 7, 13, 5, 17])
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    ours = load(model, dtype=dtype, quantize=FORMS[form], native=True)
+    plain = load(model, dtype=torch.float32, quantize=FORMS[form], native=False)
+    if form == "bf16":  # the native path keeps fp32 between the products: compare with the same weights in fp32
+        plain = load(tiny(family).bfloat16().float(), native=False)
+        spec = plain.decoder.spec
+        plain.decoder.spec = replace(spec, embed_scale=float(torch.tensor(spec.embed_scale).bfloat16()))
+        ours = load(model, dtype=dtype, native=True, cache_dtype=torch.float32)
+    assert not ours.decoder.obstacle
+    assert (logs(ours, prompts) - logs(plain, prompts)).abs().max() < 1e-3
+
+
+def test_rounded_inputs_are_near(tiny: Any, prompts_of: Any) -> None:
+    model, prompts = tiny("llama"), prompts_of([1, 40, 7])
+    for form in ("int8", "int4"):
+        near = load(model, quantize=Quantize(form, 16, activations="int8"), native=True)
+        exact = load(model, quantize=Quantize(form, 16), native=True)
+        difference = (logs(near, prompts) - logs(exact, prompts)).abs().max()
+        assert 0 < difference < 0.2
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_cache_of_int8_is_near(family: str, native: bool, tiny: Any, prompts_of: Any) -> None:
+    model, prompts = tiny(family), prompts_of([1, 40, 7])
+    small = load(model, native=native, cache_dtype=torch.int8, block=4)
+    assert small.cache.layers[0][0].dtype == torch.int8
+    difference = (logs(small, prompts) - logs(load(model, native=False), prompts)).abs().max()
+    assert 0 < difference < 0.2
+    other = load(model, native=not native, cache_dtype=torch.int8, block=16)
+    assert (logs(small, prompts) - logs(other, prompts)).abs().max() < 5e-2
+    spec = small.decoder.spec
+    assert Cache.bytes_of(spec, 16, torch.int8) < Cache.bytes_of(spec, 16, torch.bfloat16)
+
+
+def test_any_number_of_threads(threads: int, tiny: Any, prompts_of: Any) -> None:
+    prompts = prompts_of([50, 1, 30, 4, 9])
+    budget = Budget(64, 8, length=400)
+    ours = load(tiny("llama"), native=True, budget=budget)
+    wanted = load(tiny("llama"), native=False, budget=budget)
+    assert [a.tokens for a in ours.generate(prompts, HOW)] == [a.tokens for a in wanted.generate(prompts, HOW)]
+
+
+def test_a_folder_is_packed_and_a_live_module_is_not(tiny: Any, tmp_path: Any) -> None:
+    model = tiny("qwen2")
+    model.save_pretrained(tmp_path)
+    packed = read_decoder(tmp_path)
+    assert not packed.obstacle
+    assert "layers.0.feed.up.weight" not in packed.weights
+    assert read_decoder(model).obstacle == "it was not asked for"
+
+
+def test_the_ragged_engine_over_a_folder(tiny: Any, prompts_of: Any, tmp_path: Any) -> None:
+    model, prompts = tiny("llama"), prompts_of([5, 23])
+    model.save_pretrained(tmp_path)
+    ours = build_hf_engine(tmp_path)
+    assert not ours.model.obstacle
+    tokens = [torch.tensor(p) for p in prompts]
+    with torch.no_grad():
+        wanted = torch.stack([model(t[None]).logits[0, -1] for t in tokens])
+    assert (ours.put([1, 2], tokens) - wanted).abs().max() < 1e-4

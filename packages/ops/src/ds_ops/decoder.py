@@ -1,0 +1,354 @@
+"""One step of a decoder in one native call: packed weights, tables, and the call. What is computed: `native/include/ds/decoder.h`.
+
+A table is a row of 8-byte words, in the order of the C++ structure of the same name; floats among them are fp64. There is no
+backend in torch here: the runner that uses this (ds-inference) is the definition, and runs where this does not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_config.errors import KernelError
+from ds_ops import _call, _native
+from ds_ops.formats import INT4, INT8, QuantTensor
+
+__all__ = [
+    "Activation",
+    "Chunk",
+    "DecoderLayer",
+    "DecoderProgram",
+    "Inputs",
+    "KeptLayer",
+    "Normed",
+    "Packed",
+    "obstacle",
+    "pack",
+]
+
+UNIT = 32
+_STEP_WORDS = 30
+
+
+class Inputs(enum.IntEnum):
+    """What codes are multiplied with: fp32 inputs, or inputs rounded to 8 bits by row and group."""
+
+    F32 = 0
+    INT8 = 1
+
+
+class Activation(enum.IntEnum):
+    """Of a feed-forward part; the numbers are those of `native/include/ds/decoder.h`."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+    QUICK_GELU = 4
+    RELU_SQUARED = 5
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+def obstacle() -> str:
+    """Why there is no native step here; empty: there is."""
+    return _native.load("_cpu").reason if _native.load("_cpu").module is None else ""
+
+
+def _word(value: float) -> int:
+    return int(np.float64(value).view(np.int64))
+
+
+def _at(t: Tensor | None) -> int:
+    return 0 if t is None else _call.address(t)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A matrix as the native products read it. Made by `pack`.
+
+    Attributes:
+        data: The weights, in units of 32 outputs.
+        params: fp32 [units, groups, 2, 32], scales and zero points; None: floats.
+        bias: fp32 [n].
+        outputs: That were packed; n is a multiple of 32, k of 8.
+    """
+
+    data: Tensor
+    params: Tensor | None
+    bias: Tensor | None
+    outputs: int
+    n: int
+    k: int
+    group: int
+    kind: int
+    inputs: Inputs
+
+    def words(self) -> tuple[int, ...]:
+        """`Matrix`."""
+        return (
+            _at(self.data),
+            _at(self.params),
+            _at(self.bias),
+            self.n,
+            self.k,
+            self.group,
+            self.kind,
+            int(self.inputs),
+        )
+
+
+def pack(
+    weight: Tensor | QuantTensor, bias: Tensor | None = None, *, gated: bool = False, inputs: Inputs = Inputs.F32
+) -> Packed:
+    """Pack a matrix.
+
+    Args:
+        weight: [N, K], fp32, bf16, or int8 or int4 codes with groups that are multiples of 8.
+        gated: Its halves are gate and value: their units take turns.
+        inputs: INT8 for codes, F32 for all.
+    Raises:
+        KernelError: "kernel-argument" for other weights.
+    Cost: two copies of the matrix in passing; the result has its size, padded to whole units and inputs in eights.
+    """
+    if isinstance(weight, Tensor):
+        kind, group, params = _KINDS.get(weight.dtype, -1), weight.shape[-1], None
+        allowed: tuple[Inputs, ...] = (Inputs.F32,)
+    else:
+        kind = {INT8: 2, INT4: 3}.get(weight.spec.format, -1)
+        group, allowed = weight.spec.group, (Inputs.F32, Inputs.INT8)
+        params = None if kind < 0 else _units(_params(weight), gated)
+    if kind < 0 or len(weight.shape) != 2 or inputs not in allowed or (kind >= 2 and group % 8):
+        raise _call.refuse(
+            f"a weight {list(weight.shape)} of {weight.dtype if isinstance(weight, Tensor) else weight.spec} and {inputs!r}"
+            " inputs cannot be packed.",
+            "Give [N, K] of fp32, bf16, or int8 or int4 codes in groups of a multiple of 8.",
+        )
+    numbers = weight if isinstance(weight, Tensor) else _codes(weight)
+    rows = _units(F.pad(numbers.detach(), (0, -numbers.shape[1] % 8)), gated)
+    units, _, k = rows.shape
+    if kind == 0:
+        data = rows.permute(0, 2, 1)
+    elif kind == 1:
+        data = rows.view(units, UNIT, k // 2, 2).permute(0, 2, 1, 3)
+    elif kind == 2:
+        data = rows.view(units, UNIT, k // 4, 4).permute(0, 2, 1, 3)
+    else:
+        pairs = rows.view(units, UNIT, k // 8, 2, 4)
+        data = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).permute(0, 2, 1, 3)
+    if params is not None:
+        params = params.permute(0, 2, 3, 1).contiguous()
+    wide = None if bias is None else _units(bias.detach().float()[:, None], gated).flatten().contiguous()
+    outputs = weight.shape[0]
+    return Packed(data.contiguous(), params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs)
+
+
+def _units(rows: Tensor, gated: bool) -> Tensor:
+    """[N, ...] to [units, 32, ...], padded with zeros; two halves in turn if gated."""
+    parts = rows.chunk(2) if gated else (rows,)
+    padded = [torch.cat([p, p.new_zeros(-p.shape[0] % UNIT, *p.shape[1:])]) for p in parts]
+    cut = [p.view(-1, UNIT, *p.shape[1:]) for p in padded]
+    return torch.stack(cut, 1).flatten(0, 1) if gated else cut[0]
+
+
+def _codes(weight: QuantTensor) -> Tensor:
+    """uint8 [N, K], unsigned."""
+    codes = weight.codes
+    if weight.spec.format == INT4:
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, : weight.cols]
+    if weight.spec.symmetric:
+        half = 8 if weight.spec.format == INT4 else 128
+        codes = codes ^ half
+    return codes
+
+
+def _params(weight: QuantTensor) -> Tensor:
+    """fp32 [N, groups, 2]: scale, and the code that means zero."""
+    params = weight.params
+    if weight.spec.symmetric:
+        half = 8.0 if weight.spec.format == INT4 else 128.0
+        params = torch.cat([params, torch.full_like(params, half)], -1)
+    return params
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """A norm; weights are fp32. Without a weight it is none."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    layer: bool = False
+
+    def words(self) -> tuple[int, ...]:
+        """`Normed`."""
+        return (_at(self.weight), _at(self.bias), _word(self.eps), _word(self.offset), int(self.layer))
+
+
+_NO_NORM = Normed()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """A layer: see `Layer` of `native/include/ds/decoder.h` for what each is.
+
+    Attributes:
+        norms: Before and after attention, before and after the feed-forward part, of queries, of keys.
+        matrices: qkv, out, up, down.
+        rope: (number of the tables, features that turn, whether pairs are neighbours); None: no rotation.
+    """
+
+    matrices: tuple[Packed, Packed, Packed, Packed]
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    scale: float
+    norms: tuple[Normed, ...] = (_NO_NORM,) * 6
+    softcap: float = 0.0
+    window: int = 0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    rope: tuple[int, int, bool] | None = None
+    whole: bool = False
+    parallel: bool = False
+    after: bool = False
+    activation: Activation = Activation.SILU
+    gated: bool = True
+
+    def words(self) -> list[int]:
+        """`Layer`, up to its cache."""
+        found = [word for norm in self.norms for word in norm.words()]
+        found += [word for matrix in self.matrices for word in matrix.words()]
+        rope, dim, pairs = self.rope or (-1, 0, False)
+        found += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
+        found += [self.window, _at(self.slopes), _at(self.sinks), rope, dim, int(pairs), int(self.whole)]
+        return [*found, int(self.parallel), int(self.after), int(self.activation), int(self.gated)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptLayer:
+    """A layer's cache: keys and values [blocks, size, heads, width], fp32, bf16, or int8 with scales fp32 [blocks, size, heads]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence: rows [first, first + count) of the batch, at positions from `start` on."""
+
+    first: int
+    count: int
+    start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class DecoderProgram:
+    """Layers and head, as tables; keeps what they point to alive.
+
+    Args:
+        hidden: Features of a row.
+        layers, last, head: In order; the norm before the head may be none.
+    """
+
+    hidden: int
+    layers: Sequence[DecoderLayer]
+    last: Normed
+    head: Packed
+    _table: np.ndarray = field(init=False)
+    _scratch: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._table = np.zeros((len(self.layers), _call.native().decoder_layer_words), dtype=np.int64)
+        for row, layer in zip(self._table, self.layers, strict=True):
+            words = layer.words()
+            row[: len(words)] = words
+        self._scratch = torch.empty(0)
+
+    def step(
+        self,
+        x: Tensor,
+        chunks: Sequence[Chunk],
+        outputs: Tensor,
+        cache: Sequence[KeptLayer],
+        turns: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the rows of x, keep their keys and values, and return logits.
+
+        Args:
+            x: fp32 [T, hidden], embeddings; overwritten with the last layer's output.
+            chunks: Cover all rows, in order.
+            outputs: int64 [R]: rows whose logits are wanted.
+            cache: One for each layer.
+            turns: fp32 [2, ropes, T, .], cosines and sines; None: nothing turns.
+        Returns: fp32 [R, vocabulary].
+        Raises:
+            KernelError: "kernel-argument", "kernel-status".
+        """
+        rows = self._require(x, chunks, outputs, cache)
+        self._table[:, -4:] = [[_at(k.keys), _at(k.values), _at(k.key_scales), _at(k.value_scales)] for k in cache]
+        blocks = np.array([b for c in chunks for b in c.blocks], dtype=np.int64)
+        ends = np.cumsum([len(c.blocks) for c in chunks])
+        table = np.array(
+            [
+                (c.first, c.count, c.start, blocks.ctypes.data + 8 * (end - len(c.blocks)))
+                for c, end in zip(chunks, ends, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        logits = torch.empty(len(outputs), self.head.n)
+        sines = (0, 0, 0) if turns is None else (_at(turns), _at(turns[1]), turns.shape[-1])
+        words = [_at(x), rows, self.hidden, self._table.ctypes.data, len(self.layers), *self.last.words()]
+        words += [*self.head.words(), _at(outputs), len(outputs), _at(logits), table.ctypes.data, len(chunks), *sines]
+        words += [cache[0].keys.shape[1], _KEPT[cache[0].keys.dtype], 0, 0]
+        step, module, threads = np.array(words, dtype=np.int64), _call.native(), torch.get_num_threads()
+        needed = module.decoder_scratch(step.ctypes.data, _STEP_WORDS, threads)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.zeros(needed)
+        step[-2:] = _at(self._scratch), self._scratch.numel()
+        _call.finish("decoder_step", module.decoder_step(step.ctypes.data, _STEP_WORDS, threads))
+        return logits[:, : self.head.outputs]
+
+    def _require(self, x: Tensor, chunks: Sequence[Chunk], outputs: Tensor, cache: Sequence[KeptLayer]) -> int:
+        """Every address that the step follows is inside of its tensor."""
+        _call.require("x", x, dtypes=(torch.float32,), numel=x.shape[0] * self.hidden)
+        _call.require("outputs", outputs, dtypes=(torch.int64,))
+        ends = [c.first + c.count for c in chunks]
+        firsts = [0, *ends[:-1]]
+        if (
+            [c.first for c in chunks] != firsts
+            or (ends[-1] if ends else 0) != x.shape[0]
+            or len(cache) != len(self.layers)
+        ):
+            raise self._misfit(f"chunks end at {ends[-4:]} of {x.shape[0]} rows, {len(cache)} layers have a cache")
+        if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < x.shape[0]:
+            raise self._misfit(f"outputs are not all below {x.shape[0]}")
+        for layer, kept in zip(self.layers, cache, strict=True):
+            count, size, *rest = kept.keys.shape
+            heads = [layer.kv_heads, layer.width], [count, size, layer.kv_heads, layer.value_width]
+            if rest != heads[0] or list(kept.values.shape) != heads[1] or kept.keys.dtype not in _KEPT:
+                raise self._misfit(f"keys {_call.describe(kept.keys)}, values {_call.describe(kept.values)}")
+        count, size = cache[0].keys.shape[:2]
+        for c in chunks:
+            if c.count < 1 or c.start < 0 or len(c.blocks) * size < c.start + c.count:
+                raise self._misfit(f"{c} in blocks of {size}")
+            if min(c.blocks) < 0 or max(c.blocks) >= count:
+                raise self._misfit(f"{c} in a cache of {count} blocks")
+        return x.shape[0]
+
+    @staticmethod
+    def _misfit(found: str) -> KernelError:
+        return _call.refuse(f"decoder step: {found}.", "Give chunks, outputs and caches of this batch.")
