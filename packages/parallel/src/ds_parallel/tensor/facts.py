@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from ds_parallel.heads import HeadCounts
-from ds_parallel.tensor.presets import Scalar
+from ds_parallel.tensor.presets import Scalar, preset_for
+from ds_parallel.tensor.rules import Rule
+from ds_parallel.tensor.structure import rules_of_structure
 
 __all__ = ["Attention", "Layer", "ModelFacts", "facts_of"]
 
@@ -37,6 +39,7 @@ _HEAD_WIDTHS = (
     "hidden_size_per_attention_head",
     "qk_head_dim",
 )
+_FOLLOWED = frozenset((*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *WIDTHS, *_HEAD_WIDTHS))
 _QUERIES, _KEYS = ("q_proj", "query", "q"), ("k_proj", "key", "k")
 
 
@@ -92,6 +95,7 @@ class ModelFacts:
         tp_plan: The model's own plan, names as the plan has them.
         tied: Groups of parameter names that are one parameter.
         attention: transformers' name of the attention function that the model uses.
+        structure: Rules from what a trace of its blocks says; only asked of models without a preset and a plan of their own.
         shares_sequences: A module says that it exchanges over the ranks of a sequence.
     """
 
@@ -103,6 +107,7 @@ class ModelFacts:
     tied: tuple[tuple[str, ...], ...] = ()
     attention: str | None = None
     shares_sequences: bool = False
+    structure: tuple[Rule, ...] = ()
 
     def attention_of(self, name: str) -> Attention | None:
         """The attention that layer `name` is part of: an ancestor, or the only one inside an ancestor called attention."""
@@ -125,15 +130,20 @@ def facts_of(model: nn.Module) -> ModelFacts:
     places: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(param), []).append(name)
+    attentions = {found.name: found for found in _attentions(model)}
+    tp_plan, kind = dict(_own_plan(model)), getattr(config, "model_type", None)
+    described = bool(tp_plan) or preset_for(kind, flags) is not None
+    counts = {a.name: (a.heads.query, a.heads.key_value, a.width) for a in attentions.values()}
     return ModelFacts(
-        getattr(config, "model_type", None),
+        kind,
         flags,
         tuple(_layers(model)),
-        {found.name: found for found in _attentions(model)},
-        dict(_own_plan(model)),
+        attentions,
+        tp_plan,
         tuple(tuple(names) for names in places.values() if len(names) > 1),
         getattr(config, "_attn_implementation", None),
         any(getattr(module, "shares_sequences", False) is True for module in model.modules()),
+        () if described else tuple(rules_of_structure(model, counts, _FOLLOWED)),
     )
 
 

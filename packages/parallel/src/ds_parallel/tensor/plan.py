@@ -161,7 +161,7 @@ class TensorPlan:
 
 
 def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
-    """Decide for every layer: the user's rules, then a preset, then the model's own plan, then `options.rules`.
+    """Decide for every layer: the user's rules, then a preset, then the model's own plan, then `options.rules`, then its structure.
 
     Raises:
         PlanError: a layer is in no rule and `strict` is set ("tensor-unmatched"); nothing is cut ("tensor-nothing"); see
@@ -182,7 +182,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
             Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, "lm_head_patterns", (Part(),), gather_output=True)
             for name in options.heads
         ]
-        rules += options.rules
+        rules += [*options.rules, *facts.structure]
     decisions = tuple(_decide(layer, rules, facts, options) for layer in facts.layers)
     _check(decisions, facts, options)
     cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
