@@ -105,7 +105,7 @@ class OtherNumber(Attention):
 
 @pytest.mark.parametrize("kind", [Residual, Softmaxed, Shown, Twice, Branches, OtherNumber])
 def test_what_is_not_proven_is_refused(kind: type[nn.Module]) -> None:
-    with pytest.raises(PlanError, match="no layer of .* is cut"):
+    with pytest.raises(PlanError, match=r"no layer of .* is cut"):
         make_tensor_plan(facts_of(kind()), TensorOptions(degree=2))
 
 
@@ -124,6 +124,6 @@ def test_two_ranks_equal_one() -> None:
         full = wanted[name if held is None else held.name]
         if held is not None:
             box = held.box(ds_comm.world_group().rank)
-            full = full[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            full = full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
         torch.testing.assert_close(param.grad, full, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     cut.undo()

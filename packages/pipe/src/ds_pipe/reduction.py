@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,7 +16,15 @@ from ds_comm import Group
 from ds_pipe.actions import Action, Op
 from ds_pipe.staged import StagedModel
 
-__all__ = ["OptimizerReduction", "PlainReduction", "ReducingOptimizer", "clip_grad_norm", "global_norm"]
+__all__ = [
+    "OptimizerReduction",
+    "PlainReduction",
+    "Reducing",
+    "ReducingOptimizer",
+    "StageReduction",
+    "clip_grad_norm",
+    "global_norm",
+]
 
 
 class PlainReduction:
@@ -71,25 +80,39 @@ class ReducingOptimizer(Protocol):
         """The loss as it is differentiated."""
 
 
-class OptimizerReduction:
-    """Gradients are reduced by the optimizer: inside whole backwards, and after the last weight gradient of split ones.
+class Reducing(Protocol):
+    """Whoever reduces gradients while backwards run: an engine's passes, or an optimizer."""
+
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        """Around what adds to gradients of weights; `action.reduce` says whether they are reduced inside."""
+
+    def given(self) -> None:
+        """Gradients are about to come from another stage, where the loss was scaled."""
+
+    def reduce(self) -> None:
+        """Reduce what backwards without reduction have left. Collective."""
+
+
+class StageReduction:
+    """Gradients are reduced inside whole backwards, or at once when a rank with several stages or split backwards has all of them.
 
     Args:
-        optimizer: Over `model.module`; its `step` reduces what is left.
-        every_backward: It keeps only its share of gradients (ZeRO 2 and 3), so that every microbatch is reduced.
+        model: The stages of this rank.
+        reducing: Does it.
+        every_backward: Only a share of gradients is kept (ZeRO 2 and 3), so that every microbatch is reduced.
     """
 
-    def __init__(self, model: StagedModel, optimizer: ReducingOptimizer, every_backward: bool) -> None:
-        self._optimizer, self._every, self._last = optimizer, every_backward, model.last
+    def __init__(self, model: StagedModel, reducing: Reducing, every_backward: bool) -> None:
+        self._reducing, self._every, self._last = reducing, every_backward, model.last
         self._left = self._stages = len(model.parts)
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """One stage a rank: whole backwards reduce while they run. Else what a rank has is reduced at once, when all of it is there."""
+        """One stage a rank: whole backwards reduce while they run. Else what a rank has is reduced when all of it is there."""
         inside = action.op is Op.BACKWARD and self._stages == 1
         if not self._last:
-            self._optimizer.scale(torch.zeros(()))  # its gradients come from the last stage, where the loss was scaled
-        with self._optimizer.reduction(action.reduce and inside):
+            self._reducing.given()
+        with self._reducing.backward(action if inside else replace(action, reduce=False)):
             yield
         if action.reduce and not inside:
             self.reduce(action.stage)
@@ -99,21 +122,44 @@ class OptimizerReduction:
         del stage
         self._left -= 1
         if self._every or self._left == 0:
-            self._optimizer.reduce()
+            self._reducing.reduce()
 
     def gather(self, stage: int) -> None:
-        """The optimizer's own hooks gather."""
+        """Who shards parameters gathers them by hooks of its own."""
 
     def release(self, stage: int) -> None:
-        """And release."""
+        """And releases."""
 
     def finish(self) -> None:
-        """The optimizer's `step` ends what is open."""
+        """The update ends what is open."""
         self._left = self._stages
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss was scaled where it was made."""
+        return loss
+
+
+class OptimizerReduction(StageReduction):
+    """The same by an optimizer: over `model.module`; its `step` reduces what is left."""
+
+    def __init__(self, model: StagedModel, optimizer: ReducingOptimizer, every_backward: bool) -> None:
+        super().__init__(model, _ByOptimizer(optimizer), every_backward)
+        self._optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
         """Times the optimizer's loss scale."""
         return self._optimizer.scale(loss)
+
+
+class _ByOptimizer:
+    def __init__(self, optimizer: ReducingOptimizer) -> None:
+        self._optimizer, self.reduce = optimizer, optimizer.reduce
+
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        return self._optimizer.reduction(action.reduce)
+
+    def given(self) -> None:
+        self._optimizer.scale(torch.zeros(()))
 
 
 def _average(params: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:

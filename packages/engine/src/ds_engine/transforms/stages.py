@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ds_engine.transforms.base import Asked, Site, Transform
 from ds_engine.uneven import Share
 from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
 from ds_pipe.executor import Feed
+from ds_pipe.reduction import StageReduction
 
 __all__ = ["StagedExecutor", "Stages"]
 
@@ -97,7 +97,7 @@ class StagedExecutor:
             found[microbatch] = _detached(loss)
             return passes.start(loss)
 
-        reduction = _Reduction(self.pipeline, passes, self._every)
+        reduction = StageReduction(self.pipeline.model, passes, self._every)
         self._lend(passes)
         self.pipeline.executor.run(actions, self._feed(data, passes), reduction, criterion)
         first = min(a.stage for a in actions if a.op is Op.FORWARD)
@@ -159,42 +159,3 @@ class StagedExecutor:
 
 def _detached(loss: Tensor | SumLoss) -> Tensor | SumLoss:
     return SumLoss(loss.total.detach(), loss.count) if isinstance(loss, SumLoss) else loss.detach()
-
-
-class _Reduction:
-    """Reductions by the engine: inside whole backwards, or when a rank with several stages or split backwards has all gradients."""
-
-    def __init__(self, made: Pipeline, passes: Passes, every: bool) -> None:
-        self._passes, self._every, self._last = passes, every, made.model.last
-        self._left = self._stages = len(made.model.parts)
-
-    @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        """See `ds_pipe.reduction.OptimizerReduction`."""
-        inside = action.op is Op.BACKWARD and self._stages == 1
-        if not self._last:
-            self._passes.given()
-        with self._passes.backward(action if inside else replace(action, reduce=False)):
-            yield
-        if action.reduce and not inside:
-            self.reduce(action.stage)
-
-    def reduce(self, stage: int) -> None:
-        """Collective over the ranks that hold these parameters."""
-        del stage
-        self._left -= 1
-        if self._every or self._left == 0:
-            self._passes.reduce()
-
-    def gather(self, stage: int) -> None:
-        """ZeRO's own hooks gather."""
-
-    def release(self, stage: int) -> None:
-        """And release."""
-
-    def finish(self) -> None:
-        """The update ends what is open."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """`Passes.start` has scaled it."""
-        return loss

@@ -58,7 +58,7 @@ def rules_of_structure(
     found: dict[str, Rule] = {}
     twice: set[str] = set()
     for name, module in model.named_modules():
-        own = {key: child for key, child in _linears(module)}
+        own = dict(_linears(module))
         if len(own) < 2 or (isinstance(module, nn.Sequential) and _inside_traced(model, name)):
             continue
         try:
