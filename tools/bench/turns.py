@@ -63,11 +63,12 @@ class Ranks:
         limit = threading.Timer(LIMIT_S, lambda: [p.kill() for p in self.processes])
         limit.start()
         try:
-            return [self._answer(r) for r in range(len(self.processes))]
+            return [self.answer(r) for r in range(len(self.processes))]
         finally:
             limit.cancel()
 
-    def _answer(self, rank: int) -> dict:
+    def answer(self, rank: int) -> dict:
+        """The next line of JSON of one rank."""
         out = self.processes[rank].stdout
         assert out is not None
         for line in out:
