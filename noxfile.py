@@ -69,6 +69,13 @@ def grid(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", "-m", "slow", *session.posargs, external=True)
 
 
+@nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Do the tests see a fault? Drawn changes of pure modules: nox -s mutants -- [MODULE ...] [--count N] [--seed N]."""
+    python = developing(session, "mutants")
+    session.run(python, "tools/mutants.py", *session.posargs, external=True)
+
+
 # ---- parts of it, and what needs more --------------------------------------------------------------------------------
 
 

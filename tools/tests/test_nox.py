@@ -14,6 +14,7 @@ SESSIONS = {
     "grid",
     "clients",
     "conformance",
+    "mutants",
     "isolated",
     "integration",
     "native",

@@ -87,11 +87,28 @@ def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(init.time, "sleep", lambda seconds: None)
     rng = random.Random(0)
     note = folder / "note"
-    for _ in range(2000):
-        note.write_bytes(rng.randbytes(rng.randrange(40)) if rng.random() < 0.7 else b"%d x y" % rng.randrange(1 << 40))
-        note.chmod(0o600)
+    note.touch(mode=0o600)
+    numbers = [b"-1", b"0", b"x", b"", b"65536", b"9" * 30, b"1e3", b"0x50", "\u0663".encode(), b"2147483648", b"+5"]
+    good = [str(os.getpid()).encode(), b"4242", b"0" * 32]
+
+    def text() -> bytes:
+        drawn = rng.random()
+        if drawn < 0.3:
+            return rng.randbytes(rng.randrange(40))
+        fields = list(good)
+        if drawn < 0.8:
+            place = rng.randrange(2)
+            fields[place] = rng.choice([n for n in numbers if place == 1 or n != b"65536"])  # that may be a process
+        else:
+            fields = rng.choices(fields, k=rng.choice([0, 1, 4, 5]))
+        return b" ".join(fields) + rng.choice([b"", b"\n", b" ", b"\0", b" more"])
+
+    for _ in range(5000):
+        note.write_bytes(text())
         with pytest.raises(TimeoutError, match="left no note"):
             init._read_note(note, timedelta(microseconds=50))
+    note.write_bytes(b" ".join(good))
+    assert init._read_note(note, timedelta(seconds=1)) == (4242, "0" * 32)
 
 
 def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,3 +60,52 @@ def test_reductions_do_not_depend_on_when_units_are_ready(count, data):
     assert issued + order.finish() == list(range(count))
     order.begin()
     assert not order.had_turn(0)
+
+
+def test_a_unit_is_awaited_until_its_turn_and_while_it_waits():
+    order = GatherOrder([0, 1, 2, 0], 15, [10, 10, 10, 10])
+    assert [order.awaits(unit) for unit in (0, 1, 2, 3)] == [True, True, True, False]
+    assert order.need(0) == [0, 1]
+    assert order.waiting == [1]
+    assert order.awaits(0)  # it stands once more
+    assert order.need(1) == [2]
+    assert not order.awaits(1)
+    assert order.awaits(2)  # issued, not needed yet
+    assert order.need(2) == [0]
+    assert not order.awaits(2)
+    assert order.need(0) == []
+    assert not order.awaits(0)
+    assert order.seen == [0, 1, 2, 0]
+    order.begin()
+    assert (order.awaits(0), order.seen, order.waiting) == (True, [], [])
+
+
+def test_nothing_is_issued_early_without_a_budget_and_no_more_than_it():
+    assert GatherOrder([0, 1], 0, [0, 0]).need(0) == [0]
+    assert GatherOrder([0, 1, 2], 20, [10, 10, 10]).need(0) == [0, 1, 2]
+    assert GatherOrder([0, 1, 2], 19, [10, 10, 10]).need(0) == [0, 1]
+
+
+def test_gathers_follow_what_was_seen_and_leave_out_what_is_dropped():
+    order = GatherOrder([0, 1, 2, 3], 0, [1] * 4)
+    order.adopt([2, 0, 2])
+    assert order.sequence == (2, 0, 2, 1, 3)
+    order.drop({0, 3})
+    assert order.sequence == (2, 2, 1)
+    assert not order.awaits(0)
+    assert [order.run_ahead() for _ in range(4)] == [2, 2, 1, None]
+    assert order.waiting == [2, 1]
+    assert order.finish() == []
+
+
+def test_a_reduction_waits_for_those_before_it():
+    order = ReduceOrder([0, 1, 2, 3])
+    assert [order.ready(unit) for unit in (1, 0, 3)] == [[], [0, 1], []]
+    assert [order.had_turn(unit) for unit in (0, 1, 2, 3)] == [True, True, False, False]
+    assert order.finish() == [2, 3]
+    assert order.finish() == []
+    assert order.ready(2) == []
+    order.adopt([3, 1, 3])
+    order.begin()
+    assert order.sequence == (3, 1, 0, 2)
+    assert [order.ready(unit) for unit in (3, 0, 1, 2)] == [[3], [], [1, 0], [2]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -38,6 +39,8 @@ _PROBE_BYTES = 4096
 _POLL_S = 0.02
 _REFUSED_S = 0.005
 _FINE_S = 5.0  # after this torch's own pauses are no longer what one waits for
+_NOTE = re.compile(r"([1-9][0-9]{0,8}) ([0-9]{1,5}) ([!-~]+)")  # pid, port, secret
+_NOTE_BYTES = 4096
 _told: list[str] = []  # environment variables that this module set
 
 
@@ -254,9 +257,11 @@ def _read_note(note: Path, timeout: timedelta) -> tuple[int, str]:
                 if found.st_uid != os.getuid() or found.st_mode & 0o077:
                     strange = f"; what is there belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}"
                     raise FileNotFoundError(note)
-                pid, port, secret = file.read().split()
-            os.kill(int(pid), 0)  # a note may be left by a job that was killed
-            return int(port), secret
+                fields = _NOTE.fullmatch(file.read(_NOTE_BYTES))
+            if fields is None or not 0 < int(fields[2]) < 1 << 16:
+                raise ValueError(note)
+            os.kill(int(fields[1]), 0)  # a note may be left by a job that was killed
+            return int(fields[2]), fields[3]
         except (OSError, ValueError, OverflowError):
             time.sleep(_POLL_S)
     raise TimeoutError(f"rank 0 left no note in {note}{strange}")

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import nn
 
-from ds_comm import Assignment, Family, Mesh, all_gather_object, assign, world_group
+from ds_comm import Assignment, Family, Mesh, all_gather_json, assign, world_group
 from ds_moe.experts import Experts
 from ds_moe.layer import MOELayer
 from ds_moe.places import Places, alone, make_places
@@ -48,8 +48,7 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
     apart = {name: layer for name, layer in layers.items() if layer.ep_size > 1 or (mesh and mesh["tensor"].size > 1)}
-    told: list[list[int]] = [[] for _ in range(world_group().size)]
-    all_gather_object(told, [layer.ep_size for layer in apart.values()])  # a pipeline stage may have no such layer
+    told = all_gather_json([layer.ep_size for layer in apart.values()])  # a pipeline stage may have no such layer
     sizes = sorted({size for of_rank in told for size in of_rank})
     made = {size: make_places(size, mesh, data_first=data_first) for size in sizes}
     for name, layer in layers.items():

@@ -78,9 +78,7 @@ def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
     if family.shards is None and len(inside) == group.size:
         return split_replicas(group, shard_size)
     mine = inside if family.shards is None else family.shards.ranks
-    told: list[tuple[int, ...]] = [()] * group.size
-    comm.all_gather_object(told, mine, group, unit="shard")
-    parts = sorted(set(told))
+    parts = sorted({tuple(ranks) for ranks in comm.all_gather_json(mine, group, unit="shard")})
     if sorted(rank for ranks in parts for rank in ranks) != sorted(group.ranks) or len({len(p) for p in parts}) > 1:
         raise PlanError(
             f"family {family.name!r} is summed over {group}; its state is cut over {parts}, which are not equal parts of it",

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_comm import Group, all_gather_object
+from ds_comm import Group, all_gather_json
 from ds_zero.backward import Backward
 from ds_zero.gathering import Gathering
 from ds_zero.reducing import Reducing
@@ -117,13 +117,12 @@ class Runtime:
         self._settled = True
         # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
         seen = {"reduces": self.reducing.seen, **self.gathering.seen}
-        mine = {"seen": seen, "keys": self._keys, "shared": {self._keys[n] for n in self.gathering.shared}}
-        everyone: list[Any] = [None] * group.size
-        all_gather_object(everyone, mine, group, unit="settle")
-        if all((one["seen"], one["keys"]) == (seen, self._keys) for one in everyone):
+        mine = {"seen": seen, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
+        everyone: list[dict[str, Any]] = all_gather_json(mine, group, unit="settle")
+        if all((one["seen"], one["keys"]) == (everyone[0]["seen"], everyone[0]["keys"]) for one in everyone):
             self.reducing.adopt(seen["reduces"])
             self.gathering.adopt(seen)
-        shared = {key for one in everyone for key in one["shared"]}
+        shared = {(family, place) for one in everyone for family, place in one["shared"]}
         self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 
     def stepped(self) -> None:

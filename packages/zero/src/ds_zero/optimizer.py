@@ -281,9 +281,9 @@ class ShardedOptimizer(Optimizer):
                 grad = unit.gradients.view(piece.start, piece.stop)
                 if grad is not None and not grad.isfinite().all():
                     found.append((order[piece.name], self.sharding.logical[piece.name].name))
-        told: list[tuple[int, str] | None] = [None] * self.sharding.everyone.size
-        comm.all_gather_object(told, min(found, default=None), self.sharding.everyone, unit="step")
-        return min((one for one in told if one is not None), default=(0, None))[1]
+        told = comm.all_gather_json(min(found, default=None), self.sharding.everyone, unit="step")
+        first: list[Any] = min((one for one in told if one is not None), default=[0, None])
+        return None if first[1] is None else str(first[1])
 
     def _clip(self, norm: float | None) -> float:
         clip = self.sharding.options.clip
@@ -465,16 +465,13 @@ class ShardedOptimizer(Optimizer):
             return self._names
         known = self.sharding.logical
         mine = [[known[name].name if name in known else name for name in group] for group in self._names]
-        told: list[Any] = [None] * everyone.size
-        comm.all_gather_object(told, mine, everyone, unit="state_dict")
+        told = comm.all_gather_json(mine, everyone, unit="state_dict")
         return [list(dict.fromkeys(name for groups in told for name in groups[i])) for i in range(len(mine))]
 
     def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
         merged: dict[str, dict[str, float]] = {}
-        everyone: list[Any] = [None] * self.sharding.everyone.size
-        comm.all_gather_object(everyone, mine, self.sharding.everyone, unit="state_dict")
-        for part in everyone:
+        for part in comm.all_gather_json(mine, self.sharding.everyone, unit="state_dict"):
             for key, values in part.items():
                 merged.setdefault(key, {}).update(values)
         return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}

@@ -86,8 +86,7 @@ def _told(sharding: Sharding, names: list[str]) -> list[str]:
     """The names of all ranks, where the ranks' models differ. Collective."""
     if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
         return names
-    told: list[list[str]] = [[]] * sharding.everyone.size
-    comm.all_gather_object(told, names, sharding.everyone, unit="load_pretrained")
+    told = comm.all_gather_json(names, sharding.everyone, unit="load_pretrained")
     return sorted({name for of in told for name in of})
 
 

@@ -42,8 +42,7 @@ def fragments(states: Iterable[tuple[str, Piece, Tensor]]) -> dict[str, list[Fra
 
 def names_of(mine: Mapping[str, list[Fragment]], group: Group, names: Collection[str]) -> set[str]:
     """Parameters out of `names` of which some rank has state. Collective."""
-    everyone: list[Any] = [None] * group.size
-    comm.all_gather_object(everyone, sorted(set(mine) & set(names)), group, unit="replan")
+    everyone = comm.all_gather_json(sorted(set(mine) & set(names)), group, unit="replan")
     return {name for part in everyone for name in part}
 
 

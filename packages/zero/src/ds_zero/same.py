@@ -59,14 +59,13 @@ def _check_present(families: Mapping[str, Family]) -> None:
         comm.all_reduce(mine, group=group, unit="shard")
     if group.pg is None or mine.item() == group.size:
         return
-    told: list[dict[str, tuple[int, ...]]] = [{}] * group.size
-    comm.all_gather_object(told, {n: f.group.ranks for n, f in families.items()}, group, unit="shard")
+    told = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
     for rank, others in zip(group.ranks, told, strict=True):
         for name, ranks in others.items():
             lacking = [r for r, has in zip(group.ranks, told, strict=True) if r in ranks and has.get(name) != ranks]
             if lacking:
                 raise PlanError(
-                    f"on rank {rank} the model has parameters of family {name!r} over ranks {ranks}; on ranks {lacking} it has none",
+                    f"on rank {rank} the model has parameters of family {name!r} over ranks {tuple(ranks)}; on ranks {lacking} it has none",
                     code="zero-family",
                     fix="Give every rank of a family's group a part of it, or leave those ranks out of the group.",
                 )

@@ -119,8 +119,7 @@ class InputsAgree:
             self._handle = None
         mine = {str(index): _digest(value) for index, value in enumerate(args)}
         mine |= {key: _digest(value) for key, value in kwargs.items()}
-        everyones: list[Any] = [None] * self.group.size
-        ds_comm.all_gather_object(everyones, mine, group=self.group)
+        everyones = ds_comm.all_gather_json(mine, self.group)
         differing = sorted(key for key in mine if any(other.get(key) != mine[key] for other in everyones))
         missing = sorted({key for other in everyones for key in other} - set(mine))
         if differing or missing:
