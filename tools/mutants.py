@@ -85,9 +85,10 @@ def drawn(module: str, count: int, seed: int) -> list[Mutant]:
 
     text = path_of(module).read_text(encoding="utf-8")
     places: dict[tuple[tuple[int, int], tuple[int, int]], list[tuple[str, int]]] = {}
+    nodes = list(ast_nodes(get_ast(text)))
     for name in sorted(n for n in operator_names() if not n.startswith("core/Variable")):  # which need to be told names
         operator, number = get_operator(name)(), 0
-        for node in ast_nodes(get_ast(text)):
+        for node in nodes:
             for place in operator.mutation_positions(node):
                 places.setdefault(place, []).append((name, number))
                 number += 1
@@ -155,6 +156,8 @@ def tested(module: str, source: str) -> int:
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
+            for name in [n for n in sys.modules if n.startswith("ds_")]:
+                del sys.modules[name]
             sys.meta_path.insert(0, _Importer(module, source))
             import pytest
 

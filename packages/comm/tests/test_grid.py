@@ -75,7 +75,8 @@ def test_unknown_axes_and_ranks_outside_are_refused() -> None:
         grid.filter_match(pipe=0)
     with pytest.raises(ValueError, match="exactly the axes"):
         grid.rank()
-    with pytest.raises(ValueError, match="outside"):
-        grid.rank(data=2)
-    with pytest.raises(ValueError, match="outside"):
-        grid.coordinate(2)
+    for data in (-1, 2):
+        with pytest.raises(ValueError, match=rf"data={data} is outside 0\.\.1$"):
+            grid.rank(data=data)
+        with pytest.raises(ValueError, match=rf"rank {data} is outside 0\.\.1$"):
+            grid.coordinate(data)
