@@ -180,7 +180,12 @@ CYCLE = {
     "cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 7, "cycle_second_step_size": 9,
     "cycle_first_stair_count": 3, "decay_step_size": 5, "decay_lr_rate": 0.5,
 }  # fmt: skip
+FILES = {"device": "nvme", "nvme_path": "folder"}
+SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
+    "aio": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
+    "zero_optimization.offload_optimizer": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
+    "zero_optimization.offload_param": {"zero_optimization": {**SMALL, "offload_param": FILES}},
     "zero_optimization": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}},
     "fp16": {"fp16": {"enabled": True}},
     "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
@@ -260,6 +265,8 @@ VALUES: dict[str, list[Any]] = {
     "zero_optimization.stage3_model_persistence_threshold": [50],
     "zero_optimization.overlap_comm": [False],
     "zero_optimization.cpu_offload": [True],
+    "zero_optimization.offload_optimizer.pipeline_read": [False],
+    "zero_optimization.offload_optimizer.pipeline_write": [False],
     "zero_optimization.cpu_offload_param": [True],
     "comms_logger.prof_ops": [["all_reduce"]],
     "elasticity.micro_batch_sizes": [[1, 5]],

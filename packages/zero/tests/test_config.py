@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ds_config import Dead, Deprecated, StrictModel, Unbuilt, UnsupportedConfigError, load
-from ds_zero import Nodes, ShardOptions, UnitPolicy, plan
+from ds_ops.io import IOSettings
+from ds_zero import Nodes, Placement, ShardOptions, UnitPolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 from ds_zero.units import ModuleInfo, ParamInfo
 
@@ -57,9 +58,7 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
 @pytest.mark.parametrize(
     "section",
     [
-        {"offload_optimizer": {"device": "cpu"}},
-        {"offload_param": {"device": "nvme", "nvme_path": "/local"}},
-        {"cpu_offload": True},
+        {"offload_optimizer": {"device": "cpu", "super_offload": True}},
         {"zero_quantized_weights": True},
         {"zenflow": {"topk_ratio": 0.1}},
         {"ignore_unused_parameters": False},
@@ -74,6 +73,24 @@ def test_what_is_not_built_is_refused_by_name(section: dict[str, Any]) -> None:
 def test_switched_off_sections_are_fine() -> None:
     assert zero(offload_optimizer={"device": "none", "pin_memory": True}, cpu_offload_param=False).stage == 0
     assert zero(mics_shard_size=-1, zero_hpz_partition_size=1, zeropp_loco_param=None).stage == 0
+
+
+def test_offloading_sections_are_placements() -> None:
+    io = IOSettings(queue_depth=3)
+    off = zero(offload_optimizer={}, offload_param={"device": "none"})
+    assert (off.offload_optimizer.placement(io), off.offload_param.placement(io)) == ("device", "device")
+    host = zero(cpu_offload=True, cpu_offload_param=True)
+    assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (Placement(), Placement())
+    part = zero(offload_optimizer={"device": "cpu", "pin_memory": False, "ratio": 0.3})
+    assert part.offload_optimizer.placement(io) == Placement(pin=False, share=0.3)
+    files = {"device": "nvme", "nvme_path": "/local", "buffer_count": 1}
+    found = zero(
+        offload_optimizer={**files, "pipeline_read": False, "pipeline_write": False},
+        offload_param={**files, "max_in_cpu": 7},
+    )
+    slow = Placement("file", "/local/ds-zero", buffers=2, read_ahead=False, write_behind=False, io=io)
+    assert found.offload_optimizer.placement(io) == slow
+    assert found.offload_param.placement(io) == Placement("file", "/local/ds-zero", buffers=2, near=7, io=io)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +166,8 @@ CHANGES = {
 ELSEWHERE = {  # seen by tests that need ranks or another object
     "overlap_comm": "test_order.py: nothing is issued early without it",
     "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
-    "offload_param": "above: an object of its own, each of its devices is an error",
-    "offload_optimizer": "above: an object of its own, each of its devices is an error",
+    "offload_param": "below: what ds-zero is given; test_offload.py: what comes of it",
+    "offload_optimizer": "below: what ds-zero is given; test_offload.py: what comes of it",
 }
 
 

@@ -154,7 +154,7 @@ class Config(MonitorConfig):
     compile: Annotated[CompileConfig | None, Unbuilt("torch.compile on the blocks of the model")] = None
     autotuning: Annotated[AutotuningConfig | None, Unbuilt("ds plan, which computes what fits")] = None
     elasticity: ElasticityConfig = ElasticityConfig()
-    aio: Annotated[AioConfig | None, Unbuilt("leave it out; offload to files is not built")] = None
+    aio: AioConfig = AioConfig()
 
     # Nothing reads these, here or there
     disable_allgather: Annotated[bool, Dead("parameters are gathered when they are needed")] = False

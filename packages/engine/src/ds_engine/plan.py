@@ -19,7 +19,7 @@ from ds_engine.precision import Casting, precision_text
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
-from ds_zero import Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
+from ds_zero import Placement, Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.units import ModuleInfo, ParamInfo
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
@@ -54,6 +54,7 @@ class Memory:
     Attributes:
         params_bytes, grads_bytes, master_bytes, optimizer_bytes: Kept between steps.
         passing_bytes: Most that comes and goes within a step: gathered units, gradients on their way.
+        host_bytes, file_bytes: Kept there instead of on the device; with the buffers between files and the device.
     """
 
     params_bytes: int
@@ -61,12 +62,14 @@ class Memory:
     master_bytes: int
     optimizer_bytes: int
     passing_bytes: int = 0
+    host_bytes: int = 0
+    file_bytes: int = 0
 
     @classmethod
     def of(cls, zero: ZeroPlan) -> Memory:
         """What ds-zero says of every unit, added up."""
         kept = zero.kept
-        return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing)
+        return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing, zero.host, zero.file)
 
     @property
     def total_bytes(self) -> int:
@@ -86,6 +89,8 @@ class ShardPlan:
         sparse: Send only the rows of embedding gradients that are not zero.
         near: Neighbouring ranks that keep what was gathered until the next update; 1: nobody does.
         two_steps: Gather across nodes first, then inside; nodes are of `near` ranks, else as the launcher says.
+        tier: Where masters and optimizer state are between updates.
+        rest: Where parameters are between uses.
     """
 
     policy: UnitPolicy
@@ -95,6 +100,8 @@ class ShardPlan:
     sparse: bool = False
     near: int = 1
     two_steps: bool = False
+    tier: str | Placement = "device"
+    rest: str | Placement = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +242,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
         "compared": _compared_text(plan),
+        **({"offload": text} if (text := _offload_text(plan.zero)) else {}),
         "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
         f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }
@@ -247,6 +255,33 @@ def _compared_text(plan: Plan) -> str:
     return (
         f"no recorded run has {', '.join(' with '.join(pair) for pair in untried)} (docs/reference/support-matrix.md)"
     )
+
+
+def _offload_text(zero: ZeroPlan) -> str:
+    """What rests where, and what a step moves over each link."""
+    tiers, rests = (
+        {str(p) for u in zero.units if isinstance(p := getattr(u, role), Placement) and _counts(u, role)}
+        for role in ("tier", "rest")
+    )
+    if not tiers | rests:
+        return ""
+    trained = [u for u in zero.units if u.spec.trained and isinstance(u.tier, Placement)]
+    grads = sum(u.layout.shard_numel * u.dtypes.accumulate.itemsize for u in trained)
+    params = sum(u.layout.shard_numel * u.dtypes.param.itemsize for u in trained)
+    filed = sum(u.bytes.file for u in trained)
+    said = [f"optimizer state in {' and '.join(sorted(tiers))}"] if tiers else []
+    said += [f"parameters in {' and '.join(sorted(rests))}"] if rests else []
+    said += [f"{bytes_text(zero.host)} of host memory" if zero.host else ""]
+    said += [f"{bytes_text(zero.file)} of files" if zero.file else ""]
+    if trained:
+        said.append(f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back")
+    said += [f"reads and writes {bytes_text(filed)} of files" if filed else ""]
+    return "; ".join(filter(None, said))
+
+
+def _counts(unit: UnitPlan, role: str) -> bool:
+    """The tier of what is not trained is only where its parameters are."""
+    return unit.spec.trained if role == "tier" else True
 
 
 def _mesh_text(mesh: MeshSpec) -> str:

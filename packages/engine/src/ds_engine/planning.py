@@ -18,7 +18,7 @@ from ds_engine.precision import casting_of, precision_of
 from ds_engine.rules import asked_batch, check_rules
 from ds_engine.transforms import TRANSFORMS, Asked, decide_all
 from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
-from ds_zero import STAGES, Nodes, Precision, Residency, ShardOptions, UnitPolicy
+from ds_zero import STAGES, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy
 from ds_zero import plan as plan_sharding
 from ds_zero.units import ModuleInfo
 
@@ -44,6 +44,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config.sparse_gradients,
         max(1, config.zero_optimization.zero_hpz_partition_size),
         config.zero_optimization.mics_hierarchical_params_gather,
+        *_places(config),
     )
     precision = precision_of(config)
     states = _states(config, shapes, precision)
@@ -55,6 +56,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         policy=sharding.policy,
         shard_size=sharding.shard_size,
         nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
+        tier=sharding.tier,
+        rest=sharding.rest,
     )
     params = [replace(p, states=kept) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
@@ -82,6 +85,14 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
     )
+
+
+def _places(config: Config) -> tuple[str | Placement, str | Placement]:
+    """Where optimizer state and parameters rest."""
+    zero, io = config.zero_optimization, config.aio.settings()
+    tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
+    rest = "device" if zero.offload_param is None else zero.offload_param.placement(io)
+    return tier, rest
 
 
 def known_axes() -> frozenset[str]:

@@ -76,6 +76,18 @@ RULES: tuple[Rule, ...] = (
         "Use stage 3 and a size that divides those ranks, or leave it out: gathers are then flat.",
     ),
     Rule(
+        "offload-stage",
+        lambda c, mesh: _offloads(c, "param") and c.zero_optimization.stage != 3,
+        lambda c, mesh: f"zero_optimization.offload_param with stage {c.zero_optimization.stage}",
+        "Use stage 3, or remove the section: at other stages every rank needs all parameters all the time.",
+    ),
+    Rule(
+        "offload-placement",
+        lambda c, mesh: bool(_without_folder(c)),
+        lambda c, mesh: f"{' and '.join(_without_folder(c))}: device = nvme without nvme_path",
+        "Set nvme_path to a folder of a fast disk.",
+    ),
+    Rule(
         "precision-states",
         lambda c, mesh: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
         lambda c, mesh: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
@@ -158,6 +170,17 @@ RULES: tuple[Rule, ...] = (
         "Leave data_parallel_size out to infer it.",
     ),
 )
+
+
+def _offloads(config: Config, role: str) -> bool:
+    section = getattr(config.zero_optimization, f"offload_{role}")
+    return section is not None and section.device != "none"
+
+
+def _without_folder(config: Config) -> list[str]:
+    names = [f"offload_{role}" for role in ("optimizer", "param")]
+    found = {name: getattr(config.zero_optimization, name) for name in names}
+    return [name for name, s in found.items() if s is not None and s.device == "nvme" and not s.nvme_path]
 
 
 def _mode(config: Config) -> str:

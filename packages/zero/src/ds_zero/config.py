@@ -7,12 +7,15 @@ DeepSpeed's schema; each is used, deprecated, dead (with what replaces it), or n
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+from ds_ops.io import IOSettings
+from ds_zero.offload.placement import Placement
 
 __all__ = [
     "BF16Config",
@@ -32,33 +35,81 @@ DType = Literal["fp32", "fp16", "bf16"]
 AutocastDType = Literal[
     "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16", "torch.float32", "fp32", "float32"
 ]
-_NO_TIERS = "none; state that does not fit needs more ranks or a higher stage"
 
 
 class OffloadParamConfig(StrictModel):
-    """`zero_optimization.offload_param`. Only `device: none` is built; the other keys speak of the other devices."""
+    """`zero_optimization.offload_param`: where parameters rest between uses, at stage 3."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], Unbuilt(_NO_TIERS)] = "none"
-    nvme_path: Annotated[str | None, Unbuilt(_NO_TIERS)] = None
-    buffer_count: Annotated[Count, Dead("it speaks of offloading, which is off")] = 5
-    buffer_size: Annotated[Count, Dead("it speaks of offloading, which is off")] = 100_000_000
-    max_in_cpu: Annotated[Count, Dead("it speaks of offloading, which is off")] = 1_000_000_000
-    pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = True
+    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none: the device, nvme: files.")
+    nvme_path: str | None = Field(default=None, description="Folder of the scratch files.")
+    buffer_count: Annotated[int, Field(ge=1)] = Field(
+        default=5, description="Units of which the bytes of files may be in memory at a time; at least 2 are used."
+    )
+    buffer_size: Annotated[Count, Dead("a buffer holds a unit")] = 100_000_000
+    max_in_cpu: Count = Field(
+        default=1_000_000_000,
+        description="With nvme: elements of a rank that stay in host memory before files are used.",
+    )
+    pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
+
+    def placement(self, io: IOSettings) -> str | Placement:
+        """The same as `ds_zero.shard` takes it."""
+        if self.device == "none":
+            return "device"
+        if self.device == "cpu":
+            return Placement("host", pin=self.pin_memory)
+        count = max(2, self.buffer_count)
+        return Placement("file", _folder(self.nvme_path), self.pin_memory, buffers=count, near=self.max_in_cpu, io=io)
 
 
 class OffloadOptimizerConfig(StrictModel):
-    """`zero_optimization.offload_optimizer`. Only `device: none` is built; the other keys speak of the other devices."""
+    """`zero_optimization.offload_optimizer`: where masters and optimizer state rest between updates."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], Unbuilt(_NO_TIERS)] = "none"
-    nvme_path: Annotated[str | None, Unbuilt(_NO_TIERS)] = None
-    buffer_count: Annotated[Count, Dead("it speaks of offloading, which is off")] = 4
-    pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = True
-    pipeline_read: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
-    pipeline_write: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
-    fast_init: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
-    ratio: Annotated[float, Field(ge=0, le=1), Dead("it speaks of offloading, which is off")] = 1.0
-    super_offload: Annotated[bool, Unbuilt(_NO_TIERS)] = False
-    cpuadam_cores_perc: Annotated[float, Field(ge=0, le=1), Dead("it speaks of offloading, which is off")] = 0.8
+    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none: the device, nvme: files.")
+    nvme_path: str | None = Field(default=None, description="Folder of the scratch files.")
+    buffer_count: Annotated[int, Field(ge=1)] = Field(
+        default=4, description="Units of which the bytes of files may be in memory at a time; at least 2 are used."
+    )
+    pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
+    pipeline_read: bool | None = Field(
+        default=None, description="Read the next unit while one is updated; null is true."
+    )
+    pipeline_write: bool | None = Field(
+        default=None, description="Write a unit while the next one is updated; null is true."
+    )
+    fast_init: Annotated[bool, Dead("state is made where it rests")] = False
+    ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Part of the elements that is offloaded, in whole units from the model's end.",
+    )
+    super_offload: Annotated[bool, Unbuilt("false; ratio keeps a part of the update on the device")] = False
+    cpuadam_cores_perc: Annotated[
+        float, Field(ge=0, le=1), Dead("the update uses torch's threads; nothing runs in a process of its own")
+    ] = 0.8
+
+    def placement(self, io: IOSettings) -> str | Placement:
+        """The same as `ds_zero.shard` takes it."""
+        if self.device == "none":
+            return "device"
+        if self.device == "cpu":
+            return Placement("host", pin=self.pin_memory, share=self.ratio)
+        return Placement(
+            "file",
+            _folder(self.nvme_path),
+            self.pin_memory,
+            share=self.ratio,
+            buffers=max(2, self.buffer_count),
+            read_ahead=self.pipeline_read is not False,
+            write_behind=self.pipeline_write is not False,
+            io=io,
+        )
+
+
+def _folder(path: str | None) -> str | None:
+    """Several runs may be told the same path: none sees the other's files, which have no names."""
+    return None if path is None else os.path.join(os.path.expanduser(path), "ds-zero")
 
 
 class LeafModuleConfig(StrictModel):
@@ -148,11 +199,12 @@ class ZeroConfig(StrictModel):
     # Older names
     cpu_offload: Annotated[bool, Deprecated("offload_optimizer", convert=_offload)] = False
     cpu_offload_param: Annotated[bool, Deprecated("offload_param", convert=_offload)] = False
-    cpu_offload_use_pin_memory: Annotated[bool, Dead("it speaks of offloading, which is off")] = False
+    cpu_offload_use_pin_memory: Annotated[bool, Dead("offload_optimizer.pin_memory")] = False
 
-    # Not built
     offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters rest.")
     offload_optimizer: OffloadOptimizerConfig | None = Field(default=None, description="Where optimizer state rests.")
+
+    # Not built
     zenflow: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
     ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
     legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False

@@ -72,6 +72,18 @@ class ShardOptions:
             return self.tier.spread(specs)
         return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
 
+    def rests_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
+        """Where the parameters of units rest, in canonical order.
+
+        Args:
+            shards: Of each unit, over how many ranks it is cut.
+        """
+        if isinstance(self.rest, str):
+            return [self.rest] * len(specs)
+        cut = [spec.residency.shard_params for spec in specs]
+        numels = [-(-s.numel // n) if c else 0 for s, n, c in zip(specs, shards, cut, strict=True)]
+        return list(self.rest.spread_rest(numels))
+
     @property
     def residency(self) -> Residency:
         """The stage as a value."""

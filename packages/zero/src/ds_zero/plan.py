@@ -295,12 +295,13 @@ def plan(
         params, found = list(model), list(modules) or [ModuleInfo("")]
     specs = plan_units(params, found, options.residency, options.policy)
     ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
+    rests = options.rests_of(specs, [ranks[spec.family].shards for spec in specs])
     return ZeroPlan(
         world,
         options.residency,
         tuple(
-            plan_unit(spec, precision, ranks[spec.family], tier, options.rest)
-            for spec, tier in zip(specs, options.tiers_of(specs), strict=True)
+            plan_unit(spec, precision, ranks[spec.family], tier, rest)
+            for spec, tier, rest in zip(specs, options.tiers_of(specs), rests, strict=True)
         ),
     )
 

@@ -6,6 +6,7 @@ optimizer (a frozen reference, inference) needs nothing more than this.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ds_zero.families import family_name, find_families, logical_of
 from ds_zero.hooks import Runtime, Schedule
 from ds_zero.layout import Piece
 from ds_zero.moving import KINDS, Away, bring_back, take_away
+from ds_zero.offload.memory import check_room, room_refusal
 from ds_zero.options import Habits, ShardOptions, describe, dtype_name
 from ds_zero.plan import UnitPlan, ZeroPlan, plan_unit
 from ds_zero.precision import Precision
@@ -47,6 +49,21 @@ def _check_everyone(everyone: Group, families: Mapping[str, Family], options: Sh
             code="zero-norm",
             fix="Pass norm= a group of all ranks that hold a part of the model.",
         )
+
+
+def _check_host(plan: ZeroPlan, everyone: Group) -> None:
+    """Every rank refuses if the host of one cannot hold what its ranks would keep there. Collective if anything is kept there."""
+    if not plan.host:
+        return
+    refusal = ""
+    try:
+        check_room(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
+    except PlanError as error:
+        refusal = error.message
+    told: list[str] = [""] * everyone.size
+    comm.all_gather_object(told, refusal, everyone, unit="plan")
+    if any(told):
+        raise room_refusal(next(filter(None, told)))
 
 
 class Sharding:
@@ -94,15 +111,17 @@ class Sharding:
         self.pool = Pool()
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
-        chosen = SeatOptions(residency, options.shard_size, options.nodes, options.memory, on_host)
+        memory = options.memory if options.rest == "device" else "private"  # what rests elsewhere is nobody else's
+        chosen = SeatOptions(residency, options.shard_size, options.nodes, memory, on_host)
         self.seating = Seating(self.families, self.pool, chosen)
         ranks = self.seating.ranks
-        tiers = options.tiers_of(specs)
+        tiers, rests = options.tiers_of(specs), options.rests_of(specs, [ranks[s.family].shards for s in specs])
         planned = (
-            plan_unit(s, self.precision, ranks[s.family], tier, options.rest)
-            for s, tier in zip(specs, tiers, strict=True)
+            plan_unit(s, self.precision, ranks[s.family], tier, rest)
+            for s, tier, rest in zip(specs, tiers, rests, strict=True)
         )
         self.plan = ZeroPlan(self.group.size, residency, tuple(planned))
+        _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
         self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
         if options.sparse:

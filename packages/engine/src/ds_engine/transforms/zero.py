@@ -55,6 +55,8 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
             "strict": plan.sharding.strict,
             "shard_size": plan.sharding.shard_size,
             "sparse": plan.sharding.sparse,
+            "tier": plan.sharding.tier,
+            "rest": plan.sharding.rest,
             "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
         }
         if inner is None:

@@ -12,7 +12,7 @@ from ds_accel import host_memory
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 
-__all__ = ["PAGE_BYTES", "check_room", "host_bytes"]
+__all__ = ["PAGE_BYTES", "check_room", "host_bytes", "room_refusal"]
 
 _log = logging.getLogger("ds_zero")
 PAGE_BYTES = 4096
@@ -54,9 +54,16 @@ def check_room(needed: int, ranks: int, *, what: str) -> None:
     """
     available = host_memory().available
     if needed * ranks > available:
-        raise PlanError(
+        raise room_refusal(
             f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
-            f"of which {bytes_text(available)} are free:\n{what}",
-            code="offload-host-memory",
-            fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
+            f"of which {bytes_text(available)} are free:\n{what}"
         )
+
+
+def room_refusal(text: str) -> PlanError:
+    """What `check_room` raises, on a rank that is told of it by another."""
+    return PlanError(
+        text,
+        code="offload-host-memory",
+        fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
+    )

@@ -29,6 +29,7 @@ class Placement:
         pin: Page-lock host memory where the device gains from it; a refusal falls back to plain memory with one warning.
         share: Which part of the elements is placed there, counted from the model's end; the rest stays on the device.
         buffers: Units of which the bytes of a file may be in memory at a time, at least 2.
+        near: Of parameters: so many elements of a rank stay in host memory before files are used.
         read_ahead: Read the next unit while one is used.
         write_behind: Write a unit while the next one is used.
         io: How transfers are cut and queued.
@@ -41,6 +42,7 @@ class Placement:
     pin: bool = True
     share: float = 1.0
     buffers: int = 4
+    near: int = 0
     read_ahead: bool = True
     write_behind: bool = True
     io: IOSettings = field(default_factory=IOSettings)
@@ -90,6 +92,14 @@ class Placement:
         """Of each unit, in canonical order, whether it is placed here. Whole units: at least the share asked for."""
         numels = [unit.numel if unit.trained else 0 for unit in units]
         return [self if here else "device" for here in placed_numel(numels, self.share)]
+
+    def spread_rest(self, numels: Sequence[int]) -> list[Placement]:
+        """Of each unit, in canonical order, where its parameters rest, given the elements that a rank keeps of it."""
+        host, done, found = replace(self, where="host", folder=None, near=0), 0, []
+        for numel in numels:
+            done += numel
+            found.append(host if self.where == "file" and done <= self.near else self)
+        return found
 
 
 def placed_numel(numels: Sequence[int], share: float) -> list[bool]:

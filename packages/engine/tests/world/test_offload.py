@@ -1,0 +1,190 @@
+"""A DeepSpeed configuration that offloads trains to the same bits, and its checkpoints go on in any tier."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import ds_engine
+from ds_accel import HostMemory
+from ds_config.errors import PlanError
+from ds_engine import Engine
+from ds_testing import world
+from ds_zero import safe_get_full_optimizer_state, safe_set_full_fp32_param
+from ds_zero.offload import memory
+
+WIDTH = 24
+
+
+class Model(nn.Module):
+    """Forward is the mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (self.last(x) - y).square().mean()
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    """Samples (x, y)."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(64, WIDTH, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).cos()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def start(stage: int, **changes: Any) -> Engine:
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 12}},
+        "zero_optimization": {
+            "stage": stage, "reduce_bucket_size": 700, "param_persistence_threshold": 30, **changes.pop("zero", {})
+        },
+    }  # fmt: skip
+    return ds_engine.initialize(model=Model(), config={**config, **changes}, training_data=Data())[0]
+
+
+def values(engine: Engine) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in engine.whole_state_dict(torch.float32).items()}
+    for name, param in engine.module.named_parameters():
+        state = safe_get_full_optimizer_state(param, "exp_avg_sq")
+        assert state is not None
+        found[f"{name}/exp_avg_sq"] = state.clone()
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+CPU = {"device": "cpu"}
+
+
+def places(folder: str, stage: int) -> list[dict[str, Any]]:
+    nvme = {"device": "nvme", "nvme_path": folder, "buffer_count": 2}
+    found: list[dict[str, Any]] = [
+        {"offload_optimizer": CPU},
+        {"offload_optimizer": {**CPU, "ratio": 0.5}},
+        {"offload_optimizer": nvme},
+    ]
+    if stage == 3:
+        found += [
+            {"offload_optimizer": CPU, "offload_param": CPU},
+            {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}},
+            {"offload_param": {**nvme, "max_in_cpu": 400}},
+        ]
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@world(2)
+def test_the_same_bits_and_checkpoints_between_tiers(tmp_path: Any, stage: int, precision: str) -> None:
+    formats = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    cast = (lambda b: [t.bfloat16() for t in b]) if precision == "bf16" else (lambda b: b)
+
+    def run(engine: Engine, steps: int) -> None:
+        stream = iter(engine.training_dataloader)
+        for _ in range(steps):
+            engine.train_batch(iter([cast(next(stream)), cast(next(stream))]))
+
+    plain = start(stage, **formats)
+    run(plain, 2)
+    plain.save_checkpoint(str(tmp_path / "plain"))
+    run(plain, 2)
+    expected = values(plain)
+    plain.close()
+    for number, place in enumerate(places(str(tmp_path / "disk"), stage)):
+        engine = start(stage, zero=place, **formats)
+        assert "offload" in engine.plan.rows()
+        run(engine, 2)
+        engine.save_checkpoint(str(tmp_path / str(number)))
+        run(engine, 2)
+        same(values(engine), expected)
+        engine.close()
+        if number % 2:
+            other = start(stage, zero=place, **formats)  # from the device into this tier, and back
+            other.load_checkpoint(str(tmp_path / "plain"))
+        else:
+            other = start(stage, **formats)
+            other.load_checkpoint(str(tmp_path / str(number)))
+        run(other, 2)
+        same(values(other), expected)
+        other.close()
+    dist.barrier()
+    assert not any(files for _, _, files in os.walk(tmp_path / "disk"))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(1)
+def test_one_rank_offloads_too(tmp_path: Any, stage: int) -> None:
+    results = []
+    found = [{}, *places(str(tmp_path), stage)]
+    for place in found:
+        engine = start(stage, zero=place, train_batch_size=4)
+        stream = iter(engine.training_dataloader)
+        for step in range(3):
+            engine.train_batch(stream)
+            if step == 1:
+                weight = engine.module.last.weight
+                safe_set_full_fp32_param(weight, torch.full(tuple(weight.shape), 0.1))
+        results.append(values(engine))
+        engine.close()
+    for result in results[1:]:
+        same(result, results[0])
+
+
+@world(2)
+def test_what_cannot_be_is_refused_with_the_plan() -> None:
+    for zero, code in (
+        ({"offload_param": CPU}, "offload-stage"),
+        ({"offload_optimizer": {"device": "nvme"}}, "offload-placement"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            start(2, zero=zero)
+        assert caught.value.code == code
+    few = HostMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
+    with mock.patch.object(memory, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
+        start(2, zero={"offload_optimizer": CPU})
+    assert caught.value.code == "offload-host-memory"
+    assert "units on 2 ranks" in caught.value.message
+
+
+@world(1)
+def test_the_plan_says_what_is_where_and_what_moves(tmp_path: Any) -> None:
+    engine = start(
+        3,
+        zero={"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": CPU},
+        train_batch_size=4,
+    )
+    row = engine.plan.rows()["offload"]
+    assert row.startswith("optimizer state in file; parameters in host; ")
+    for said in ("of host memory", "of files", "of gradients there", "reads and writes"):
+        assert said in row
+    assert engine.plan.memory.file_bytes > 0
+    engine.close()
