@@ -501,3 +501,89 @@ def test_layers_of_deepspeed_linear():
         OptimizedLinear(4, 4, lora_config={"lora_r": 2})
     with pytest.raises(AssertionError, match="base_weight_sharding = 3"):
         OptimizedLinear(4, 4, lora_config=LoRAConfig(base_weight_sharding=3))
+
+
+# ---- shards, sections, files, arguments
+
+
+def test_shards_tile_a_dim():
+    from deepspeed.module_inject import tp_shard
+
+    try:
+        tp_shard.set_tp_grain_size(64)
+        for size, ranks in ((50257, 2), (50257, 8), (32000, 4)):
+            assert sum(tp_shard.get_shard_size_list(size, ranks, "lm_head")) == size
+        tp_shard.set_tp_grain_size(1)
+        assert tp_shard.get_shard_size_list(101, 2, "lm_head") == [51, 50]
+        assert tp_shard.get_shard_size_list(384, 4, "self_attn.q_proj", num_kv_heads=6) == [128, 128, 64, 64]
+        tp_shard.set_num_kv_heads(6)
+        assert tp_shard.get_shard_size_list(384, 4, "layers.0.self_attn.q_proj") == [128, 128, 64, 64]
+        assert tp_shard.get_shard_size_list(384, 4, "layers.0.mlp.up_proj") == [96] * 4
+        with pytest.raises(ValueError, match="group-local rank or process group"):
+            tp_shard.get_shard_size(12, 2)
+    finally:
+        tp_shard.set_tp_grain_size(1)
+        tp_shard.set_num_kv_heads(None)
+
+
+def test_values_of_schedules_given_as_arguments():
+    from deepspeed.runtime import lr_schedules
+
+    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
+    given = parser.parse_args(["--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.5", "--warmup_num_steps", "7"])
+    config, why = lr_schedules.get_config_from_args(given)
+    assert why is None
+    assert config == {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 7}}
+    assert lr_schedules.get_lr_from_config(config) == (0.5, "")
+    assert lr_schedules.get_lr_from_config({"type": "Nothing", "params": {}})[0] is None
+    assert lr_schedules.get_config_from_args(argparse.Namespace())[0] is None
+    params = {"warmup_num_steps": 1}
+    lr_schedules.override_params(given, params)
+    assert params["warmup_num_steps"] == 7
+
+
+def test_files_by_upstreams_handle(tmp_path):
+    from deepspeed.ops.aio import AsyncIOBuilder
+
+    handle = AsyncIOBuilder().load().aio_handle(1 << 16, 8, True, False, 2)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 16, 8, 2)
+    data, found = torch.randn(30_000), torch.empty(30_000)
+    path = str(tmp_path / "a.bin")
+    assert handle.async_pwrite(data, path) == 0
+    assert handle.wait() == 1
+    assert handle.sync_pread(found, path) == 1
+    assert torch.equal(data, found)
+    part = torch.empty(100)
+    assert handle.pread(part, path, False, True, 400) == 0
+    assert handle.wait() == 1
+    assert torch.equal(part, data[100:200])
+    with pytest.raises(OSError, match="nothing"):
+        handle.sync_pread(part, str(tmp_path / "nothing"))
+
+
+def test_small_modules_of_upstreams():
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.config_utils import get_scalar_param
+    from deepspeed.runtime.pipe.topology import _prime_factors
+
+    assert _prime_factors(60) == [2, 2, 3, 5]
+    with pytest.raises(ValueError, match="not positive"):
+        _prime_factors(0)
+    assert get_scalar_param({"a": 1}, "b", 2) == 2
+    assert DeepSpeedFlopsProfilerConfig({"flops_profiler": {"enabled": True}}).enabled
+    assert utils.get_global_norm([3.0, 4.0]) == 5.0
+    megatron = SimpleNamespace(get_slice_parallel_rank=lambda: 3, get_model_parallel_world_size=lambda: 4)
+    assert utils.bwc_tensor_model_parallel_rank(megatron) == 3
+    assert utils.bwc_tensor_model_parallel_world_size(megatron) == 4
+    assert utils.bwc_tensor_model_parallel_world_size() == 1
+    layer = torch.nn.Linear(2, 2)
+    assert not utils.is_model_parallel_parameter(layer.weight)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert utils.get_grad_norm(layer.parameters()) > 0
+    other, before = SimpleNamespace(), get_accelerator()
+    set_accelerator(other)
+    assert get_accelerator() is other
+    set_accelerator(None)
+    assert get_accelerator() is before

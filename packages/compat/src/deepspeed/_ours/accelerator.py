@@ -15,7 +15,7 @@ from deepspeed._ours._torch import compilers
 from deepspeed._ours.builders import BUILDERS
 from ds_accel import Accelerator
 
-__all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported"]
+__all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
 
 
 class FacadeAccelerator:
@@ -322,10 +322,25 @@ for _name, _dtype in {
     setattr(FacadeAccelerator, _name, _constructor(_dtype))
 
 
-@functools.cache
+_set: list[Any] = []
+
+
 def get_accelerator() -> FacadeAccelerator:
-    """The accelerator of this process."""
+    """The accelerator of this process, or what `set_accelerator` was given."""
+    return _set[-1] if _set else _found()
+
+
+@functools.cache
+def _found() -> FacadeAccelerator:
     return FacadeAccelerator(ds_accel.get_accelerator())
+
+
+def set_accelerator(accel_obj: Any) -> None:
+    """Let `get_accelerator` give this object, for programs that wrap or replace it; None: the process's own again.
+
+    The engine asks ds-accel, whose device does not change: another one is registered by the entry point `ds_accel.devices`.
+    """
+    _set[:] = [] if accel_obj is None else [accel_obj]
 
 
 def is_current_accelerator_supported() -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours._torch import flatten, unflatten
+from deepspeed._ours.files import functions as file_functions
 from ds_config.errors import UnsupportedError
 from ds_ops.rules import (
     AdamHyper,
@@ -173,6 +174,10 @@ def _fused_adam() -> Mapping[str, Any]:
     return {"multi_tensor_adam": multi_tensor_adam}
 
 
+def _files() -> Mapping[str, Any]:
+    return file_functions()
+
+
 # ---- flat buffers
 
 
@@ -189,7 +194,7 @@ def _utils() -> Mapping[str, Any]:
 # ---- the classes
 
 _NAMES: Mapping[str, tuple[str, Callable[[], Mapping[str, Any]] | None]] = {
-    "AsyncIOBuilder": ("async_io", None),
+    "AsyncIOBuilder": ("async_io", _files),
     "CCLCommBuilder": ("deepspeed_ccl_comm", None),
     "CPUAdagradBuilder": ("cpu_adagrad", _cpu_adagrad),
     "CPUAdamBuilder": ("cpu_adam", _cpu_adam),

@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+import ds_pipe
 from deepspeed._ours.engine import DeepSpeedEngine
+from deepspeed._ours.small import prime_factors
+from ds_comm import as_group, world_group
 from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
+from ds_pipe.topology import Places
 
-__all__ = ["PipelineEngine"]
+__all__ = ["PipelineEngine", "PipelineParallelGrid"]
+
+
+class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
+    """`ds_pipe.PipelineParallelGrid` from a topology. Collective over the world.
+
+    Args:
+        topology: Ranks by axes; None: data x pipe, as square as the number of ranks allows.
+        process_group: None, the world.
+        places: Groups that are made already.
+    Attributes:
+        is_first_stage, is_last_stage: Of this rank's stage.
+        pp_group, dp_group: Ranks of the world in this rank's pipeline, and of those that share its batch.
+    """
+
+    is_first_stage: bool  # type: ignore[assignment]  # methods of ds-pipe's
+    is_last_stage: bool  # type: ignore[assignment]
+
+    def __init__(
+        self, topology: ds_pipe.ProcessTopology | None = None, process_group: Any = None, places: Places | None = None
+    ) -> None:
+        if process_group is not None and as_group(process_group).size != world_group().size:
+            raise UnsupportedError(
+                "PipelineParallelGrid(process_group=...) of a part of the world",
+                code="compat-argument",
+                fix="Leave it out, and start as many ranks as the topology has.",
+            )
+        super().__init__(places or Places.build(topology or _squarish(world_group().size)))
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.pp_group, self.dp_group = list(self._places.pipe.ranks), list(self._places.data.ranks)
+
+    def _is_grid_valid(self) -> bool:
+        """Whether the axes multiply to the ranks; others are refused before."""
+        return self._topo.world_size() == self.world_size
+
+
+def _squarish(ranks: int) -> ds_pipe.ProcessTopology:
+    pipe = data = 1
+    for number, prime in enumerate(prime_factors(ranks)):
+        if number % 2:
+            data *= prime
+        else:
+            pipe *= prime
+    return ds_pipe.PipeDataParallelTopology(num_pp=pipe, num_dp=data)
 
 
 class PipelineEngine(StagedMethods, DeepSpeedEngine):
     """Made by `deepspeed.initialize(model=PipelineModule(...))`. Whole steps only."""
 
     agg_train_loss: Tensor | None = None
+
+    @functools.cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """The groups of this rank."""
+        return PipelineParallelGrid(places=self.module.places)  # type: ignore[arg-type]
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
         """One step of all microbatches. The mean loss over microbatches and copies, on every rank."""

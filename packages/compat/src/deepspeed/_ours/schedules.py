@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
 
 import torch
 
@@ -18,6 +19,10 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "override_params",
+    "parse_arguments",
 ]
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
@@ -90,5 +95,52 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         for name, field in schedule.model_fields.items():
             if name not in known:
                 known.add(name)
-                group.add_argument(f"--{name}", default=None, help=field.description)
+                group.add_argument(f"--{name}", type=_reader(field.annotation), default=None, help=field.description)
     return parser
+
+
+def _reader(annotation: Any) -> Callable[[str], Any]:
+    """How the text of an argument becomes a value: the first that fits of what the parameter may be."""
+    kinds = get_args(annotation) or (annotation,)
+    if bool in kinds:
+        return lambda text: text.lower() in ("1", "true", "yes")
+    return int if int in kinds and float not in kinds else float if float in kinds else str
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of `add_tuning_arguments` from this program's, and the others."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Put the parameters that were given as arguments into `params`."""
+    for schedule in SCHEDULES.values():
+        _override(schedule.model_fields, args, params)
+
+
+def _override(names: Iterable[str], args: argparse.Namespace, params: dict[str, Any]) -> None:
+    params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """The `scheduler` section that arguments ask for, or None and why there is none."""
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule not specified on command line"
+    if name not in SCHEDULES:
+        return None, f"{name} is not supported LR schedule"
+    params: dict[str, Any] = {}
+    _override(SCHEDULES[name].model_fields, args, params)
+    return {"type": name, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The first learning rate that a `scheduler` section says, or None and why it says none."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"LR schedule {key} not defined in config"
+    name, params = config["type"], config["params"]
+    if name not in SCHEDULES:
+        return None, f"{name} is not a valid LR schedule"
+    keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+    return params[keys.get(name, "warmup_max_lr")], ""

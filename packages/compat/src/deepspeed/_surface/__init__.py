@@ -54,6 +54,9 @@ _BUILDERS = "deepspeed._ours.builders"
 _LAUNCHING = "deepspeed._ours.launching"
 _GRIDS = "deepspeed._ours.grids"
 _ELASTICITY = "deepspeed._ours.elasticity"
+_ACCELERATOR = "deepspeed._ours.accelerator"
+_SMALL = "deepspeed._ours.small"
+_TP_SHARDS = "deepspeed._ours.tp_shards"
 _MONITORS = "deepspeed._ours.monitors"
 _TENSORS = "deepspeed._ours.tensors"
 _LINEAR = "deepspeed._ours.linear"
@@ -157,6 +160,15 @@ _BUILDER_ROWS = from_(
         "StochasticTransformer", "Transformer", "Utils",
     )),
 )  # fmt: skip
+_BUILDER_FILES = {
+    "async_io": "AsyncIO", "cpu_adagrad": "CPUAdagrad", "cpu_adam": "CPUAdam", "cpu_lion": "CPULion", "dc": "DeepCompile",
+    "evoformer_attn": "EvoformerAttn", "fp_quantizer": "FPQuantizer", "fused_adam": "FusedAdam", "fused_lamb": "FusedLamb",
+    "fused_lion": "FusedLion", "gds": "GDS", "inference_core_ops": "InferenceCore", "inference_cutlass_builder": "InferenceCutlass",
+    "pin_memory": "PinMemory", "quantizer": "Quantizer", "ragged_ops": "RaggedOps", "ragged_utils": "RaggedUtils",
+    "random_ltd": "RandomLTD", "sparse_attn": "SparseAttn", "spatial_inference": "SpatialInference",
+    "stochastic_transformer": "StochasticTransformer", "transformer": "Transformer", "transformer_inference": "Inference",
+    "utils": "Utils",
+}  # fmt: skip
 _ENGINE = from_("deepspeed._ours.engine", "DeepSpeedEngine")
 _ADAM = from_(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 _FP32 = from_(
@@ -260,6 +272,7 @@ SURFACE: Mapping[str, Rows] = {
         **from_(_GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
         **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
         **from_(_OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
+        **from_("deepspeed._ours.start", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": _ZERO_OPTIMIZER,
@@ -278,6 +291,9 @@ SURFACE: Mapping[str, Rows] = {
         }),
     },
     "deepspeed.runtime.fp16.onebit": from_("ds_comm.lossy.onebit", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+    "deepspeed.runtime.fp16.onebit.adam": from_("ds_comm.lossy.onebit", "OnebitAdam"),
+    "deepspeed.runtime.fp16.onebit.lamb": from_("ds_comm.lossy.onebit", "OnebitLamb"),
+    "deepspeed.runtime.fp16.onebit.zoadam": from_("ds_comm.lossy.onebit", "ZeroOneAdam"),
     "deepspeed.runtime.config": {
         **values(constants.CONFIG),
         **values(constants.RUNTIME),
@@ -288,6 +304,7 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.config_utils": {
         **from_(_CONFIG, "dict_raise_error_on_duplicate_keys"),
         **from_(_SECTIONS, "DeepSpeedConfigModel"),
+        **from_(_SMALL, "get_config_default", get_dict_param="get_value", get_list_param="get_value", get_scalar_param="get_value"),
     },
     "deepspeed.runtime.precision_config": from_(
         _SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config",
@@ -304,7 +321,7 @@ SURFACE: Mapping[str, Rows] = {
         **values(constants.SCHEDULES),
         **from_(
             _SCHEDULES, "LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
-            "add_tuning_arguments",
+            "add_tuning_arguments", "get_config_from_args", "get_lr_from_config", "override_params", "parse_arguments",
         ),
     },
     "deepspeed.runtime.utils": {
@@ -313,7 +330,13 @@ SURFACE: Mapping[str, Rows] = {
             "partition_balanced", "partition_uniform", "see_memory_usage", "set_random_seed",
         ),
         **from_(_TENSORS, "PartitionedTensor", "prefix_sum_inc"),
-        **not_(INTERNAL, "CheckOverflow", "DummyOptim", "get_global_norm", "get_grad_zeros", "get_weight_norm"),
+        **from_(
+            _SMALL, "DummyOptim", "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+            "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size", "copy_to_device", "ensure_directory_exists",
+            "get_global_norm", "get_grad_norm", "get_inactive_params", "get_ma_status", "is_model_parallel_parameter",
+        ),
+        **from_(_TORCH, "required_torch_version"),
+        **not_(INTERNAL, "CheckOverflow", "get_grad_zeros", "get_weight_norm"),
     },
     "deepspeed.runtime.constants": values(constants.RUNTIME),
     "deepspeed.runtime.data_pipeline.constants": values(constants.DATA_PIPELINE),
@@ -321,6 +344,9 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.elasticity.constants": values(constants.ELASTICITY),
     "deepspeed.launcher.constants": values(constants.LAUNCHER),
     "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.config": from_(_SMALL, "DeepSpeedActivationCheckpointingConfig"),
+    "deepspeed.runtime.swap_tensor.aio_config": from_(_SMALL, get_aio_config="aio_config"),
+    "deepspeed.runtime.swap_tensor": values({"MIN_SWAPPABLE_BYTES": 1048576}),
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.offload_activations": {
         **not_(
@@ -346,6 +372,7 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.ops.lamb": from_(_OPTIMIZERS, "FusedLamb"),
     "deepspeed.ops.aio": from_(_BUILDERS, "AsyncIOBuilder"),
     "deepspeed.ops.op_builder": {**_BUILDER_ROWS, **from_(_BUILDERS, "ALL_OPS", "CUDAOpBuilder", "OpBuilder", "get_default_compute_capabilities")},
+    **{f"deepspeed.ops.op_builder.{module}": from_(_BUILDERS, f"{name}Builder") for module, name in _BUILDER_FILES.items()},
     "deepspeed.ops.op_builder.all_ops": from_(_BUILDERS, "ALL_OPS"),
     "deepspeed.ops.op_builder.builder": from_(_BUILDERS, "CUDAOpBuilder", "OpBuilder", "get_default_compute_capabilities"),
     "deepspeed.ops.transformer": {**not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")},
@@ -359,13 +386,22 @@ SURFACE: Mapping[str, Rows] = {
     # -- communication, device
     "deepspeed.comm": _COMM_ROWS,
     "deepspeed.comm.comm": _COMM_ROWS,
+    "deepspeed.comm.config": from_("ds_comm.config", "CommsLoggerConfig"),
+    "deepspeed.comm.constants": values({
+        "CCL_BACKEND": "ccl", "COMMS_LOGGER": "comms_logger", "GLOO_BACKEND": "gloo", "HCCL_BACKEND": "hccl", "MPI_BACKEND": "mpi",
+        "NCCL_BACKEND": "nccl", "SCCL_BACKEND": "sccl",
+    }),
+    "deepspeed.comm.reduce_op": from_(_COMM, "ReduceOp"),
+    "deepspeed.comm.utils": from_(_COMM, get_local_rank_from_launcher="get_local_rank", get_world_rank_from_launcher="get_rank", get_world_size_from_launcher="get_world_size"),
     "deepspeed.accelerator": {
         **from_(
-            "deepspeed._ours.accelerator", "get_accelerator", "is_current_accelerator_supported", DeepSpeedAccelerator="FacadeAccelerator",
+            _ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator", DeepSpeedAccelerator="FacadeAccelerator",
         ),
-        **not_(Missing("devices are found, or registered by entry point", "the entry point group ds_accel.devices"), "set_accelerator"),
     },
-    "deepspeed.accelerator.real_accelerator": from_("deepspeed._ours.accelerator", "get_accelerator"),
+    "deepspeed.accelerator.abstract_accelerator": from_(_ACCELERATOR, DeepSpeedAccelerator="FacadeAccelerator"),
+    "deepspeed.accelerator.real_accelerator": from_(
+        _ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator",
+    ),
     # -- utilities
     "deepspeed.utils": {
         **_ACCESS, **_LEAVES, **_LOGGING, **_GROUP_GETTERS, **_FRAGMENTS, **not_(MOE, "initialize"),
@@ -393,6 +429,12 @@ SURFACE: Mapping[str, Rows] = {
             "ThroughputTimer", "trim_mean",
         ),
     },
+    "deepspeed.utils.bwc": from_(
+        _SMALL, "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+        "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size",
+    ),
+    "deepspeed.utils.exceptions": from_(_SMALL, "DeprecatedException"),
+    "deepspeed.utils.types": from_(_SMALL, "ActivationFuncType", "GATED_ACTIVATION_TYPES", "NormType"),
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.zero_to_fp32": _FP32,
     "deepspeed.checkpoint": {
@@ -432,7 +474,7 @@ SURFACE: Mapping[str, Rows] = {
     },
     # -- not here
     "deepspeed.pipe": _PIPE,
-    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe": _PIPE | from_("ds_pipe", "ProcessTopology"),
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.engine": {**_ENGINE, **from_("deepspeed._ours.pipeline", "PipelineEngine")},
     "deepspeed.runtime.pipe.schedule": from_(
@@ -440,9 +482,11 @@ SURFACE: Mapping[str, Rows] = {
         "InferenceSchedule", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
         "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
     ),
-    "deepspeed.runtime.pipe.topology": from_(
-        "ds_pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology",
-    ),
+    "deepspeed.runtime.pipe.topology": {
+        **from_("ds_pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
+        **from_("deepspeed._ours.pipeline", "PipelineParallelGrid"),
+        **from_(_SMALL, _prime_factors="prime_factors"),
+    },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {**from_("ds_moe", "MoE", "Experts"), **not_(GATES, "MOELayer", "TopKGate")},
     "deepspeed.moe.experts": from_("ds_moe", "Experts"),
@@ -455,7 +499,12 @@ SURFACE: Mapping[str, Rows] = {
         **from_("ds_moe", "top1gating", "top2gating", "topkgating"), **not_(GATES, "MOELayer", "TopKGate"),
     },
     "deepspeed.moe.mappings": not_(MOE, "drop_tokens", "gather_tokens"),
-    "deepspeed.module_inject": {**not_(TENSOR, "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
+    "deepspeed.module_inject": {
+        "tp_shard": f"{_TP_SHARDS}:", **not_(TENSOR, "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
+    "deepspeed.module_inject.tp_shard": from_(
+        _TP_SHARDS, "get_n_embd", "get_num_attention_heads", "get_num_kv_heads", "get_shard_size", "get_shard_size_list", "set_n_embd",
+        "set_num_attention_heads", "set_num_kv_heads", "set_tp_grain_size",
+    ),
     "deepspeed.module_inject.layers": {
         **from_("deepspeed._ours.layers", "GatherReplacedLayerParams"),
         **not_(TENSOR, "LinearAllreduce", "LinearLayer"),
@@ -548,6 +597,8 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.monitor.tensorboard": from_(_MONITORS, "TensorBoardMonitor"),
     "deepspeed.monitor.wandb": from_(_MONITORS, "WandbMonitor"),
     "deepspeed.profiling": {},
+    "deepspeed.profiling.config": from_(_SMALL, "DeepSpeedFlopsProfilerConfig"),
+    "deepspeed.profiling.flops_profiler.profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.rollout": {
         **not_(

@@ -1,0 +1,184 @@
+"""Upstream's handle of asynchronous files, `aio_handle`, by `ds_ops.io`; and memory that such transfers like best."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_accel import get_accelerator
+from ds_ops.io import AsyncIO, IOSettings
+
+__all__ = ["aio_handle", "functions"]
+
+
+class aio_handle:  # noqa: N801  upstream's spelling
+    """Reads and writes whole tensors. Transfers that are begun end at `wait`.
+
+    Args:
+        block_size: Bytes of one request.
+        queue_depth: Requests in flight a worker.
+        single_submit: One system call a request.
+        overlap_events: Refill the queue as requests end.
+        intra_op_parallelism: Workers.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._settings = IOSettings(
+            block_bytes=max(4096, block_size // 4096 * 4096), queue_depth=queue_depth, workers=intra_op_parallelism,
+            single_submit=single_submit, overlap=overlap_events,
+        )  # fmt: skip
+        self._asked = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._io = AsyncIO(self._settings)
+        self._begun = 0
+
+    def get_block_size(self) -> int:
+        """As it was made."""
+        return self._asked[0]
+
+    def get_queue_depth(self) -> int:
+        """As it was made."""
+        return self._asked[1]
+
+    def get_single_submit(self) -> bool:
+        """As it was made."""
+        return self._asked[2]
+
+    def get_overlap_events(self) -> bool:
+        """As it was made."""
+        return self._asked[3]
+
+    def get_intra_op_parallelism(self) -> int:
+        """As it was made."""
+        return self._asked[4]
+
+    def get_alignment(self) -> int:
+        """What a buffer's address is a multiple of, to be used in place."""
+        return 4096
+
+    def _begin(self, write: bool, buffer: Tensor, filename: str | os.PathLike[str], offset: int) -> None:
+        if write and not offset:
+            self._io.write_file(filename, buffer)
+        elif write:
+            self._io.write(filename, buffer, offset)
+        else:
+            self._io.read(filename, buffer, offset)
+        self._begun += 1
+
+    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        """Begin to fill `buffer`. 0."""
+        self._begin(False, buffer, filename, file_offset)
+        return 0
+
+    def async_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        """Begin to write `buffer`. 0."""
+        self._begin(True, buffer, filename, file_offset)
+        return 0
+
+    def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        """Fill `buffer`. The number of transfers that ended, those begun before among them."""
+        self._begin(False, buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        """Write `buffer`. The number of transfers that ended."""
+        self._begin(True, buffer, filename, file_offset)
+        return self.wait()
+
+    def read(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        """`sync_pread`. A short file is always an error, so nothing is left to validate."""
+        del validate
+        return self.sync_pread(buffer, filename, file_offset)
+
+    def write(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        """`sync_pwrite`, and with `validate` a look at the length of the file."""
+        found = self.sync_pwrite(buffer, filename, file_offset)
+        if validate and Path(filename).stat().st_size < file_offset + buffer.nbytes:
+            raise OSError(f"{filename} is shorter than what was written to it")
+        return found
+
+    def pread(
+        self,
+        buffer: Tensor,
+        filename: str,
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+        **rest: Any,
+    ) -> int:
+        """`async_pread` or `read`."""
+        begin = rest.get("async", async_)
+        return (
+            self.async_pread(buffer, filename, file_offset)
+            if begin
+            else self.read(buffer, filename, validate, file_offset)
+        )
+
+    def pwrite(
+        self,
+        buffer: Tensor,
+        filename: str,
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+        **rest: Any,
+    ) -> int:
+        """`async_pwrite` or `write`."""
+        if rest.get("async", async_):
+            return self.async_pwrite(buffer, filename, file_offset)
+        return self.write(buffer, filename, validate, file_offset)
+
+    def wait(self) -> int:
+        """Wait for all transfers; how many ended.
+
+        Raises:
+            OSError: one failed.
+        """
+        begun, self._begun = self._begun, 0
+        self._io.wait_all()
+        return begun
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """[num_elem] of the example's dtype, in memory that a device reads directly, where there is one."""
+        made = torch.empty(num_elem, dtype=example_tensor.dtype)
+        return made.pin_memory() if get_accelerator().facts.pinned else made
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        """Memory ends with its last tensor."""
+        del tensor
+        return True
+
+    def is_pinned(self, buffer: Tensor) -> bool:
+        """Whether transfers use the memory in place."""
+        return buffer.is_pinned() or buffer.data_ptr() % self.get_alignment() == 0
+
+
+def functions() -> dict[str, Any]:
+    """What `AsyncIOBuilder().load()` has."""
+
+    def aio_write(buffer: Tensor, filename: str, *settings: Any) -> int:
+        return aio_handle(*settings[:4]).sync_pwrite(buffer, filename)
+
+    def aio_read(buffer: Tensor, filename: str, *settings: Any) -> int:
+        return aio_handle(*settings[:4]).sync_pread(buffer, filename)
+
+    def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
+        dest.copy_(src)
+        return 0
+
+    return {
+        "aio_handle": aio_handle,
+        "aio_read": aio_read,
+        "aio_write": aio_write,
+        "deepspeed_memcpy": deepspeed_memcpy,
+    }

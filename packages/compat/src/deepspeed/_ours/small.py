@@ -1,0 +1,243 @@
+"""Names of upstream's small modules: types, exceptions, getters for values of dicts and of other libraries' groups."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ds_comm
+from deepspeed._ours.sections import DeepSpeedConfigModel
+from ds_accel import get_accelerator
+from ds_config.errors import ConfigError
+
+__all__ = [
+    "GATED_ACTIVATION_TYPES",
+    "ActivationFuncType",
+    "DeepSpeedActivationCheckpointingConfig",
+    "DeepSpeedFlopsProfilerConfig",
+    "DeprecatedException",
+    "DummyOptim",
+    "NormType",
+    "aio_config",
+    "bwc_pipeline_parallel_group",
+    "bwc_pipeline_parallel_world_size",
+    "bwc_tensor_model_parallel_group",
+    "bwc_tensor_model_parallel_rank",
+    "bwc_tensor_model_parallel_world_size",
+    "copy_to_device",
+    "ensure_directory_exists",
+    "get_config_default",
+    "get_global_norm",
+    "get_grad_norm",
+    "get_inactive_params",
+    "get_ma_status",
+    "get_value",
+    "is_model_parallel_parameter",
+    "prime_factors",
+]
+
+
+class ActivationFuncType(enum.IntEnum):
+    """Kinds of activation."""
+
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
+
+
+class NormType(enum.IntEnum):
+    """Kinds of normalization."""
+
+    UNKNOWN = 0
+    LayerNorm = 1
+    GroupNorm = 2
+    RMSNorm = 3
+
+
+class DeprecatedException(Exception):  # noqa: N818  upstream's spelling
+    """For programs that catch it; nothing here raises it."""
+
+
+# ---- values of configurations
+
+
+def get_value(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """The value of a key, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_config_default(config: type[DeepSpeedConfigModel], field_name: str) -> Any:
+    """The default of a model's field.
+
+    Raises:
+        ConfigError: there is no such field, or it has none.
+    """
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        raise ConfigError(
+            f"{config.__name__}.{field_name} has no default", code="compat-argument", fix="Name a field that has one."
+        )
+    return field.get_default(call_default_factory=True)
+
+
+class _Section(SimpleNamespace):
+    """Values of a section as attributes."""
+
+
+class DeepSpeedFlopsProfilerConfig(_Section):
+    """The section `flops_profiler` of a configuration."""
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        defaults = {
+            "enabled": False, "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1,
+            "detailed": True, "output_file": None,
+        }  # fmt: skip
+        super().__init__(**defaults | dict(param_dict.get("flops_profiler") or {}))
+
+
+class DeepSpeedActivationCheckpointingConfig(_Section):
+    """The section `activation_checkpointing` of a configuration."""
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        defaults = {
+            "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": False,
+            "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False,
+        }  # fmt: skip
+        super().__init__(**defaults | dict(param_dict.get("activation_checkpointing") or {}))
+
+
+def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `aio` of a configuration, with defaults."""
+    defaults = {
+        "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+        "use_gds": False,
+    }  # fmt: skip
+    return defaults | dict(param_dict.get("aio") or {})
+
+
+# ---- groups of another library
+
+
+def _of_mpu(mpu: Any, *names: str) -> Any:
+    return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), None)
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """The tensor-parallel rank that an object of Megatron's tells under a newer or an older name; 0 without one."""
+    return (
+        0
+        if mpu is None
+        else _of_mpu(mpu, "get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
+    )
+
+
+def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+    """The number of tensor-parallel ranks, in the same way; 1 without one."""
+    names = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size")
+    return 1 if mpu is None else _of_mpu(mpu, *names)
+
+
+def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
+    """Their group, in the same way; None without one."""
+    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+    return None if mpu is None else _of_mpu(mpu, *names)
+
+
+def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+    """The number of stages, in the same way; 1 without one."""
+    names = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
+    return 1 if mpu is None else _of_mpu(mpu, *names) or 1
+
+
+def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+    """Their group, in the same way; None without one."""
+    names = ("get_pipeline_model_parallel_group", "get_pipe_parallel_group")
+    return None if mpu is None else _of_mpu(mpu, *names)
+
+
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Whether another library, or ds-parallel, has cut a parameter over ranks."""
+    marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
+    return bool(marked) or ds_comm.assignment_of(p).box is not None
+
+
+# ---- tensors, memory, folders
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
+    """Copies of nested tensors on `device`, of those that `criterion_func` takes; others as they are."""
+    if isinstance(item, Tensor):
+        return item.clone().to(device) if criterion_func(item) else item
+    if isinstance(item, list | tuple):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder that a file is to lie in."""
+    os.makedirs(os.path.dirname(os.path.abspath(filename)), exist_ok=True)
+
+
+def get_ma_status() -> int:
+    """Bytes allocated on the device; 0 on ranks other than the first."""
+    return get_accelerator().memory().allocated if ds_comm.world_group().rank == 0 else 0
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The norm of all, from the norms of parts."""
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """Norm of the gradients of whole parameters on this rank; `engine.get_global_grad_norm` is that of the run."""
+    del mpu
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [param.grad for param in listed if param.grad is not None]
+    return float(torch.nn.utils.get_total_norm(grads, norm_type)) if grads else 0.0
+
+
+def get_inactive_params(param_list: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the parameters that this rank does not hold whole now."""
+    return [param for param in param_list if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
+
+
+class DummyOptim:
+    """Stands for an optimizer that changes nothing.
+
+    Attributes:
+        param_groups: One group of all parameters.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def prime_factors(number: int) -> list[int]:
+    """Prime factors of a positive number, ascending; [] of 1.
+
+    Raises:
+        ValueError: below 1.
+    """
+    if number < 1:
+        raise ValueError(f"{number} has no prime factors: it is not positive")
+    found, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return [*found, number] if number > 1 else found
