@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 
-def test_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_snippet_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "README.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, "README.md", "exec"), {})

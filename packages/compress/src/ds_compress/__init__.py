@@ -10,18 +10,43 @@ from ds_compress.compress import (
     init_compression,
     is_compressed,
 )
+from ds_compress.distillation import Distillation, Distiller, TeacherCache, attention_loss, hidden_loss, logit_loss
+from ds_compress.eigenvalues import Curvature, block_eigenvalues, slow_down
+from ds_compress.exporting import export_compressed_tensors, export_gguf, export_gptq
+from ds_compress.posttraining import Codes, Scheme, codes_of_training, gptq, round_to_nearest
+from ds_compress.smoothing import folds_of, scale_salient, smooth
 from ds_compress.students import convert_conv1d_to_linear, student_initialization
 
 __all__ = [
+    "Codes",
     "CompressionScheduler",
+    "Curvature",
+    "Distillation",
+    "Distiller",
+    "Scheme",
+    "TeacherCache",
+    "attention_loss",
+    "block_eigenvalues",
+    "codes_of_training",
     "compress",
     "compressed_layers",
     "compression_scheduler",
     "convert_conv1d_to_linear",
     "decompress",
+    "export_compressed_tensors",
+    "export_gguf",
+    "export_gptq",
     "fit_to",
+    "folds_of",
+    "gptq",
+    "hidden_loss",
     "init_compression",
     "is_compressed",
+    "logit_loss",
     "redundancy_clean",
+    "round_to_nearest",
+    "scale_salient",
+    "slow_down",
+    "smooth",
     "student_initialization",
 ]

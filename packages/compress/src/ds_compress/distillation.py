@@ -1,0 +1,288 @@
+"""Distillation: a student learns from what a teacher computes: logits, hidden states, attention.
+
+Hinton et al., arXiv:1503.02531 (logits); Jiao et al., TinyBERT, arXiv:1909.10351 (hidden states and attention, layer by layer).
+The teacher may be any module: whole, or sharded by `ds_zero.shard(teacher, None, stage=3)`. It is not trained, and what it
+computes can be kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_config.errors import PlanError
+
+__all__ = ["Distillation", "Distiller", "TeacherCache", "attention_loss", "hidden_loss", "logit_loss"]
+
+
+def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """T^2 * KL(softmax(teacher / T) || softmax(student / T)), the mean over rows.
+
+    Args:
+        student, teacher: [..., classes].
+        mask: [...], which rows count; all by default.
+    """
+    told = torch.log_softmax(student.float() / temperature, -1)
+    wanted = torch.log_softmax(teacher.detach().float() / temperature, -1)
+    rows = (wanted.exp() * (wanted - told)).sum(-1) * temperature**2
+    return _mean(rows, mask)
+
+
+def hidden_loss(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean squared difference of hidden states [..., width]; a student of another width needs a projection of its own first."""
+    if student.shape != teacher.shape:
+        raise PlanError(
+            f"hidden states of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}",
+            code="compress-distill",
+            fix="Give the pair a projection, or name layers of one width.",
+        )
+    return _mean((student.float() - teacher.detach().float()).square().mean(-1), mask)
+
+
+def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean over heads and queries of KL(teacher || student) of attention probabilities [batch, heads, queries, keys].
+
+    A student with fewer heads is compared by the mean over heads.
+    """
+    wanted, told = teacher.detach().float(), student.float()
+    if wanted.shape[1] != told.shape[1]:
+        wanted, told = wanted.mean(1, keepdim=True), told.mean(1, keepdim=True)
+    least = torch.finfo(torch.float32).tiny
+    return (wanted * (wanted.clamp_min(least).log() - told.clamp_min(least).log())).sum(-1).mean()
+
+
+def _mean(rows: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return rows.mean()
+    weight = mask.to(rows.dtype)
+    return (rows * weight).sum() / weight.sum().clamp_min(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """What a student learns.
+
+    Attributes:
+        logits, hidden, attention: Weights of the losses; 0 leaves one out.
+        temperature: Of logits.
+        layers: Pairs of module names (of the student, of the teacher) whose outputs are hidden states to compare.
+        attentions: Pairs of positions in the outputs' `attentions`, which the models must be asked for.
+    """
+
+    logits: float = 1.0
+    hidden: float = 0.0
+    attention: float = 0.0
+    temperature: float = 1.0
+    layers: tuple[tuple[str, str], ...] = ()
+    attentions: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [
+            text
+            for broken, text in (
+                (self.temperature <= 0, f"temperature = {self.temperature}"),
+                (
+                    bool(self.hidden) != bool(self.layers),
+                    f"hidden = {self.hidden} with {len(self.layers)} pairs of layers",
+                ),
+                (
+                    bool(self.attention) != bool(self.attentions),
+                    f"attention = {self.attention} with {len(self.attentions)} pairs of attentions",
+                ),
+                (not (self.logits or self.hidden or self.attention), "all weights are 0"),
+            )
+            if broken
+        ]
+        if wrong:
+            raise PlanError(
+                f"distillation: {'; '.join(wrong)}",
+                code="compress-distill",
+                fix="Give weights together with what they weigh.",
+            )
+
+
+class TeacherCache:
+    """What a teacher computed, in a folder: one safetensors file for each batch, named by a digest of its inputs.
+
+    A folder belongs to one teacher; nothing checks that. Ranks write whole files, so they may share one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, inputs: Any, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What was computed for such inputs, on their device; computed now if it is not there."""
+        tensors = _leaves(inputs)
+        path = self.folder / f"{_digest(inputs)}.safetensors"
+        device = next((t.device for t in tensors), torch.device("cpu"))
+        if path.exists():
+            return load_file(path, device=str(device))
+        made = {name: value.detach() for name, value in compute().items()}
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: value.contiguous().cpu() for name, value in made.items()}, draft)
+        draft.replace(path)
+        return made
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in _leaves(item)]
+    return [t for item in value for t in _leaves(item)] if isinstance(value, list | tuple) else []
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(item: Any) -> None:
+        if isinstance(item, Tensor):
+            digest.update(f"{item.dtype}{list(item.shape)}".encode())
+            digest.update(item.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(item, Mapping):
+            for name in sorted(item, key=str):
+                digest.update(f"{name}:".encode())
+                add(item[name])
+        elif isinstance(item, list | tuple):
+            digest.update(f"[{len(item)}]".encode())
+            for one in item:
+                add(one)
+        else:
+            digest.update(repr(item).encode())
+
+    add(value)
+    return digest.hexdigest()
+
+
+class Distiller:
+    """Computes what a student's forward lacks of its teacher's.
+
+        distiller = Distiller(student, teacher, Distillation(logits=1.0, temperature=2.0))
+        outputs = student(**batch)
+        loss = distiller.loss(outputs, **batch)
+
+    It listens to the student's last forward; `close` takes its hooks away.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        what: Distillation,
+        *,
+        projections: Mapping[str, nn.Module] | None = None,
+        cache: TeacherCache | None = None,
+    ) -> None:
+        """`projections`: modules that bring a student layer's output, by its name, to the teacher's width; train them with the student."""
+        self.teacher, self.what, self.cache = teacher.eval(), what, cache
+        self.projections = dict(projections or {})
+        self._student: dict[str, Tensor] = {}
+        self._taught: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for own, other in what.layers:
+            self._listen(student, own, self._student, "student")
+            self._listen(teacher, other, self._taught, "teacher")
+
+    def _listen(self, model: nn.Module, name: str, into: dict[str, Tensor], whose: str) -> None:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise PlanError(
+                f"distillation: the {whose} has no module {name!r}",
+                code="compress-distill",
+                fix="Use names from the model's outermost module.",
+            ) from None
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            into[name] = output[0] if isinstance(output, tuple) else output
+
+        self._handles.append(module.register_forward_hook(note))
+
+    def loss(self, outputs: Any, *args: Any, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The weighted sum of losses; scalar, fp32.
+
+        Args:
+            outputs: Of the student's forward on these inputs: logits, or an object that has them.
+            args, kwargs: Inputs of the teacher.
+            mask: [batch, length], which positions count.
+        """
+        taught, total = self._teach(args, kwargs), None
+        what = self.what
+        for weight, part in (
+            (what.logits, lambda: logit_loss(_logits(outputs), taught["logits"], what.temperature, mask)),
+            (what.hidden, lambda: self._hidden(taught, mask)),
+            (what.attention, lambda: self._attention(outputs, taught)),
+        ):
+            if weight:
+                value = weight * part()
+                total = value if total is None else total + value
+        if total is None:
+            raise RuntimeError("a distillation without losses")
+        self._student.clear()
+        return total
+
+    def _hidden(self, taught: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
+        losses = []
+        for own, other in self.what.layers:
+            projection = self.projections.get(own, nn.Identity())
+            losses.append(hidden_loss(projection(self._student[own]), taught[f"layer/{other}"], mask))
+        return torch.stack(losses).mean()
+
+    def _attention(self, outputs: Any, taught: Mapping[str, Tensor]) -> Tensor:
+        own = _attentions(outputs)
+        return torch.stack([attention_loss(own[i], taught[f"attention/{j}"]) for i, j in self.what.attentions]).mean()
+
+    def _teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        if self.cache is None:
+            return self._compute(args, kwargs)
+        return self.cache.get((args, dict(kwargs)), lambda: self._compute(args, kwargs))
+
+    @torch.no_grad()
+    def _compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        outputs = self.teacher(*args, **kwargs)
+        made = {f"layer/{name}": value.detach() for name, value in self._taught.items()}
+        self._taught.clear()
+        if self.what.logits:
+            made["logits"] = _logits(outputs).detach()
+        if self.what.attentions:
+            found = _attentions(outputs)
+            made |= {f"attention/{j}": found[j].detach() for _, j in self.what.attentions}
+        return made
+
+    def close(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(found, Tensor):
+        raise PlanError(
+            f"outputs are a {type(outputs).__name__} without logits",
+            code="compress-distill",
+            fix="Return logits, or an object with `logits`.",
+        )
+    return found
+
+
+def _attentions(outputs: Any) -> Sequence[Tensor]:
+    found = getattr(outputs, "attentions", None)
+    if not found:
+        raise PlanError(
+            "outputs have no attentions",
+            code="compress-distill",
+            fix="Call student and teacher with output_attentions=True, and attention that computes them (eager).",
+        )
+    result: Sequence[Tensor] = found
+    return result

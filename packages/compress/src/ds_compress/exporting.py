@@ -1,0 +1,244 @@
+"""Write a quantised model as a folder that other programs load: compressed-tensors, GPTQ, GGUF.
+
+| format | bits | what reads it |
+|---|---|---|
+| `compressed_tensors` | 4, 8 | transformers with `compressed-tensors`, vLLM |
+| `gptq` | 2, 4, 8 | transformers with `gptqmodel`, vLLM |
+| `gguf` | 8 (Q8_0), 4 (Q4_0), 16 | llama.cpp, transformers with `gguf`; models of the Llama family |
+
+Only safetensors and JSON are written, no code and no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ds_compress.posttraining import Codes, Scheme
+from ds_config.errors import PlanError, UnsupportedError
+
+__all__ = ["export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
+
+
+def pack_columns(codes: Tensor, bits: int) -> Tensor:
+    """[rows, columns] of unsigned codes as int32 [rows, ceil(columns * bits / 32)]; the first code is in the lowest bits."""
+    each = 32 // bits
+    rows, columns = codes.shape
+    padded = torch.zeros(rows, -(-columns // each) * each, dtype=torch.int64)
+    padded[:, :columns] = codes.cpu().long()
+    shifts = torch.arange(each, dtype=torch.int64) * bits
+    words = (padded.view(rows, -1, each) << shifts).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """As `pack_columns`, but rows are packed: int32 [ceil(rows * bits / 32), columns]."""
+    return pack_columns(codes.T, bits).T.contiguous()
+
+
+def export_compressed_tensors(
+    model: nn.Module,
+    codes: Mapping[str, Codes],
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a folder of format "pack-quantized".
+
+    Args:
+        model: A transformers model (its `config` is written), or any module with `config` given.
+        codes: Of its linear layers, all of one scheme; other layers are written as they are.
+    Returns:
+        The folder.
+    Raises:
+        PlanError: schemes differ, are asymmetric, or of other bits ("compress-export").
+    """
+    scheme = _one_scheme(codes, (4, 8))
+    if not scheme.symmetric:
+        raise _export("asymmetric codes", "Use a symmetric scheme, or export_gptq.")
+    state = _plain_state(model, codes)
+    for name, one in codes.items():
+        state[f"{name}.weight_packed"] = pack_columns(one.codes, scheme.bits)
+        state[f"{name}.weight_scale"] = one.scales.contiguous()
+        state[f"{name}.weight_shape"] = torch.tensor(one.codes.shape, dtype=torch.int64)
+    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in codes]
+    weights = {
+        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
+        "strategy": "channel" if scheme.group_size == -1 else "group",
+        "group_size": None if scheme.group_size == -1 else scheme.group_size,
+    }  # fmt: skip
+    section = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
+        "ignore": ignored,
+    }  # fmt: skip
+    return _write(model, state, folder, config, section)
+
+
+def export_gptq(
+    model: nn.Module,
+    codes: Mapping[str, Codes],
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a folder of format "gptq", version 1: packed along inputs, zeros less one, scales in fp16.
+
+    Raises:
+        PlanError: schemes differ, or are of other bits, or a layer does not fill whole words ("compress-export").
+    """
+    scheme = _one_scheme(codes, (2, 4, 8))
+    each, state = 32 // scheme.bits, _plain_state(model, codes)
+    for name, one in codes.items():
+        out, inputs = one.codes.shape
+        if out % each or inputs % each:
+            raise _export(f"{name} of {out} x {inputs}, {each} codes in a word", "Leave the layer out of quantisation.")
+        groups = one.scales.shape[1]
+        state[f"{name}.qweight"] = pack_rows(one.codes.T, scheme.bits)
+        state[f"{name}.qzeros"] = pack_columns((one.zeros.T.int() - 1) % 2**scheme.bits, scheme.bits)
+        state[f"{name}.scales"] = one.scales.T.contiguous().half()
+        state[f"{name}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // (inputs // groups)
+    section = {
+        "quant_method": "gptq", "bits": scheme.bits, "group_size": scheme.group_size, "desc_act": False,
+        "sym": scheme.symmetric, "true_sequential": True, "damp_percent": 0.01, "checkpoint_format": "gptq",
+        "modules_in_block_to_quantize": None,
+    }  # fmt: skip
+    return _write(model, state, folder, config, section)
+
+
+def _one_scheme(codes: Mapping[str, Codes], bits: tuple[int, ...]) -> Scheme:
+    schemes = {one.scheme for one in codes.values()}
+    if len(schemes) != 1:
+        raise _export(f"{len(schemes)} schemes in one file", "Quantise at least one layer, and all layers alike.")
+    scheme = schemes.pop()
+    if scheme.bits not in bits:
+        raise _export(f"{scheme.bits} bits", f"Use {' or '.join(map(str, bits))} bits.")
+    return scheme
+
+
+def _export(found: str, fix: str) -> PlanError:
+    return PlanError(f"the format has no place for {found}", code="compress-export", fix=fix)
+
+
+def _plain_state(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Tensor]:
+    """What is not quantised, each tensor once (tied ones under their first name)."""
+    state, seen = {}, set()
+    left_out = {f"{name}.weight" for name in codes}
+    for name, value in model.state_dict().items():
+        key = (value.data_ptr(), value.shape)
+        if name in left_out or ".compression." in name or (value.numel() and key in seen):
+            continue
+        seen.add(key)
+        state[name] = value.detach().cpu().contiguous()
+    return state
+
+
+def _write(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any] | None,
+    section: Mapping[str, Any],
+) -> Path:
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if config is None:
+        own = getattr(model, "config", None)
+        if own is None or not hasattr(own, "to_dict"):
+            raise _export("a model without a config", "Pass config=, what config.json shall say.")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config = {**own.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
+    save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps({**config, "quantization_config": dict(section)}, indent=2, default=str)
+    (path / "config.json").write_text(text + "\n")
+    return path
+
+
+def export_gguf(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    kind: Literal["Q8_0", "Q4_0", "F16", "F32"] = "Q8_0",
+    vocabulary: list[str] | None = None,
+) -> Path:
+    """Write a GGUF file of a Llama model. Weights whose rows are no multiple of 32, and vectors, stay in 32 bits.
+
+    Args:
+        model: A `LlamaForCausalLM` of transformers, its weights as they shall be (after `redundancy_clean`, or of `gptq`).
+        kind: Format of matrices: blocks of 32 with a scale, in 8 or 4 bits; or floats.
+        vocabulary: The tokens, for programs that read text; numbers stand for them otherwise.
+    Raises:
+        UnsupportedError: another family ("compress-export"), or the library `gguf` is missing.
+    Cost: writes one tensor at a time.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UnsupportedError(
+            "GGUF files are written with the library gguf, which is not installed",
+            code="compress-export",
+            fix="Install ds-compress[gguf].",
+        ) from None
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "llama":
+        raise UnsupportedError(
+            f"GGUF names of a {getattr(config, 'model_type', type(model).__name__)} model are not known here",
+            code="compress-export",
+            fix="Use export_compressed_tensors, or llama.cpp's own converter.",
+        )
+    writer = gguf.GGUFWriter(str(path), "llama")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(_rope(config)))
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = vocabulary or [f"<{number}>" for number in range(config.vocab_size)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([1] * len(tokens))
+    if config.bos_token_id is not None:
+        writer.add_bos_token_id(config.bos_token_id)
+    if config.eos_token_id is not None:
+        writer.add_eos_token_id(config.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    wanted = getattr(gguf.GGMLQuantizationType, kind)
+    for name, value in _plain_state(model, {}).items():
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise _export(f"{name}", "Use a LlamaForCausalLM without further modules.")
+        data = value.float()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            data = _interleaved(data, heads if "q_proj" in name else kv_heads)
+        plain = data.dim() < 2 or (data.shape[-1] % 32 != 0 and kind.startswith("Q"))
+        form = gguf.GGMLQuantizationType.F32 if plain else wanted
+        writer.add_tensor(target, gguf.quants.quantize(data.numpy(), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def _rope(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    value = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    if parameters.get("rope_type", "default") != "default":
+        raise _export(f"rope of type {parameters['rope_type']}", "Use a model with plain rotary positions.")
+    return float(value)
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows in the order of rotary pairs (x0, x1), (x2, x3), ... that GGUF keeps, from halves (x0, x_n/2), ..."""
+    out, inputs = weight.shape
+    return weight.view(heads, 2, out // heads // 2, inputs).transpose(1, 2).reshape(out, inputs).contiguous()
