@@ -101,7 +101,7 @@ def places(folder: str, stage: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @world(2)
 def test_the_same_bits_and_checkpoints_between_tiers(tmp_path: Any, stage: int, precision: str) -> None:

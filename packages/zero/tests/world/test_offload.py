@@ -61,7 +61,7 @@ def same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @world(2)
 def test_offloaded_runs_have_the_same_bits(bench, tmp_path, stage):
     for memory in ("private", "shared"):
@@ -94,3 +94,63 @@ def test_parameters_that_rest_elsewhere(bench, tmp_path, name):
                 assert (held["full"], held["shard"]) == (unit.plan.bytes.full, unit.plan.bytes.shard), unit.plan
             assert any(u.plan.rest == rest for u in optimizer.sharding.units)
             same(result(net, optimizer), expected)
+
+
+@world(2)
+def test_a_model_without_an_optimizer_rests_elsewhere(bench, tmp_path):
+    for precision in (None, "bf16"):
+        expected = bench.model("plain").requires_grad_(False)
+        if precision is not None:
+            expected = expected.bfloat16()
+        for rest in (HOST, filed(tmp_path)):
+            net = bench.model("plain").requires_grad_(False)
+            policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+            sharding = ds_zero.shard(net, None, stage=3, rest=rest, precision=precision, policy=policy)
+            tokens = bench.batch(0, 0, 0)
+            for _ in range(3):
+                with torch.no_grad():
+                    assert torch.equal(net(tokens), expected(tokens))
+            resting = [u for u in sharding.units if u.releases]
+            assert resting
+            assert all(u.plan.rest == rest and u.bytes["full"] == u.bytes["shard"] == 0 for u in resting)
+            assert sum(s.data.numel() for s in sharding.param_shards()) > 0
+            sharding.close()
+            for a, b in zip(net.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(a.to(b.dtype), b)
+
+
+def muon(net):
+    import ds_ops.optim
+
+    params = [p for p in net.parameters() if p.requires_grad]
+    matrices = [p for p in params if p.dim() > 1]
+    rest = [p for p in params if p.dim() <= 1]
+    return ds_ops.optim.Muon([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}])
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@world(2)
+def test_whole_parameters_skips_replans_and_suspensions(bench, tmp_path, stage):
+    def run(tier):
+        net = bench.model("plain")
+        policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+        optimizer = ds_zero.shard(
+            net, muon(net), stage=stage, memory="private", precision="fp16", policy=policy, tier=tier
+        )
+        for step in range(5):
+            loss = bench.loss(net, bench.batch(step, 0, dist.get_rank()))
+            if step == 2:
+                loss = loss * float("inf")
+            optimizer.scale(loss).backward()
+            optimizer.step()
+            if step == 1:
+                optimizer.suspend(pin_memory=False)
+                optimizer.resume()
+            if step == 3:
+                net.head.weight.requires_grad_(False)
+                optimizer.replan()
+        return result(net, optimizer)
+
+    expected = run("device")
+    for tier in (HOST, filed(tmp_path)):
+        same(run(tier), expected)
