@@ -35,9 +35,13 @@ from ds_zero.residency import STAGES, Residency
 from ds_zero.sharding import Sharding
 from ds_zero.tiled import TiledLinear
 from ds_zero.units import UnitPolicy, UnitSpec, plan_units
+from ds_zero.wire import QGZ, QWZ, Correction, Wire
 
 __all__ = [
+    "QGZ",
+    "QWZ",
     "STAGES",
+    "Correction",
     "GatheredParameters",
     "Habits",
     "Init",
@@ -64,6 +68,7 @@ __all__ = [
     "UnitPlan",
     "UnitPolicy",
     "UnitSpec",
+    "Wire",
     "ZeroPlan",
     "load_pretrained",
     "plan",

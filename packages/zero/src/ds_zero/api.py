@@ -19,6 +19,7 @@ from ds_zero.precision import Precision
 from ds_zero.residency import Residency
 from ds_zero.sharding import Sharding
 from ds_zero.units import UnitPolicy, UnitSpec
+from ds_zero.wire import Wire
 
 __all__ = ["shard"]
 
@@ -39,6 +40,7 @@ class _Options(TypedDict, total=False):
     memory: Literal["auto", "private", "shared"]
     tier: str | Placement | Callable[[UnitSpec], str | Placement]
     rest: str | Placement
+    wire: Wire
 
 
 @overload
@@ -54,7 +56,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, nodes, sparse, memory, tier, rest.
+            strict, layout, shard_size, nodes, sparse, memory, tier, rest, wire.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

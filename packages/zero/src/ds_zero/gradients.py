@@ -33,6 +33,7 @@ from ds_zero.plan import Reduction, UnitPlan
 from ds_zero.posting import Posting
 from ds_zero.rows import RowSum
 from ds_zero.seat import Members, Seat
+from ds_zero.wire import quantized
 
 __all__ = ["Gradients"]
 
@@ -62,6 +63,7 @@ class Gradients:
         self._reducing: _Reduction | None = None
         self._square: tuple[float, int] | None = None
         self._direct = self._way(members.plan, seat)
+        self._codes, self._errors = quantized(members.plan.wire, seat.levels)
         self.ranges: tuple[tuple[int, int], ...] = ((0, self._layout.shard_numel),)
         # One tensor where what was summed is sent on to other ranks.
         self._in_place = self._direct is not None and seat.replicas.size == 1
@@ -135,12 +137,29 @@ class Gradients:
         for segment in self._layout.segments:
             inp = arena[segment.start : segment.start + segment.chunk * self._layout.world]
             mine = out[segment.at : segment.at + segment.chunk]
-            works.append(comm.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=name))
+            works.append(self._scatter(mine, inp, segment.at))
         if alone and self.rows is not None:
             works += self.rows.start(out, self.seat.replicas)
         elif alone:
             works.append(comm.all_reduce(out, group=self.seat.replicas, async_op=True, unit=name))
         return _Reduction(works, [out], None if fits else out, keeps=alone, in_place=in_place)
+
+    def _scatter(self, mine: Tensor, inp: Tensor, at: int) -> comm.Work:
+        name = self._members.plan.name
+        if self._codes is None:
+            return comm.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=name)
+        # Errors are kept by this name.
+        unit = name if len(self._layout.segments) == 1 else f"{name}.{at}"
+        return self._codes.reduce_scatter_single(mine, inp, group=self.seat.shards, async_op=True, unit=unit)
+
+    def rescale(self, factor: float) -> None:
+        """The next gradients are so many times as large; 0: nothing is known of them. So are errors that they correct."""
+        if self._errors is None:
+            return
+        if factor:
+            self._errors.rescale(factor)
+        else:
+            self._errors.clear()
 
     def _travels_narrow(self, arena: Tensor) -> bool:
         # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
@@ -233,7 +252,7 @@ class Gradients:
         if self.sums is not None:
             return 0
         freed, self._spares = self.shard_bytes, [None] * len(self.ranges)
-        return freed
+        return freed - self.shard_bytes
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -248,8 +267,9 @@ class Gradients:
 
     @property
     def shard_bytes(self) -> int:
-        """Of memory of its own for sums, in use or not."""
-        return sum(spare.nbytes for spare in self._spares if spare is not None)
+        """Of memory of its own for sums, in use or not, and for errors of codes."""
+        errors = 0 if self._errors is None else self._errors.nbytes
+        return errors + sum(spare.nbytes for spare in self._spares if spare is not None)
 
     def _open(self, dtype: torch.dtype) -> None:
         if self._sums_in_arena and self.sums is not None:

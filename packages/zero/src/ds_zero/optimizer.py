@@ -258,6 +258,9 @@ class ShardedOptimizer(Optimizer):
             self.sharding.gather_kept()
         if self._scale is not None and self.sharding.precision.scale is not None:
             self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
+        factor = 0.0 if skipped else 1.0 if self._scale is None else self._scale.scale / scale
+        for unit in units if factor != 1.0 else ():
+            unit.gradients.rescale(factor)
         self.last = StepReport(norm, skipped, scale, culprit, facts.riders)
         self.divisor, self._scaled, self.riders = 1.0, 0, ()
         return loss
@@ -495,6 +498,8 @@ class ShardedOptimizer(Optimizer):
         for key, values in state_dict["scalars"].items():
             for unit in self.sharding.units:
                 self._load_scalars(unit, key, values)
+        for unit in self.sharding.units:
+            unit.gradients.rescale(0.0)
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])
 

@@ -19,6 +19,7 @@ from ds_zero.offload.placement import Placement
 from ds_zero.precision import Precision
 from ds_zero.residency import STAGES, Residency
 from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec
+from ds_zero.wire import EXACT, Wire
 
 __all__ = ["Habits", "ShardOptions", "describe", "dtype_name"]
 
@@ -48,6 +49,7 @@ class ShardOptions:
         tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.tiers.TIERS`, a
             `ds_zero.Placement`, or a function that says one of these for each unit.
         rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
+        wire: What travels as small codes instead of as it is (ZeRO++), see `wire.py`.
     """
 
     stage: int | Residency = 1
@@ -65,6 +67,7 @@ class ShardOptions:
     memory: Literal["auto", "private", "shared"] = "auto"
     tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
     rest: str | Placement = "device"
+    wire: Wire = EXACT
 
     def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
         """The tiers of units, in canonical order."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_comm.family import assignment_of
+from ds_ops.formats import QuantSpec
 from ds_zero.layout import UnitLayout, plan_layout
 from ds_zero.nodes import Nodes
 from ds_zero.offload.placement import Placement
@@ -24,6 +25,7 @@ from ds_zero.precision import Dtypes, Precision
 from ds_zero.residency import Residency, UnitBytes
 from ds_zero.tiers import kind_of
 from ds_zero.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
+from ds_zero.wire import EXACT, Wire, check_options, check_wire
 
 __all__ = ["Ranks", "Reduction", "Storage", "UnitBytes", "UnitPlan", "ZeroPlan", "passing_bytes", "plan", "plan_unit"]
 
@@ -42,6 +44,7 @@ class Reduction(Enum):
     ARENA = "arena"  # a flat buffer, and the collective of the backend
     POSTING = "posting"  # in memory that the ranks share
     EXCHANGE = "exchange"  # by messages from the memory where autograd made them
+    QUANTIZED = "quantized"  # a flat buffer, of which small codes are sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class UnitPlan:
         tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
         rest: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
+        wire: What of it travels as codes.
     """
 
     spec: UnitSpec
@@ -85,6 +89,7 @@ class UnitPlan:
     tier: str | Placement
     rest: str | Placement
     bytes: UnitBytes
+    wire: Wire = EXACT
 
     @property
     def name(self) -> str:
@@ -121,9 +126,15 @@ class UnitPlan:
         """Bytes that a rank sends to others of its shards for one gather and for one reduction; shared memory sends none."""
         if self.storage is Storage.SHARED:
             return {"gather": 0, "reduce": 0}
-        chunk = self.layout.shard_numel * (self.layout.world - 1)
-        reduce = chunk * self.dtypes.reduce.itemsize if self.spec.trained else 0
-        return {"gather": chunk * self.dtypes.param.itemsize, "reduce": reduce}
+        others, dtypes = self.layout.world - 1, self.dtypes
+        reduce = others * self._message(self.wire.gradients, dtypes.reduce) if self.spec.trained else 0
+        return {"gather": others * self._message(self.wire.weights, dtypes.param), "reduce": reduce}
+
+    def _message(self, form: QuantSpec | None, dtype: torch.dtype) -> int:
+        """Bytes of the shard as it travels."""
+        if form is None:
+            return self.layout.shard_numel * dtype.itemsize
+        return sum(form.layout(segment.chunk).row_bytes for segment in self.layout.segments)
 
     @property
     def _elsewhere(self) -> str:
@@ -212,6 +223,7 @@ def plan_unit(
     ranks: Ranks,
     tier: str | Placement = "device",
     rest: str | Placement = "device",
+    wire: Wire = EXACT,
 ) -> UnitPlan:
     """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
     rest = rest if spec.residency.shard_params else "device"
@@ -230,9 +242,14 @@ def plan_unit(
         storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
         reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
     nodes = ranks.nodes if storage is Storage.RELEASED else None
+    form = EXACT
+    if shards > 1 and not ranks.shared and dtypes.param.is_floating_point:
+        form = wire.of_unit(trained=spec.trained, gathered=storage is Storage.RELEASED)
+        check_wire(form, dtypes.param)
+        reduction = reduction if form.gradients is None else Reduction.QUANTIZED
     if not spec.trained:  # what it is sent from is all there is of it
         tier = rest
-    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, rest, UnitBytes())
+    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, rest, UnitBytes(), form)
     found = _bytes(made)
     if spec.trained and isinstance(rest, Placement):
         found = rest.planned_rest(found)
@@ -256,10 +273,17 @@ def _bytes(unit: UnitPlan) -> UnitBytes:
         piece = found.gathered // unit.nodes.size
         kept_near, staged = (piece if unit.nodes.secondary else 0), (piece if unit.nodes.two_steps else 0)
         found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
+    if unit.wire.weights is not None:  # one's own codes, and all ranks'
+        found = replace(found, gathered=found.gathered + (shards + 1) * unit._message(unit.wire.weights, dtypes.param))
     if not unit.spec.trained:
         return found
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize if shards > 1 or wide else 0
+    if unit.wire.gradients is not None:
+        hops = 1 if unit.wire.node == 1 else 2
+        arena += hops * 2 * shards * unit._message(unit.wire.gradients, dtypes.reduce)
+        if unit.wire.correction is not None:
+            apart += layout.numel * dtypes.reduce.itemsize + (hops - 1) * layout.numel // unit.wire.node * 4
     optim = unit.spec.params[0].states * own * (dtypes.state or dtypes.master).itemsize
     if shards == 1:
         return replace(found, optim=optim, grads=apart + arena)
@@ -294,13 +318,14 @@ def plan(
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
     specs = plan_units(params, found, options.residency, options.policy)
+    check_options(options.wire, stage=options.residency.shard_params, shards=options.residency.shard_optim)
     ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
     rests = options.rests_of(specs, [ranks[spec.family].shards for spec in specs])
     return ZeroPlan(
         world,
         options.residency,
         tuple(
-            plan_unit(spec, precision, ranks[spec.family], tier, rest)
+            plan_unit(spec, precision, ranks[spec.family], tier, rest, options.wire)
             for spec, tier, rest in zip(specs, options.tiers_of(specs), rests, strict=True)
         ),
     )

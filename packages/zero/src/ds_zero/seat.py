@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_comm import Group, drop_group, twin_group
 from ds_comm.family import Family
+from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.exchange import sends_from_anywhere
 from ds_zero.families import cut
@@ -23,6 +24,7 @@ from ds_zero.replicas import Replicas
 from ds_zero.residency import Residency
 from ds_zero.store import Pool
 from ds_zero.units import DENSE
+from ds_zero.wire import EXACT, Wire, split_levels
 
 __all__ = ["Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
 
@@ -50,6 +52,7 @@ class Seat:
         shared: The ranks of `shards` keep one copy of the parameters between them ...
         host: ... in this memory.
         route: How gathers go between nodes; None: flat.
+        levels: How codes of gradients do; None: flat.
     """
 
     family: Family
@@ -61,6 +64,7 @@ class Seat:
     shared: bool = False
     host: HostMemory | None = None
     route: Route | None = None
+    levels: Hierarchy | None = None
     _unforeseen: _Unforeseen = field(default_factory=_Unforeseen)
 
     @property
@@ -110,6 +114,7 @@ class SeatOptions:
     nodes: Nodes | None
     memory: str
     host: bool
+    wire: Wire = EXACT
 
 
 class Seating:
@@ -155,7 +160,16 @@ class Seating:
         if self.options.residency.shard_params and shards.pg is not None and not shared:
             gathers = twin_group(shards, "gather", None)
             self._made.append(gathers)
-        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route)
+        levels = None if shared else self._levels(shards)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route, levels)
+
+    def _levels(self, shards: Group) -> Hierarchy | None:
+        found = split_levels(self.options.wire, shards)
+        if found is None:
+            return None
+        levels, made = found
+        self._made += made
+        return levels
 
     def _shares(self, group: Group) -> bool:
         if not self.options.host or not wants_shared(self.options.memory, group):

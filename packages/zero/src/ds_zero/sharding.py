@@ -36,6 +36,7 @@ from ds_zero.seat import Seating, SeatOptions
 from ds_zero.store import Pool
 from ds_zero.unit import Part, Unit
 from ds_zero.units import DENSE, plan_units
+from ds_zero.wire import check_options
 
 __all__ = ["ShardOptions", "Sharding", "sharding_of"]
 
@@ -96,6 +97,7 @@ class Sharding:
                 code="zero-sparse",
                 fix="Use stage 0, or leave it out.",
             )
+        check_options(options.wire, stage=residency.shard_params, shards=residency.shard_optim)
         self.families = find_families(model, self.group)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
@@ -112,12 +114,12 @@ class Sharding:
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
         memory = options.memory if options.rest == "device" else "private"  # what rests elsewhere is nobody else's
-        chosen = SeatOptions(residency, options.shard_size, options.nodes, memory, on_host)
+        chosen = SeatOptions(residency, options.shard_size, options.nodes, memory, on_host, options.wire)
         self.seating = Seating(self.families, self.pool, chosen)
         ranks = self.seating.ranks
         tiers, rests = options.tiers_of(specs), options.rests_of(specs, [ranks[s.family].shards for s in specs])
         planned = (
-            plan_unit(s, self.precision, ranks[s.family], tier, rest)
+            plan_unit(s, self.precision, ranks[s.family], tier, rest, options.wire)
             for s, tier, rest in zip(specs, tiers, rests, strict=True)
         )
         self.plan = ZeroPlan(self.group.size, residency, tuple(planned))

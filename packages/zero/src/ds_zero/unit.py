@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import partial
 from math import prod
 
 import torch
@@ -36,13 +37,14 @@ from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero._torch import storage_uses
 from ds_zero.gradients import Gradients
 from ds_zero.layout import Piece, Slot
-from ds_zero.nodes import Secondary
+from ds_zero.nodes import Route, Secondary
 from ds_zero.offload.tiers import made, rest_of
 from ds_zero.part import Part
 from ds_zero.plan import Storage, UnitPlan
 from ds_zero.released import release, restore
 from ds_zero.scattered import is_scattered, whole
 from ds_zero.seat import Members, Seat
+from ds_zero.wire import decoded
 
 __all__ = ["Full", "Part", "Unit"]
 
@@ -74,6 +76,7 @@ class Unit:
         self.pins = 0
         self.state = Full.CURRENT
         self._was_released = False
+        self._coarse = False  # full holds what codes said
         self._gathering: list[comm.Work] = []
         keeps_near = seat.route is not None and seat.route.nodes.secondary and self.releases
         self.near = Secondary(seat.route, self.layout, plan.name) if seat.route is not None and keeps_near else None
@@ -177,17 +180,21 @@ class Unit:
         return [full[s.start + self.rank * s.chunk :][: s.chunk] for s in self.layout.segments]
 
     def unshard(self, channel: comm.Group | None = None) -> None:
-        """Make every parameter usable on this rank. Sends (N-1)/N of full's bytes unless it is current."""
-        self.start_unshard(channel=channel)
+        """Make every parameter usable on this rank, to the last bit. Sends (N-1)/N of full's bytes unless it is current."""
+        self.start_unshard(channel=channel, exact=True)
         self.finish_unshard()
 
-    def start_unshard(self, *, again: bool = False, channel: comm.Group | None = None) -> None:
+    def start_unshard(self, *, again: bool = False, channel: comm.Group | None = None, exact: bool = False) -> None:
         """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`.
 
         Args:
             again: Take part even if full is current: other ranks count on it. It is then written with what it holds.
             channel: The ranks of the seat over another channel than for foreseen gathers.
+            exact: Send no codes, even if full is current by way of codes.
         """
+        if exact and self._coarse:
+            self.finish_unshard()
+            again = True
         if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
         if self.state is Full.AWAY:
@@ -200,25 +207,29 @@ class Unit:
         if self._was_released:
             self.full.untyped_storage().resize_(self._storage_bytes)
         gathers = (self.layout.world > 1 or self.releases) and self.host is None
-        if gathers and channel is None and self.near is not None and self.near.valid:
+        coarse = self.plan.wire.weights is not None and not exact
+        if gathers and channel is None and not exact and self.near is not None and self.near.valid:
             self._gathering += self.near.gather(self.full)
         elif gathers:
-            self._gather(channel)
+            self._gather(channel, exact=exact)
+        self._coarse = coarse
         self.state = Full.GATHERING
 
-    def _gather(self, channel: comm.Group | None) -> None:
+    def _gather(self, channel: comm.Group | None, *, exact: bool) -> None:
         self.forget_near()
         route = self.seat.route if channel is None else None
+        form = None if exact else self.plan.wire.weights
+        start = partial(self._send, route if route is not None and route.nodes.two_steps else None, channel)
         self._fetch_sources()
         for segment, source in zip(self.layout.segments, self._sources(), strict=True):
             mine = source.to(self.full.device, non_blocking=True)
             out = self.full[segment.start : segment.start + segment.chunk * self.layout.world]
-            if route is not None and route.nodes.two_steps:
-                work = route.gather(out, mine, self.spec.name)
-            else:
-                group = channel or self.seat.gathers
-                work = comm.all_gather_single(out, mine, group, async_op=True, unit=self.spec.name)
-            self._gathering.append(work)
+            self._gathering.append(start(out, mine) if form is None else decoded(out, mine, form, start))
+
+    def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
+        if route is not None:
+            return route.gather(out, mine, self.spec.name)
+        return comm.all_gather_single(out, mine, channel or self.seat.gathers, async_op=True, unit=self.spec.name)
 
     def forget_near(self) -> None:
         """The shards were written: the next gather comes from them. On all ranks alike."""
@@ -299,7 +310,7 @@ class Unit:
         self.full.untyped_storage().resize_(0)
         for param in self.params:
             release(param)
-        self.state = Full.RELEASED
+        self.state, self._coarse = Full.RELEASED, False
 
     def mark_updated(self) -> None:
         """The shard was written. A graph recorded before must not be used again: autograd refuses it by version."""
