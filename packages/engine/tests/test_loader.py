@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_engine.loader import Lane, ResumableLoader, Stream
+from ds_data import Lane, Stream
+from ds_engine.loader import ResumableLoader
 
 
 class Ids(Dataset[int]):

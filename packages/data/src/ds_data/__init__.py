@@ -3,17 +3,36 @@
 from ds_data.checking import Report, check_tokens
 from ds_data.codes import fitting
 from ds_data.index import Index, pack_index, parse_index
+from ds_data.loading import Batches, TokenLoader
+from ds_data.mixing import Mixed
+from ds_data.order import Lane, Mixture, Rows, Stream, splits
+from ds_data.packing import IGNORED, FillInMiddle, Packed
+from ds_data.permutation import Permutation, mix, uniform
 from ds_data.tokens import TokenFile
 from ds_data.writing import TokenWriter, write_items
 
 __all__ = [
+    "IGNORED",
+    "Batches",
+    "FillInMiddle",
     "Index",
+    "Lane",
+    "Mixed",
+    "Mixture",
+    "Packed",
+    "Permutation",
     "Report",
+    "Rows",
+    "Stream",
     "TokenFile",
+    "TokenLoader",
     "TokenWriter",
     "check_tokens",
     "fitting",
+    "mix",
     "pack_index",
     "parse_index",
+    "splits",
+    "uniform",
     "write_items",
 ]

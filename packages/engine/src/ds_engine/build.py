@@ -23,10 +23,11 @@ from ds_comm import Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError
 from ds_config.reading import Source
+from ds_data.order import Lane
 from ds_engine.config import load_config, source_of
 from ds_engine.degrees import with_degrees
 from ds_engine.engine import Components, Engine
-from ds_engine.loader import Lane, ResumableLoader
+from ds_engine.loader import ResumableLoader
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.placing import placed

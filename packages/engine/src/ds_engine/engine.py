@@ -28,12 +28,13 @@ from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_compress import CompressionScheduler
 from ds_config.errors import PlanError, UnsupportedError
+from ds_data.order import Lane
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
 from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
-from ds_engine.loader import Lane, ResumableLoader
+from ds_engine.loader import ResumableLoader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.parts import Follower
 from ds_engine.placing import to_device

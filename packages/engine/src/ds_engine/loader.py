@@ -1,87 +1,18 @@
-"""Which sample goes where, decided in integers; and the loader that follows the decision and can stop and go on anywhere.
-
-Words: an *epoch* is one pass over the dataset, in an order that depends on seed and epoch only; the *stream* is all
-epochs one after the other; a *row* is the next micro x ranks samples of the stream, one microbatch a rank; *taken* is the
-number of samples that all ranks together have taken from the stream, and is all there is to resume from. It says nothing
-of the number of ranks: on any world size, step k trains on the same samples as long as the train batch size is the same.
-
-A row at the end of an epoch takes its rest from the next epoch, so every sample is seen exactly once an epoch and every
-rank always has the same number of microbatches.
-"""
+"""The engine's loader: microbatches of this rank from any map-style dataset, in the order of `ds_data.order`; it can stop and go on anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_data.loading import check_state
+from ds_data.order import Lane, Rows, Stream
 
-__all__ = ["Lane", "ResumableLoader", "Stream"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """The part of every row that one rank reads.
-
-    Attributes:
-        rank: This rank among the data-parallel ranks.
-        ranks: How many there are.
-        micro: Samples of one microbatch on one rank.
-    """
-
-    rank: int
-    ranks: int
-    micro: int
-
-    @property
-    def row(self) -> int:
-        """Samples that all ranks take together."""
-        return self.micro * self.ranks
-
-    def positions(self, start: int) -> range:
-        """Positions in the stream of this rank's samples in the row that begins at `start`."""
-        first = start + self.rank * self.micro
-        return range(first, first + self.micro)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """The endless order of samples. Pure: `sample(position)` is the same on every rank and after every resume.
-
-    Attributes:
-        length: Samples in the dataset.
-        seed: Of the order.
-        shuffle: Whether an epoch is a permutation or the dataset's own order.
-        multiple: An epoch is cut to a multiple of it (of a shuffled epoch, other samples every time).
-    """
-
-    length: int
-    seed: int = 1234
-    shuffle: bool = True
-    multiple: int = 1
-    _orders: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def epoch_length(self) -> int:
-        """Samples of one epoch."""
-        return self.length - self.length % self.multiple
-
-    def sample(self, position: int) -> int:
-        """The dataset index at `position`. The order of an epoch is made once and kept (8 bytes a sample)."""
-        epoch, index = divmod(position, self.epoch_length)
-        return int(self._order(epoch)[index]) if self.shuffle else index
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._orders:
-            while len(self._orders) > 1:  # two are kept: a row may straddle two epochs
-                del self._orders[min(self._orders)]
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._orders[epoch] = torch.randperm(self.length, generator=generator)
-        return self._orders[epoch]
+__all__ = ["ResumableLoader"]
 
 
 class ResumableLoader:
@@ -139,7 +70,7 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         row = self.lane.row
         starts = range(self.taken, (self.epoch + 1) * self.stream.epoch_length, row)
-        ids = _Rows(self.stream, self.lane, starts)
+        ids = Rows(self.stream, self.lane, starts)
         # A generator of its own: making an iterator must not move the random numbers of the training.
         generator = torch.Generator().manual_seed(self.stream.seed + self.taken)
         batches = DataLoader(self.dataset, batch_sampler=ids, generator=generator, **self._options)
@@ -152,37 +83,18 @@ class ResumableLoader:
         while True:
             yield from self
 
-    def state_dict(self) -> dict[str, int]:
-        """What to resume from, on any number of ranks. JSON-able."""
-        return {"taken": self.taken, "seed": self.stream.seed, "length": self.stream.length}
+    def state_dict(self) -> dict[str, Any]:
+        """What to resume from, on any number of ranks. JSON-able. A dataset with a `fingerprint` is known again by it."""
+        mark = getattr(self.dataset, "fingerprint", None)
+        state = {"taken": self.taken, "seed": self.stream.seed, "length": self.stream.length}
+        return state if mark is None else state | {"fingerprint": str(mark)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
 
         Raises:
-            CheckpointError: the dataset has another length, so that the order would be another ("data-changed").
+            CheckpointError: the dataset has another length or fingerprint, so that the order would be another ("data-changed").
         """
-        if state["length"] != self.stream.length:
-            raise CheckpointError(
-                f"the checkpoint was written with {state['length']} samples, training_data has {self.stream.length}",
-                code="data-changed",
-                fix="Give the same data, or load_checkpoint(..., load_data_state=False) to begin its first epoch.",
-            )
+        check_state(state, self.state_dict())
         self.stream = Stream(self.stream.length, state["seed"], self.stream.shuffle, self.stream.multiple)
         self.taken = state["taken"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Sample ids of one rank, one list a row."""
-
-    stream: Stream
-    lane: Lane
-    starts: range
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in self.starts:
-            yield [self.stream.sample(position) for position in self.lane.positions(start)]

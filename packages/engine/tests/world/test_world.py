@@ -71,7 +71,7 @@ def reference(steps: int, summed: bool) -> tuple[list[float], dict[str, Tensor]]
     """One process, the whole train batch at once, in double precision where sums are long."""
     model, data = Model(summed), Data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
-    from ds_engine.loader import Stream
+    from ds_data import Stream
     from ds_engine.schedules import Scheduler, WarmupDecayLR
 
     scheduler = Scheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)

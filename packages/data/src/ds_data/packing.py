@@ -1,0 +1,177 @@
+"""Documents to sequences of one length, as index arithmetic over a token file.
+
+Sequence i has the values from i*length to i*length + length of all documents one after the other: `length` inputs and, one further, their
+labels. Nothing is padded and nothing is lost but the rest at the end. Where documents meet, position ids begin at 0 again, document
+ids count up, and the label of a document's last token is `IGNORED`: no token is told to guess the beginning of an unrelated text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ds_config.errors import ConfigError
+from ds_data.permutation import mix, uniform
+from ds_data.tokens import TokenFile
+
+__all__ = ["IGNORED", "FillInMiddle", "Packed"]
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class FillInMiddle:
+    """Pieces of documents with their middle at the end (Bavarian et al., arXiv:2207.14255). The length stays: the last three tokens
+    of a piece give way to the sentinels.
+
+    Attributes:
+        prefix, middle, suffix: Ids of the sentinels.
+        rate: Share of the pieces.
+        suffix_first: Share of those that have the suffix first.
+        seed: Of which, and where they are cut.
+    """
+
+    prefix: int
+    middle: int
+    suffix: int
+    rate: float = 0.5
+    suffix_first: float = 0.5
+    seed: int = 1234
+
+    def indices(self, length: int, piece: int) -> NDArray[np.int64]:
+        """int64 [length]: what stands where, of piece number `piece`; -1, -2 and -3 are prefix, middle and suffix sentinel."""
+        chosen, first, one, two = uniform(mix(self.seed, piece), np.arange(4))
+        own = np.arange(length, dtype=np.int64)
+        if length < 4 or chosen >= self.rate:
+            return own
+        a, b = sorted((int(one * (length - 2)), int(two * (length - 2))))
+        prefix, middle, suffix = own[:a], own[a:b], own[b : length - 3]
+        if first < self.suffix_first:
+            return np.concatenate([[-1, -3], suffix, [-2], prefix, middle])
+        return np.concatenate([[-1], prefix, [-3], suffix, [-2], middle])
+
+    def apply(self, tokens: NDArray[Any], piece: int) -> NDArray[Any]:
+        """[n] -> [n]: one piece of one document."""
+        indices = self.indices(len(tokens), piece)
+        sentinels = np.array([self.suffix, self.middle, self.prefix], tokens.dtype)
+        return np.concatenate([tokens, sentinels])[indices]
+
+
+class Packed(Sequence[dict[str, NDArray[Any]]]):
+    """Sequences of a token file. Map-style: torch's DataLoader takes it, and `ds_data.TokenLoader` reads it faster.
+
+    Args:
+        file: A token file whose items lie one after the other, as all writers leave them.
+        length: Tokens of a sequence.
+        documents: Only these, a range of them (see `splits`); None is all.
+        fill_in_middle: Turns pieces of documents round; None leaves them.
+    Attributes:
+        fingerprint: What tells these sequences from others.
+    Raises:
+        ConfigError: items overlap or have gaps, the documents are not in the file, or not one sequence is full ("data-packing").
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        length: int,
+        *,
+        documents: range | None = None,
+        fill_in_middle: FillInMiddle | None = None,
+    ) -> None:
+        self.file, self.length, self.fill_in_middle = file, length, fill_in_middle
+        starts, bounds = file.index.starts, file.index.bounds
+        if len(file) and bool((starts[1:] != (starts + file.sizes)[:-1]).any()):
+            raise ConfigError(
+                f"items of {file.prefix} do not lie one after the other",
+                code="data-packing",
+                fix="Copy it with TokenWriter.merge, which lays them so.",
+            )
+        chosen = range(len(bounds) - 1) if documents is None else documents
+        if chosen.step != 1 or chosen.start < 0 or chosen.stop > len(bounds) - 1:
+            raise ConfigError(
+                f"documents {chosen} of {file.prefix}, which has {len(bounds) - 1}",
+                code="data-packing",
+                fix="Give a range of them.",
+            )
+        ends = np.append(starts, file.index.end)
+        self._edges: NDArray[np.int64] = ends[bounds[chosen.start : chosen.stop + 1]]
+        self._first = int(self._edges[0]) if len(self._edges) else 0
+        values = int(self._edges[-1]) - self._first if len(self._edges) else 0
+        self._count = max(0, (values - 1) // length) if length > 0 else 0
+        if self._count < 1:
+            raise ConfigError(
+                f"{values} tokens do not fill one sequence of {length} and its last label",
+                code="data-packing",
+                fix="Give more data or a smaller length.",
+            )
+        self.fingerprint = f"{file.fingerprint}/{length}/{chosen.start}-{chosen.stop}/{fill_in_middle}"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        """`input_ids`, `labels`, `position_ids`, `document_ids`: int64 [length] each."""
+        at = range(self._count)[at]
+        return {name: rows[0] for name, rows in self.batch([at]).items()}
+
+    def tokens(self, sequences: ArrayLike, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """int64 [k] -> [k, length + 1]: inputs and the label after them, widened to the format of `out` (int64 by default)."""
+        ids = np.asarray(sequences, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._count:
+            raise IndexError(f"sequences {int(ids.min())} to {int(ids.max())} of {self._count}")
+        rows = np.empty((len(ids), self.length + 1), np.int64) if out is None else out
+        values = self.file.values
+        for row, start in zip(rows, (self._first + ids * self.length).tolist(), strict=True):
+            row[:] = values[start : start + self.length + 1]
+        if self.fill_in_middle is not None:
+            for row, sequence in zip(rows, ids.tolist(), strict=True):
+                # The last label belongs to the last piece, unless a document begins with it.
+                edges = [0, *self._within(sequence, self.length + 1), self.length + 1]
+                for a, b in pairwise(edges):
+                    row[a:b] = self.fill_in_middle.apply(row[a:b], self._first + sequence * self.length + a)
+        return rows
+
+    def boundaries(self, sequence: int) -> list[int]:
+        """Where documents begin in a sequence: 0, ..., length. These are the `cu_seqlens` of varlen attention."""
+        return [0, *self._within(sequence, self.length), self.length]
+
+    def batch(self, sequences: ArrayLike) -> dict[str, NDArray[np.int64]]:
+        """int64 [k] -> four arrays int64 [k, length]; see `__getitem__`."""
+        ids = np.asarray(sequences, np.int64)
+        rows = self.tokens(ids)
+        starts = self._first + ids[:, None] * self.length + np.arange(self.length + 1)
+        begins = np.zeros(rows.shape, bool)
+        begins[:, 0] = True
+        place = (
+            np.searchsorted(self._begins, starts[:, 0], "left"),
+            np.searchsorted(self._begins, starts[:, -1], "right"),
+        )
+        for row, a, b in zip(range(len(ids)), *place, strict=True):
+            begins[row, self._begins[a:b] - starts[row, 0]] = True
+        counted = np.arange(self.length)
+        last = np.maximum.accumulate(np.where(begins[:, :-1], counted, 0), axis=1)
+        return {
+            "input_ids": rows[:, :-1],
+            "labels": np.where(begins[:, 1:], IGNORED, rows[:, 1:]),
+            "position_ids": counted - last,
+            "document_ids": np.cumsum(begins[:, :-1], axis=1) - 1,
+        }
+
+    def _within(self, sequence: int, end: int) -> list[int]:
+        """Where documents begin after the first of `end` tokens of a sequence."""
+        start = self._first + range(self._count)[sequence] * self.length
+        first, last = np.searchsorted(self._begins, start, "right"), np.searchsorted(self._begins, start + end)
+        inside: list[int] = (self._begins[first:last] - start).tolist()
+        return inside
+
+    @cached_property
+    def _begins(self) -> NDArray[np.int64]:
+        """Where documents with at least one value begin in the file."""
+        return np.unique(self._edges)
