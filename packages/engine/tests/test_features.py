@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_engine
 import ds_monitor
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
 from ds_zero.moving import KINDS
 
@@ -91,6 +91,37 @@ def test_layers_to_drop_are_told_in_training_only(start: Callable[..., Engine], 
     engine.eval_batch(batches(rows, 2))
     later = 0.5 * 2.718281828459045**-0.1 + 0.5
     assert model.told == pytest.approx([1.0, 1.0, later, later])
+
+
+class Cutting(nn.Module):
+    """Notes the length that the engine tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.told = nn.Linear(6, 1), list[int | None]()
+
+    def forward(self, x: Tensor, y: Tensor, curriculum_seqlen: int | None = None) -> Tensor:
+        self.told.append(curriculum_seqlen)
+        return (self.layer(x) - y).square().mean()
+
+
+def test_the_length_of_the_curriculum_is_told_in_training_only(start: Callable[..., Engine], rows: Any) -> None:
+    model = Cutting()
+    options = {"total_curriculum_step": 4, "difficulty_step": 8}
+    engine = start(
+        model,
+        curriculum_learning={"enabled": True, "min_difficulty": 8, "max_difficulty": 64, "schedule_config": options},
+    )
+    for _ in range(5):
+        engine.train_batch(batches(rows, 2))
+    assert model.told[::2] == model.told[1::2]
+    assert model.told[::2] == [16, 32, 48, 64, 64]  # floor(t / 4 * 56 + 8), down to a multiple of 8
+    engine.eval_batch(batches(rows, 2))
+    assert model.told[-2:] == [None, None]
+    assert "curriculum_seqlen" in str(engine.plan)
+    with pytest.raises(ConfigError) as error:
+        start(curriculum_learning={"enabled": True, "schedule_config": {"difficulty_step": 8}})
+    assert error.value.code == "data-schedule"
 
 
 def test_flops_are_counted_once_and_written(start: Callable[..., Engine], rows: Any, tmp_path: Path) -> None:

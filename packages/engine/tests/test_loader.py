@@ -35,6 +35,7 @@ def samples(group: list[ResumableLoader], rows: int) -> list[int]:
     return [int(i) for _ in range(rows) for stream in streams for i in next(stream)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans())
 def test_an_epoch_has_every_sample_at_most_once(length: int, multiple: int, shuffle: bool) -> None:
     stream = Stream(length, 5, shuffle, multiple)
@@ -129,7 +130,7 @@ def test_an_empty_epoch_is_refused(length: int, multiple: int) -> None:
     assert f"{length} samples" in caught.value.message
 
 
-def test_loaders_that_take_turns_make_each_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plain = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **more: made.append(n) or plain(n, **more))
@@ -137,4 +138,4 @@ def test_loaders_that_take_turns_make_each_order_once(monkeypatch: pytest.Monkey
     for _ in range(6):
         for loader in loaders:
             next(loader)
-    assert made == [12] * 5
+    assert made == []

@@ -176,6 +176,7 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     return "\n".join(map(str, seen))
 
 
+GROWTH: dict[str, Any] = {"total_curriculum_step": 10, "difficulty_step": 8}
 CYCLE = {
     "cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 7, "cycle_second_step_size": 9,
     "cycle_first_stair_count": 3, "decay_step_size": 5, "decay_lr_rate": 0.5,
@@ -200,9 +201,10 @@ BASES: dict[str, Mapping[str, Any]] = {
     "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
     **{name: {name: {"enabled": True}} for name in (
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
-        "curriculum_learning", "data_efficiency", "hybrid_engine", "nebula", "autotuning",
+        "data_efficiency", "hybrid_engine", "nebula", "autotuning",
         "weight_quantization")},
     "compile": {"compile": {"deepcompile": True}},
+    "curriculum_learning": {"curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 64, "schedule_config": GROWTH}},
     "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
     "use_data_before_expert_parallelism": {"expert_parallel": {"enabled": True}},
     "tensor_parallel": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
@@ -231,6 +233,11 @@ SCHEDULES: dict[str, Mapping[str, Any]] = {
     "WarmupCosineLR": {"warmup_num_steps": 9, "total_num_steps": 30},
 }
 VALUES: dict[str, list[Any]] = {
+    "curriculum_learning.curriculum_type": ["vocabularyrarity"],
+    "curriculum_learning.min_difficulty": [16],
+    "curriculum_learning.max_difficulty": [128],
+    "curriculum_learning.schedule_type": ["fixed_root"],
+    "curriculum_learning.schedule_config": [GROWTH | {"total_curriculum_step": 20}],
     "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": [2000],
     "compression_training.sparse_pruning.shared_parameters.block_pattern": ["2x2"],
     "compression_training.layer_reduction.keep_number_layer": [1],

@@ -8,6 +8,8 @@ from ds_data.mixing import Mixed
 from ds_data.order import Lane, Mixture, Rows, Stream, splits
 from ds_data.packing import IGNORED, FillInMiddle, Packed
 from ds_data.permutation import Permutation, mix, uniform
+from ds_data.schedules import make_schedule
+from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
 from ds_data.tokens import TokenFile
 from ds_data.writing import TokenWriter, write_items
 
@@ -27,11 +29,15 @@ __all__ = [
     "TokenFile",
     "TokenLoader",
     "TokenWriter",
+    "batch_by_seqlens",
     "check_tokens",
     "fitting",
+    "make_schedule",
     "mix",
+    "pack_by_seqlens",
     "pack_index",
     "parse_index",
+    "scale_lr",
     "splits",
     "uniform",
     "write_items",

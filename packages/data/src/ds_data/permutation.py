@@ -8,6 +8,7 @@ The two halves have b//2 and b - b//2 bits and change places in every round, of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +31,7 @@ def hashed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
+@lru_cache(maxsize=1024)
 def mix(*numbers: int) -> int:
     """One 64-bit key of several integers; the order counts."""
     key = 0

@@ -23,13 +23,13 @@ from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, d
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source, read_all
+from ds_data.config import CurriculumConfig
 from ds_engine.batch import BatchRequest
 from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
     AutotuningConfig,
     CompileConfig,
-    CurriculumConfig,
     DataEfficiencyConfig,
     HybridEngineConfig,
     NebulaConfig,
@@ -138,12 +138,13 @@ class Config(MonitorConfig):
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
 
     # Features of their own
-    curriculum_learning: Annotated[CurriculumConfig | None, Unbuilt("a sampler of your own, passed as data_iter")] = (
-        None
+    curriculum_learning: CurriculumConfig | None = Field(
+        default=None, description="Tell the model how long sequences may be."
     )
-    data_efficiency: Annotated[DataEfficiencyConfig | None, Unbuilt("a sampler of your own, passed as data_iter")] = (
-        None
-    )
+    data_efficiency: Annotated[
+        DataEfficiencyConfig | None,
+        Unbuilt("curriculum_learning, or a batch_sampler of your own; ds_data packs by length"),
+    ] = None
     compression_training: CompressionConfig = CompressionConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None

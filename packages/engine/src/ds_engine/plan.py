@@ -11,6 +11,7 @@ import torch
 from ds_comm import MeshSpec
 from ds_comm.config import CommsLoggerConfig
 from ds_config.sizes import bytes_text
+from ds_data.schedules import Schedule
 from ds_engine.batch import Batch
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
@@ -169,6 +170,7 @@ class Plan:
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
         layer_drop: What the forward is told about layers to drop; None tells nothing.
+        curriculum: Length of sequences that the forward is told at each step; None tells nothing.
         data_multiple: What the loader cuts an epoch to a multiple of.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
@@ -193,6 +195,7 @@ class Plan:
     predivide: float = 1.0
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
+    curriculum: Schedule | None = None
     transforms: tuple[Change, ...] = ()
     staging: Staging | None = None
     foreign: bool = False
@@ -209,9 +212,12 @@ class Plan:
 
     def arguments(self, step: int) -> Mapping[str, object]:
         """Keywords that the forward gets besides the batch's, in training, after `step` steps."""
-        if self.layer_drop is None:
-            return {}
-        return {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
+        told: dict[str, object] = {}
+        if self.layer_drop is not None:
+            told |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
+        if self.curriculum is not None:
+            told["curriculum_seqlen"] = self.curriculum(step + 1)
+        return told
 
     def rows(self) -> dict[str, str]:
         """The plan in words, by topic."""
@@ -239,6 +245,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "schedule": "constant"
         if config.scheduler is None
         else _section_text(config.scheduler.type, config.scheduler.params),
+        **({} if plan.curriculum is None else {"curriculum": f"the forward gets curriculum_seqlen: {plan.curriculum}"}),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
         "compared": _compared_text(plan),

@@ -80,6 +80,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         telling=_telling(config),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
+        curriculum=told.schedule() if (told := config.curriculum_learning) is not None and told.enabled else None,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
         staging=shapes.staging,

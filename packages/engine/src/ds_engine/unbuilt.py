@@ -16,7 +16,6 @@ from ds_config import Dead, StrictModel
 __all__ = [
     "AutotuningConfig",
     "CompileConfig",
-    "CurriculumConfig",
     "DataEfficiencyConfig",
     "HybridEngineConfig",
     "NebulaConfig",
@@ -45,17 +44,6 @@ class PipelineConfig(StrictModel):
 
 
 # ---- ds-data
-
-
-class CurriculumConfig(StrictModel):
-    """`curriculum_learning`, the older form."""
-
-    enabled: bool = False
-    curriculum_type: str = "seqlen"
-    min_difficulty: int = 1
-    max_difficulty: int = 1
-    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root", "custom"] = "fixed_linear"
-    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
 
 
 class CurriculumMetricConfig(StrictModel):

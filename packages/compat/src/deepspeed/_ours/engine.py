@@ -124,7 +124,7 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "use_node_local_storage": lambda e: False,
     "elasticity_enabled": lambda e: bool(e.config.get("elasticity", {}).get("enabled", False)),
     "pld_enabled": lambda e: bool((e.config.get("progressive_layer_drop") or {}).get("enabled", False)),
-    "curriculum_enabled_legacy": lambda e: False,
+    "curriculum_enabled_legacy": lambda e: e.plan.curriculum is not None,
     "data_efficiency_enabled": lambda e: False,
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: False,
