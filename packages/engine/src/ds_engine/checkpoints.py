@@ -91,6 +91,8 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
     aliases = {name: stored for name, stored in _aliases(run).items() if stored not in left_out}
     shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
     run.checkpointer.save(path, shards, meta, aliases=aliases)
+    del shards, model
+    run.sharding.put_away()
     ds_monitor.event("engine/saved", path=path)
     return path
 

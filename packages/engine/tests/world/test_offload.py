@@ -124,6 +124,8 @@ def test_the_same_bits_and_checkpoints_between_tiers(tmp_path: Any, stage: int, 
         assert "offload" in engine.plan.rows()
         run(engine, 2)
         engine.save_checkpoint(str(tmp_path / str(number)))
+        filed = [u for u in engine.sharding.units if str(u.plan.tier) == "file"]
+        assert all(u.shard.untyped_storage().nbytes() == 0 for u in filed)  # what was saved is not kept in memory
         run(engine, 2)
         same(values(engine), expected)
         engine.close()

@@ -118,6 +118,7 @@ def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None
                 mine = sharding.logical[piece.name].shard("param", "", piece.interval)
                 for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
                     _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
+        unit.tier.store()
 
 
 def _fits(entry: _Entry | None, buffer: Tensor) -> bool:

@@ -178,9 +178,15 @@ class Sharding:
         """The shards were written from outside: make every copy of them new. Collective."""
         self.unloaded.clear()
         for unit in self.units:
+            unit.tier.fetch()
             unit.mark_updated()
             unit.tier.store()
         self.gather_kept()
+
+    def put_away(self) -> None:
+        """What was fetched for whole access goes back to its tier, as it is now; views of it are not valid any more."""
+        for unit in self.units:
+            unit.tier.store()
 
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""

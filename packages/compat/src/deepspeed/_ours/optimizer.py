@@ -113,7 +113,10 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's shard of every unit, in master format: the tensors that training writes to."""
-        return [unit.shard for unit in self.sharding.units if unit.spec.trained]
+        trained = [unit for unit in self.sharding.units if unit.spec.trained]
+        for unit in trained:
+            unit.tier.fetch()
+        return [unit.shard for unit in trained]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
