@@ -4,7 +4,7 @@
 
 Words: a *place* is a piece of a module that some operator can change; a *mutant* is the module with one place changed; it is *killed*
 when a test fails, and *survives* when all pass. A place is drawn once, then one of the operators for it. Mutants that change
-nothing but annotations or docstrings are left out.
+nothing but annotations, docstrings or promises of records (frozen, slots) are left out.
 
 Nothing is written: a mutant is loaded by an importer of a forked process, which has imported third parties already and none of ours. So
 a mutant costs its tests and no more.
@@ -109,7 +109,7 @@ def drawn(module: str, count: int, seed: int) -> list[Mutant]:
 
 
 def _meaning(source: str) -> str:
-    """What a module does: its tree without annotations and docstrings. A text that is none means itself."""
+    """What a module does: its tree without annotations, docstrings and promises of records (frozen, slots). A text that is none means itself."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -121,6 +121,9 @@ def _meaning(source: str) -> str:
             node.annotation = None
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.ClassDef):
+            for decorator in (d for d in node.decorator_list if isinstance(d, ast.Call)):
+                decorator.keywords = [k for k in decorator.keywords if k.arg not in ("frozen", "slots")]
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value = ast.Constant(None)
     return ast.dump(tree)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ds_ckpt
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.format import disjoint
-from ds_ckpt.plan import plan_load, plan_save
+from ds_ckpt.plan import _aligned, plan_load, plan_save
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -175,3 +175,19 @@ def test_disjoint_takes_a_pinwheel_that_no_cut_separates():
     assert disjoint(boxes)
     assert not disjoint([*boxes, Box((1, 1), (1, 1))])
     assert not disjoint([Box((), ()), Box((), ())])
+
+
+@pytest.mark.parametrize(
+    ("part", "runs"),
+    [(Box((1, 0, 0), (3, 3, 5)), 1), (Box((0, 1, 0), (4, 2, 5)), 4), (Box((1, 1, 1), (3, 2, 3)), 6)],
+)
+def test_what_lies_together_in_both_is_one_run(part, runs):
+    shard = TensorShard.whole("t", (4, 3, 5), "float32")
+    found = list(_aligned(shard, part))
+    assert len(found) == runs
+    elements = torch.arange(60)
+    got = torch.full((part.numel,), -1)
+    for ours, theirs, length in found:
+        got[theirs : theirs + length] = elements[ours : ours + length]
+    (x, y, z), (a, b, c) = part.offset, part.shape
+    assert torch.equal(got, elements.view(4, 3, 5)[x : x + a, y : y + b, z : z + c].flatten())

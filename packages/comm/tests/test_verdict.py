@@ -116,6 +116,19 @@ def test_a_message_waits_for_its_other_end_only() -> None:
     assert "rank 1" not in crossed.line
 
 
+def test_a_message_from_the_first_rank_waits_for_it_alone() -> None:
+    mine = report(2, replace(STAMP, mark=0, op="recv", peer=0))
+    found = judge(mine, {2: mine, **{rank: report(rank) for rank in (0, 1, 3)}}, WORLD)
+    assert "rank 0 did not come" in found.line
+    assert "rank 1" not in found.line
+
+
+def test_a_rank_has_come_to_marks_of_a_group_not_of_its_neighbour() -> None:
+    found = report(1, replace(STAMP, key="0", mark=900), replace(STAMP, key="1", mark=5))
+    assert [found.head(key) for key in ("0", "1", "2")] == [900, 5, 0]
+    assert replace(found, heads={"2": 7}).head("2") == 7
+
+
 def test_a_bystander_says_where_it_is() -> None:
     mine, waiting = report(7, frame="train.py:3 in step"), report(0, STAMP)
     finding = judge(mine, {7: mine, 0: waiting}, {"9": (6, 7)})

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import ds_zero
-from ds_zero.units import ModuleInfo, ParamInfo
+from ds_zero.plan import Ranks, Reduction, Storage, passing_bytes, plan_unit
+from ds_zero.precision import Precision
+from ds_zero.residency import STAGES, UnitBytes
+from ds_zero.units import ModuleInfo, ParamInfo, plan_units
 
 
 def net():
@@ -96,3 +99,41 @@ def test_state_of_a_format_of_its_own_is_counted():
         net(), 4, ds_zero.ShardOptions(stage=2, precision=ds_zero.Precision(rules=(rule,)), policy=NO_PERSIST)
     )
     assert found.kept["optim"] == 2 * (64 * 64 + 64) // 4 * (3 * 4 + 2)
+
+
+@pytest.mark.parametrize(("stage", "passing"), [(0, 9 + 40), (1, 9 + 40), (2, 9 + 20), (3, 9 + 30)])
+def test_the_unit_in_use_the_next_one_and_two_or_three_buffers_pass(stage, passing):
+    units = [UnitBytes(gathered=n, arena=10) for n in (3, 5, 4, 1)]
+    assert passing_bytes(units, STAGES[stage]) == passing
+    assert passing_bytes(units[:1], STAGES[stage]) == 3 + 10
+    assert passing_bytes([], STAGES[stage]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "storage", "reduction"),
+    [
+        (Ranks(4), 2, Storage.PRIVATE, Reduction.ARENA),
+        (Ranks(4, anywhere=True), 2, Storage.PRIVATE, Reduction.EXCHANGE),
+        (Ranks(4, anywhere=True), 3, Storage.RELEASED, Reduction.EXCHANGE),
+        (Ranks(4, shared=True), 3, Storage.SHARED, Reduction.POSTING),
+        (Ranks(4, anywhere=True), 0, Storage.PRIVATE, Reduction.ARENA),
+    ],
+)
+def test_a_unit_is_kept_and_reduced_as_its_ranks_can(ranks, stage, storage, reduction):
+    info = ParamInfo("w", (64, 64), "float32", "", group=0)
+    (spec,) = plan_units([info], [ModuleInfo("")], STAGES[stage], NO_PERSIST)
+    found = plan_unit(spec, Precision.of("bf16"), ranks)
+    assert (found.storage, found.reduction) == (storage, reduction)
+    world = 4 if stage else 1
+    chunk = 0 if ranks.shared else 64 * 64 // world * (world - 1)
+    assert found.sent["gather"] == 2 * chunk
+    assert found.sent["reduce"] == found.dtypes.reduce.itemsize * chunk
+
+
+def test_a_plan_says_its_bytes_in_mebibytes():
+    found = ds_zero.plan(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), 4, ds_zero.ShardOptions(stage=3))
+    words = {line.split()[0]: float(line.split()[1]) for line in str(found).splitlines()[1:]}
+    assert words["passing"] == pytest.approx(found.passing / 2**20, abs=0.06) != 0
+    assert words["peak"] == pytest.approx(found.peak / 2**20, abs=0.06) != 0
+    for name, nbytes in found.kept.items():
+        assert words[name] == pytest.approx(nbytes / 2**20, abs=0.06)

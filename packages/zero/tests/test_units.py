@@ -88,3 +88,9 @@ def test_every_parameter_is_in_one_unit_below_its_limit(found, stage, limit, per
         assert modules[unit.module].callable
         if stage == 3 and unit.residency.shard_params:
             assert all(p.module == unit.module or p.module.startswith(unit.module) for p in unit.params)
+
+
+def test_a_run_is_cut_where_the_part_that_is_being_filled_is_full():
+    run = [param(f"list.0.{i}", n) for i, n in enumerate((100, 100, 100, 100, 100, 250, 50, 150))]
+    units = plan_units(run, MODULES, STAGES[1], UnitPolicy(max_numel=200))
+    assert [len(u.params) for u in units] == [2, 2, 1, 1, 2]
