@@ -281,7 +281,7 @@ def test_deepspeed_starts_ranks_as_a_module_and_passes_arguments(tmp_path):
 def test_a_wrong_configuration_is_a_config_error():
     with pytest.raises(ConfigError, match="log_level"):
         deepspeed.runtime.config.get_log_level({"log_level": "loud"})
-    assert deepspeed.runtime.config.get_log_level({"log_level": "warning"}) == 30
+    assert deepspeed.runtime.config.get_log_level({"log_level": "warning"}) == "WARNING"
 
 
 # ---- schedules of stages
@@ -387,6 +387,19 @@ def test_a_log_of_communication_keeps_rows_together():
 
 
 # ---- cores, scales, small tensors
+
+
+def test_a_hostfile_by_its_lines():
+    assert runner._parse_hostfile(["one slots=2", "", " # nobody", "two slots=1"]) == {"one": 2, "two": 1}
+    for bad in (["this is bad slots=1"], ["missing"], [""], ["one slots=1", "one slots=2"]):
+        with pytest.raises(ValueError, match="hostfile"):
+            runner._parse_hostfile(bad)
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), True, [], {}])
+def test_a_loss_scale_is_a_finite_number(scale):
+    with pytest.raises(ValidationError, match="must be a number"):
+        DeepSpeedFP16Config(loss_scale=scale)
 
 
 def test_cores_of_a_rank(monkeypatch):

@@ -89,7 +89,7 @@ def read_hostfile(path: str | Path) -> Inventory:
 
 
 def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
-    """Read `host[:slot[,slot]...][@host...]`; an empty tuple means all slots of the host.
+    """Read `host[:slot[,slot]...][@host...]`; an empty tuple means all slots of the host. A host named again adds its slots.
 
     Raises:
         ConfigError: not of this form ("launch-filter").
@@ -98,14 +98,15 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
     for part in text.split("@"):
         name, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
-        if not name or not all(number.strip().isdecimal() for number in numbers) or name in chosen:
+        if not name or not all(number.strip().isdecimal() for number in numbers):
             raise ConfigError(
-                f"the filter {text!r} has the part {part!r}"
-                + (", a host it named before" if name in chosen else ", which is not `host` or `host:slot,slot`"),
+                f"the filter {text!r} has the part {part!r}, which is not `host` or `host:slot,slot`",
                 code="launch-filter",
                 fix="Write it as host1@host2:0,2 - hosts separated by @, slots after a colon.",
             )
-        chosen[name] = tuple(sorted({int(number) for number in numbers}))
+        before = chosen.get(name)
+        every = not numbers or before == ()
+        chosen[name] = () if every else tuple(sorted({int(number) for number in numbers} | set(before or ())))
     return chosen
 
 

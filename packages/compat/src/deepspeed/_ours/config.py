@@ -76,6 +76,8 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
     layout = os.environ.get(LAYOUT)
     if layout:
         kept["checkpoint"] = {"layout": layout, **_section(kept, "checkpoint")}
+    if isinstance(kept.get("log_level"), str):
+        kept["log_level"] = kept["log_level"].lower()
     if "gradient_allreduce_op" in kept:
         kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
     return kept
@@ -147,8 +149,8 @@ def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def get_log_level(param_dict: Mapping[str, Any]) -> int | None:
-    """`log_level` as logging's number; None where it is not given.
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """`log_level` in capitals; None where it is not given.
 
     Raises:
         ConfigError: no level has this name ("compat-argument").
@@ -156,8 +158,8 @@ def get_log_level(param_dict: Mapping[str, Any]) -> int | None:
     name = param_dict.get("log_level")
     if name is None:
         return None
-    level = logging.getLevelNamesMapping().get(str(name).upper())
-    if level is None:
+    level = str(name).upper()
+    if level not in logging.getLevelNamesMapping():
         raise ConfigError(
             f"log_level {name!r}", code="compat-argument", fix="Use debug, info, warning, error or critical."
         )
@@ -190,6 +192,7 @@ _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
     "mics_shard_size": lambda c: c.model.zero_optimization.mics_shard_size,
     "float16_config": lambda c: get_float16_config(c._param_dict),
     "bfloat16_config": lambda c: get_bfloat16_config(c._param_dict),
+    "log_level": lambda c: get_log_level(c._param_dict),
     "monitor_config": lambda c: get_monitor_config(c._param_dict),
     "fp16_enabled": lambda c: c.model.fp16.enabled,
     "bfloat16_enabled": lambda c: c.model.bf16.enabled,

@@ -112,6 +112,7 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "sparse_gradients_enabled": _of_config("sparse_gradients"),
     "steps_per_print": _of_config("steps_per_print"),
     "wall_clock_breakdown": _of_config("wall_clock_breakdown"),
+    "log_level": _of_config("log_level"),
     "memory_breakdown": _of_config("memory_breakdown"),
     "dataloader_drop_last": _of_config("dataloader_drop_last"),
     "dump_state_enabled": _of_config("dump_state"),

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "decode_world_info",
     "encode_world_info",
     "fetch_hostfile",
+    "hosts_of",
     "parse_args",
     "parse_inclusion_exclusion",
     "parse_resource_filter",
@@ -51,6 +52,13 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     if not path.is_file():
         return None
     return {host.name: len(host.slots) for host in parse_hostfile(path.read_text(encoding="utf-8"), str(path))}
+
+
+@raising(ValueError)
+def hosts_of(hostfile_lines: Iterable[str]) -> dict[str, int]:
+    """Host -> slots of a hostfile's lines. See `fetch_hostfile`."""
+    text = "\n".join(line.strip() for line in hostfile_lines)
+    return {host.name: len(host.slots) for host in parse_hostfile(text, "the hostfile")}
 
 
 def _inventory(pool: Mapping[str, int | Sequence[int]]) -> Inventory:

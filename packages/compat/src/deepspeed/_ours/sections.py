@@ -7,6 +7,7 @@ here from the strict ones: the same keys, types, defaults and older names, witho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -198,8 +199,12 @@ class DeepSpeedFP16Config(_shown(strict.FP16Config, "_FP16", **_WHOLE)):  # type
     @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
     def _a_number(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError(f"found {value}, which is no number")
+        try:
+            finite = not isinstance(value, bool) and math.isfinite(float(value))
+        except (TypeError, ValueError):
+            finite = False
+        if not finite:
+            raise ValueError(f"found {value!r}, which must be a number, and a finite one")
         return value
 
     @field_validator("loss_scale_window", "min_loss_scale")

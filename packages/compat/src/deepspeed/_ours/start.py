@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
-from deepspeed._ours.config import accepted, raw_config
+from deepspeed._ours.config import accepted, get_log_level, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.pipeline import PipelineEngine
 from deepspeed._ours.raising import raising
 from deepspeed._ours.sections import get_zero_config
-from deepspeed._ours.tools import logger, mark_leaf_modules
+from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
 from ds_comm import world_group
@@ -75,6 +75,9 @@ def initialize(
     if model is None:
         raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
     raw = raw_config(config, config_params, args)
+    level = get_log_level(raw)
+    if level is not None:
+        set_log_level_from_string(level)
     resolved = _with_asked(load_config(accepted(raw)), model)
     if (
         isinstance(mpu, SequenceRanks)

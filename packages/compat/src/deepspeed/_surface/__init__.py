@@ -461,7 +461,7 @@ SURFACE: Mapping[str, Rows] = {
         **from_("deepspeed._ours.commands", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
         **from_(
             _LAUNCHING, "decode_world_info", "encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion",
-            "parse_resource_filter",
+            "parse_resource_filter", _parse_hostfile="hosts_of",
         ),
     },
     "deepspeed.launcher.launch": from_("deepspeed._ours.commands", main="launch"),
