@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from deepspeed._ours import groups
 from ds_config.errors import PlanError
 from ds_parallel.sequence import SequenceDataLoader
 from ds_parallel.sequence.hf import SequenceRanks, register_with_transformers
-from ds_parallel.tiling import sequence_tiled_compute as compute_in_tiles
-from ds_parallel.tiling import tiled, tiled_loss
+from ds_parallel.tiling import sequence_tiled_compute, tiled, tiled_loss
 
 __all__ = [
     "SequenceTiledCompute",
@@ -22,7 +21,6 @@ __all__ = [
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
     "initialize_sequence_parallel",
-    "sequence_tiled_compute",
 ]
 
 
@@ -135,31 +133,6 @@ def _reached(fn: Callable[..., Tensor], module: Any, x: Tensor, others: Sequence
             found.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return found
-
-
-def sequence_tiled_compute(
-    fn: Callable[..., Tensor],
-    seqlen: int,
-    shards: int,
-    kwargs_to_shard: Mapping[str, Any],
-    kwargs_to_pass: Mapping[str, Any],
-    grad_requiring_tensor_key: str,
-    compute_params: Sequence[Tensor] | None = None,
-    output_unshard_dimension: int = 1,
-    output_reduction: Any = "mean",
-) -> Tensor:
-    """See `ds_parallel.tiling.sequence_tiled_compute`."""
-    return compute_in_tiles(
-        fn,
-        seqlen,
-        shards,
-        kwargs_to_shard,
-        kwargs_to_pass,
-        grad_requiring_tensor_key,
-        compute_params,
-        output_unshard_dimension,
-        output_reduction,
-    )
 
 
 class SequenceTiledCompute:

@@ -528,8 +528,9 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         **from_(
             "deepspeed._ours.sequences", "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
-            "UlyssesSPDataLoaderAdapter", "sequence_tiled_compute",
+            "UlyssesSPDataLoaderAdapter",
         ),
+        **from_("ds_parallel.tiling", "sequence_tiled_compute"),
     },
     "deepspeed.runtime.data_pipeline": {**not_(DATA, "curriculum_scheduler", "data_routing", "data_sampling")},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**not_(DATA, "CurriculumScheduler")},
