@@ -192,3 +192,33 @@ def test_bad_folders_say_what_is_missing(model, tmp_path):
 def test_bad_sampling_names_all_rules():
     with pytest.raises(PlanError, match=r"temperature >= 0, 0 < top_p <= 1"):
         Sampling(temperature=-1, top_p=0)
+
+
+def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
+    """Even tokens only, and the second one is 42: with drafts, with samples and alone."""
+    seen = []
+
+    def allowed(answer):
+        seen.append(tuple(answer))
+        mask = torch.zeros(97, dtype=torch.bool)
+        mask[42 if len(answer) == 1 else slice(0, None, 2)] = True
+        return mask
+
+    (prompt,) = prompts_of([12])
+    how = Sampling(max_new_tokens=8, allowed=allowed)
+    (answer,) = load(tiny("llama"), cache_tokens=256).generate([prompt], how)
+    assert answer.tokens[1] == 42
+    assert all(token % 2 == 0 for token in answer.tokens)
+    assert seen == [tuple(answer.tokens[:i]) for i in range(8)]
+    (drafted,) = load(tiny("llama"), cache_tokens=256, speculate=4).generate([prompt], how)
+    assert drafted.tokens == answer.tokens
+    many = load(tiny("llama"), cache_tokens=256).generate(
+        [prompt], Sampling(max_new_tokens=4, allowed=allowed, samples=3, temperature=1.0)
+    )
+    assert all(one.tokens[1] == 42 and all(t % 2 == 0 for t in one.tokens) for one in many)
+
+
+def test_a_callback_that_allows_nothing_is_told(tiny, prompts_of):
+    for mask in (torch.zeros(97, dtype=torch.bool), torch.ones(5, dtype=torch.bool), torch.ones(97)):
+        with pytest.raises(PlanError, match="structured"):
+            load(tiny("llama"), cache_tokens=256).generate(prompts_of([3]), Sampling(allowed=lambda _, mask=mask: mask))

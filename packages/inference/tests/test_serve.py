@@ -255,3 +255,6 @@ def test_generate_in_the_terminal(folder, capsys):
     register(parser)
     assert generate_main(parser.parse_args([str(folder), "def", "--max-tokens", "7"])) == 0
     assert capsys.readouterr().out == said(folder, "def", 7) + "\n"
+    few = ["--max-tokens", "7", "--quantize", "int8", "--cache-dtype", "int8"]
+    assert generate_main(parser.parse_args([str(folder), "def", *few])) == 0
+    assert len(capsys.readouterr().out) > 1

@@ -23,6 +23,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )
+    parser.add_argument(
+        "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
+    )
+    parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -35,7 +39,8 @@ def main(args: argparse.Namespace) -> int:
 
     tokenizer = read_tokenizer(args.folder)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    engine = load(args.folder, dtype=dtype, tokenizer=tokenizer)
+    kept = None if args.cache_dtype is None else torch.int8
+    engine = load(args.folder, dtype=dtype, tokenizer=tokenizer, quantize=args.quantize, cache_dtype=kept)
     how = Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     if args.prompt is not None:
         _print(engine, tokenizer.encode(args.prompt), how)

@@ -19,6 +19,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )
+    parser.add_argument(
+        "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
+    )
+    parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
     parser.add_argument("--cache-tokens", type=int, default=65536, help="room for keys and values, in tokens")
     parser.add_argument("--max-requests", type=int, default=256, help="under way at a time; further ones get 429")
     parser.add_argument("--max-length", type=int, default=4096, help="tokens of a prompt and its answer together")
@@ -43,6 +47,8 @@ def main(args: argparse.Namespace) -> int:
         cache_tokens=args.cache_tokens,
         budget=Budget(args.step_tokens, min(args.step_tokens, args.max_requests), length=args.max_length),
         tokenizer=tokenizer,
+        quantize=args.quantize,
+        cache_dtype=None if args.cache_dtype is None else torch.int8,
     )
     name = args.name or Path(args.folder).resolve().name
     app = make_app(Worker(engine), tokenizer, name, Limits(args.max_requests, longest=args.max_length))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,8 @@ class Sampling:
         ignore_end: The model's own end tokens do not end it.
         logprobs: So many likeliest tokens are reported with their log-probabilities, and the chosen one; None: nothing.
         samples: Independent answers to one prompt.
+        allowed: Structured output: from the tokens of the answer so far to which may come next, bool [vocab], or None for all. It is
+            called once a token, and by `samples` for each answer apart; a grammar's matcher (xgrammar, outlines) fits in one line.
     """
 
     max_new_tokens: int = 64
@@ -50,6 +52,7 @@ class Sampling:
     ignore_end: bool = False
     logprobs: int | None = None
     samples: int = 1
+    allowed: Callable[[Sequence[int]], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         wrong = {
@@ -76,7 +79,7 @@ class Sampling:
     def plain(self) -> bool:
         """Whether logits are taken as they are, but for the temperature."""
         same = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
-        return same and not self.logit_bias
+        return same and not self.logit_bias and self.allowed is None
 
 
 def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
@@ -93,7 +96,19 @@ def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequenc
         logits[at] -= how.presence_penalty + how.frequency_penalty * times
     for token, bias in how.logit_bias.items():
         logits[token] += bias
-    return logits
+    mask = None if how.allowed is None else how.allowed(answer)
+    return logits if mask is None else _masked(logits, mask)
+
+
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    if mask.shape != logits.shape or mask.dtype != torch.bool or not mask.any():
+        raise PlanError(
+            f"the mask of a structured answer is {list(mask.shape)} {mask.dtype} with {int(mask.sum())} tokens allowed; the model"
+            f" has {logits.shape[0]}",
+            code="inference-mask",
+            fix="Return bool [vocab] that allows at least one token (an end token where the answer is complete), or None.",
+        )
+    return logits.masked_fill(~mask.to(logits.device), -torch.inf)
 
 
 def draw(logits: Tensor, how: Sampling, position: int) -> int:
