@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -68,12 +69,14 @@ def test_problems(project: Project, projects: Mapping[str, Project]) -> list[str
     """One line for each import of a package's tests that its isolated environment would not have.
 
     That environment holds the package, what it needs, the root's group `isolated`, and the package's group `tests`.
-    Extras count as there: a test of one must skip without it, which only running it can show.
+    Extras count as there: a test of one must skip without it, which only running it can show. So do the programs in tools/, which
+    pytest finds wherever it runs in this repository.
     """
     needed = closure([project.name], projects)
     there = {requirement_name(text) for text in third_party(needed, projects)} | {"ds-testing", *needed}
     there |= {requirement_name(text) for extra in project.extras.values() for text in extra}
     there |= {requirement_name(text) for text in (*group("isolated"), *project.test_requires)}
+    there |= {requirement_name(path.stem) for path in Path(__file__).parents[1].glob("*.py")}
     ours = {other.module: other.name for other in projects.values()} | {"ds_testing": "ds-testing"}
     files = test_modules(project)
     local = {module.path.stem for module in files} | {module.path.parent.name for module in files}
