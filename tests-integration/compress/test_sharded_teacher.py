@@ -13,7 +13,9 @@ import ds_zero
 from ds_compress.distillation import Distillation, Distiller
 from ds_testing import world
 
-spec = spec_from_file_location("compress_models", Path(__file__).parents[1] / "conftest.py")
+spec = spec_from_file_location(
+    "compress_models", Path(__file__).parents[2] / "packages" / "compress" / "tests" / "conftest.py"
+)
 models = module_from_spec(spec)
 spec.loader.exec_module(models)
 

@@ -15,7 +15,9 @@ from ds_comm import single_group
 from ds_compress import compression_scheduler, init_compression
 from ds_testing import world
 
-spec = spec_from_file_location("compress_models", Path(__file__).parents[1] / "conftest.py")
+spec = spec_from_file_location(
+    "compress_models", Path(__file__).parents[2] / "packages" / "compress" / "tests" / "conftest.py"
+)
 models = module_from_spec(spec)
 spec.loader.exec_module(models)
 
