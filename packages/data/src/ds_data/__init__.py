@@ -1,4 +1,4 @@
-"""Token files, and an order of samples that survives any restart; curricula, token dropping, dynamic batches."""
+"""Token files, and an order of samples that survives any restart; schedules of curricula, batches by length."""
 
 from ds_data.checking import Report, check_tokens
 from ds_data.codes import fitting

@@ -43,7 +43,7 @@ def mix(*numbers: int) -> int:
 def uniform(key: int, counters: ArrayLike) -> NDArray[np.float64]:
     """Numbers in [0, 1), one a counter: the same for the same key and counter, on any rank, in any order."""
     words = np.asarray(counters, np.int64).astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
-    return (hashed(hashed(words)) >> np.uint64(11)) * 2.0**-53
+    return (hashed(hashed(words)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from os import PathLike
 from typing import Any, overload
@@ -25,7 +25,7 @@ def prefix_of(path: str | PathLike[str]) -> str:
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
-class TokenFile(Sequence[NDArray[Any]]):
+class TokenFile:
     """Items of a token file. `file[i]` is a view of the map: nothing is copied, and it cannot be written to.
 
     Args:
@@ -60,6 +60,9 @@ class TokenFile(Sequence[NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return map(self.__getitem__, range(len(self)))
 
     @overload
     def __getitem__(self, at: int) -> NDArray[Any]: ...

@@ -18,7 +18,10 @@ SEQUENCE = Missing(
     "chunked attention with keys on the host is not built yet",
     "ds_parallel.sequence: DistributedAttention, RingAttention",
 )
-DATA = Missing("ds-data is not built yet", "a sampler of your own, passed as data_iter or with your DataLoader")
+DATA = Missing(
+    "ds-data does not have it yet",
+    "ds_data (TokenFile, TokenWriter, schedules, Rows) with a DataLoader or data_iter of your own",
+)
 COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
