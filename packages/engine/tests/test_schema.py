@@ -184,6 +184,8 @@ CYCLE = {
 FILES = {"device": "nvme", "nvme_path": "folder"}
 SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
+    "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+    "zero_optimization.zeropp_loco_param": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
     "aio": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
     "zero_optimization.offload_optimizer": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
     "zero_optimization.offload_param": {"zero_optimization": {**SMALL, "offload_param": FILES}},
@@ -238,6 +240,7 @@ VALUES: dict[str, list[Any]] = {
     "curriculum_learning.max_difficulty": [128],
     "curriculum_learning.schedule_type": ["fixed_root"],
     "curriculum_learning.schedule_config": [GROWTH | {"total_curriculum_step": 20}],
+    "zero_optimization.zeropp_loco_param": [{}],
     "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": [2000],
     "compression_training.sparse_pruning.shared_parameters.block_pattern": ["2x2"],
     "compression_training.layer_reduction.keep_number_layer": [1],

@@ -12,6 +12,7 @@ from ds_ops.io import IOSettings
 from ds_zero import Nodes, Placement, ShardOptions, UnitPolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 from ds_zero.units import ModuleInfo, ParamInfo
+from ds_zero.wire import EXACT, QGZ, QWZ, Correction, Wire
 
 
 class Document(StrictModel):
@@ -59,7 +60,6 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
     "section",
     [
         {"offload_optimizer": {"device": "cpu", "super_offload": True}},
-        {"zero_quantized_weights": True},
         {"zenflow": {"topk_ratio": 0.1}},
         {"ignore_unused_parameters": False},
     ],
@@ -119,7 +119,7 @@ def retired(name: str) -> object | None:
 def another(name: str) -> Any:
     """A value that is not the key's default."""
     default = ZeroConfig.model_fields[name].default
-    special = {"zeropp_loco_param": {"err_beta": 0.8}, "zenflow": {"topk_ratio": 0.1}}
+    special = {"zeropp_loco_param": {"err_beta": 0.5}, "zenflow": {"topk_ratio": 0.1}}
     if name in special:
         return special[name]
     return (not default) if isinstance(default, bool) else default + 1
@@ -150,6 +150,18 @@ def units(stage: int = 3, shard_size: int | None = None, nodes: Nodes | None = N
     return plan(params, 4, options, modules=modules)
 
 
+def wired(wire: Wire = EXACT) -> Any:
+    """The plan of a bf16 model whose messages are codes."""
+    params = [ParamInfo(f"a.{i}", (10, 10), "bfloat16", "a", 0) for i in range(3)]
+    options = ShardOptions(stage=3, policy=UnitPolicy(persist_numel=0), wire=wire)
+    return plan(params, 4, options, modules=[ModuleInfo(""), ModuleInfo("a")])
+
+
+def sent(what: str, wire: Wire = EXACT) -> int:
+    """Bytes of one gather, or one reduction, of everything."""
+    return sum(unit.sent[what] for unit in wired(wire).units)
+
+
 CHANGES = {
     "stage": lambda: (units(1).kept, units(3).kept),
     "reduce_bucket_size": lambda: (len(units().units), len(units(max_numel=100).units)),
@@ -161,10 +173,17 @@ CHANGES = {
     "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
     "zero_hpz_partition_size": lambda: (units().kept["full"], units(nodes=Nodes(2, secondary=True)).kept["full"]),
     "mics_hierarchical_params_gather": lambda: (units().passing, units(nodes=Nodes(2, two_steps=True)).passing),
+    "zero_quantized_weights": lambda: (sent("gather"), sent("gather", Wire(weights=QWZ))),
+    "zero_quantized_gradients": lambda: (sent("reduce"), sent("reduce", Wire(gradients=QGZ))),
+    "zeropp_loco_param": lambda: (
+        wired(Wire(gradients=QGZ)).kept["grads"],
+        wired(Wire(gradients=QGZ, correction=Correction())).kept["grads"],
+    ),
     "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
 }
 ELSEWHERE = {  # seen by tests that need ranks or another object
     "overlap_comm": "test_order.py: nothing is issued early without it",
+    "zero_quantized_nontrainable_weights": "test_wire.py: frozen parameters travel as codes",
     "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
     "offload_param": "below: what ds-zero is given; test_offload.py: what comes of it",
     "offload_optimizer": "below: what ds-zero is given; test_offload.py: what comes of it",

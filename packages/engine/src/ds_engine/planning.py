@@ -18,8 +18,9 @@ from ds_engine.precision import casting_of, precision_of
 from ds_engine.rules import asked_batch, check_rules
 from ds_engine.transforms import TRANSFORMS, Asked, decide_all
 from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
-from ds_zero import STAGES, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy
+from ds_zero import QGZ, QWZ, STAGES, Correction, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy, Wire
 from ds_zero import plan as plan_sharding
+from ds_zero.config import ZeroConfig
 from ds_zero.units import ModuleInfo
 
 __all__ = ["known_axes", "make_plan", "rebatched"]
@@ -45,6 +46,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         max(1, config.zero_optimization.zero_hpz_partition_size),
         config.zero_optimization.mics_hierarchical_params_gather,
         *_places(config),
+        wire=_wire(config.zero_optimization),
     )
     precision = precision_of(config)
     states = _states(config, shapes, precision)
@@ -55,6 +57,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         precision=precision if states is None else replace(precision, state=states),
         policy=sharding.policy,
         shard_size=sharding.shard_size,
+        wire=sharding.wire,
         nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
         tier=sharding.tier,
         rest=sharding.rest,
@@ -119,6 +122,16 @@ def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
     multiple = batch.train if plan.config.dataloader_drop_last else 1
     program = _program(batch, plan.residency, plan.staging or Staging("1f1b", plan.mesh.pipe))
     return replace(plan, batch=batch, program=program, data_multiple=multiple)
+
+
+def _wire(section: ZeroConfig) -> Wire:
+    loco = section.zeropp_loco_param
+    return Wire(
+        QWZ if section.zero_quantized_weights else None,
+        QWZ if section.zero_quantized_weights or section.zero_quantized_nontrainable_weights else None,
+        QGZ if section.zero_quantized_gradients else None,
+        None if loco is None else Correction(loco.err_beta, loco.reset_T),
+    )
 
 
 def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:

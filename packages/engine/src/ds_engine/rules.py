@@ -88,6 +88,12 @@ RULES: tuple[Rule, ...] = (
         "Set nvme_path to a folder of a fast disk.",
     ),
     Rule(
+        "zero-wire",
+        lambda c, mesh: bool(_vain_codes(c)),
+        lambda c, mesh: f"{_vain_codes(c)} with stage {c.zero_optimization.stage}",
+        "Quantize weights at stage 3, gradients at stages 1 to 3, and give zeropp_loco_param with quantized gradients only.",
+    ),
+    Rule(
         "precision-states",
         lambda c, mesh: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
         lambda c, mesh: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
@@ -220,6 +226,19 @@ def _near(config: Config) -> str:
     if _hpz(config) > 1:
         return f"zero_optimization.zero_hpz_partition_size = {_hpz(config)}"
     return "zero_optimization.mics_hierarchical_params_gather = true" if _two_steps(config) else ""
+
+
+def _vain_codes(config: Config) -> str:
+    """Keys of quantized messages that have nothing to act on."""
+    zero = config.zero_optimization
+    weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    found = {
+        "quantized weights": weights and zero.stage != 3,
+        "zero_quantized_gradients": zero.zero_quantized_gradients and zero.stage == 0,
+        "zeropp_loco_param without zero_quantized_gradients": zero.zeropp_loco_param is not None
+        and not zero.zero_quantized_gradients,
+    }
+    return ", ".join(name for name, vain in found.items() if vain)
 
 
 def _two_steps(config: Config) -> bool:

@@ -120,6 +120,15 @@ class LeafModuleConfig(StrictModel):
     name_suffixes: tuple[str, ...] = Field(default=(), description="Ends of such names.")
 
 
+class LocoConfig(StrictModel):
+    """`zero_optimization.zeropp_loco_param`: the errors of quantized gradients, e = err_beta e + (1 - err_beta) lost."""
+
+    err_beta: float = Field(default=0.8, ge=0, lt=1, description="Share of the old error that stays.")
+    reset_T: int = Field(  # noqa: N815  the reference's name
+        default=1024, ge=0, description="Reductions after which a unit's error is forgotten; 0: never."
+    )
+
+
 def _offload(on: bool) -> dict[str, str]:
     return {"device": "cpu" if on else "none"}
 
@@ -151,6 +160,18 @@ class ZeroConfig(StrictModel):
     zero_hpz_partition_size: Count = Field(
         default=1,
         description="So many neighbouring ranks keep what stage 3 gathered until the next update; gathers until then stay among them.",
+    )
+    zero_quantized_weights: bool = Field(
+        default=False, description="Stage 3 gathers int8 codes of parameters; masters stay exact. fp32 and bf16."
+    )
+    zero_quantized_nontrainable_weights: bool = Field(
+        default=False, description="The same of parameters that are not trained only."
+    )
+    zero_quantized_gradients: bool = Field(
+        default=False, description="Gradients travel as int4 codes, inside nodes first. At stages 1 to 3."
+    )
+    zeropp_loco_param: LocoConfig | None = Field(
+        default=None, description="What codes of gradients lose is added to the next ones; null: it is lost."
     )
     enable_sanity_checks: bool = Field(
         default=False, description="Raise on all ranks if the ranks of a step used different parameters."
@@ -208,10 +229,6 @@ class ZeroConfig(StrictModel):
     zenflow: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
     ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
     legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False
-    zero_quantized_weights: Annotated[bool, Unbuilt("false; bf16 halves what is gathered")] = False
-    zero_quantized_nontrainable_weights: Annotated[bool, Unbuilt("false")] = False
-    zero_quantized_gradients: Annotated[bool, Unbuilt("communication_data_type = bf16")] = False
-    zeropp_loco_param: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -220,3 +220,18 @@ def test_memory_that_ranks_share_sends_nothing():
     )
     assert {u.plan.wire for u in optimizer.sharding.units} == {Wire()}
     optimizer.close()
+
+
+@world(2)
+def test_frozen_parameters_travel_as_codes_alone():
+    net = net_of()
+    net[2].requires_grad_(False)
+    optimizer = ds_zero.shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=Wire(frozen=QWZ), policy=SMALL, memory="private"
+    )
+    assert {u.spec.trained: u.plan.wire.weights for u in optimizer.sharding.units} == {True: None, False: QWZ}
+    before = ds_zero.safe_get_full_fp32_param(net[2].weight)
+    net(batch(0)).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(ds_zero.safe_get_full_fp32_param(net[2].weight), before)
+    optimizer.close()

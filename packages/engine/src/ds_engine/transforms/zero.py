@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ds_engine.schedules import Schedule, Scheduler
 from ds_engine.sections import TorchSchedulerSection
 from ds_engine.together import together
 from ds_engine.transforms.base import Asked, Site, Transform
-from ds_zero import STAGES, Nodes, Residency, ShardedOptimizer, Sharding, ShardOptions, shard
+from ds_zero import STAGES, Nodes, Residency, ShardedOptimizer, Sharding, ShardOptions, Wire, shard
 
 __all__ = ["Zero"]
 
@@ -57,6 +57,7 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
             "sparse": plan.sharding.sparse,
             "tier": plan.sharding.tier,
             "rest": plan.sharding.rest,
+            "wire": _wire(plan.sharding, group.size),
             "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
         }
         if inner is None:
@@ -86,6 +87,13 @@ def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
     if sharding.near > 1:
         return Nodes(sharding.near, two_steps=sharding.two_steps, secondary=True)
     return Nodes(local, two_steps=True) if sharding.two_steps else None
+
+
+def _wire(sharding: ShardPlan, ranks: int) -> Wire:
+    """Sums of gradients inside the same nodes first, where there are several of equal size."""
+    node = sharding.near if sharding.near > 1 else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    shards = sharding.shard_size or ranks
+    return replace(sharding.wire, node=node if 1 < node < shards and shards % node == 0 else 1)
 
 
 def _optimizer_and_scheduler(site: Site) -> tuple[torch.optim.Optimizer | None, Any]:
