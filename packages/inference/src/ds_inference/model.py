@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -116,7 +117,8 @@ class Decoder:
         rounded: bool = False,
     ) -> None:
         self.spec, self.weights = spec, dict(weights)
-        self._floats = {role: weight for role, weight in weights.items() if isinstance(weight, Tensor)}
+        # The same table, for the roles that are never quantised: who changes weights changes one table.
+        self._floats = cast("dict[str, Tensor]", self.weights)
         self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
         unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(_ACTIVATIONS)
         if unknown:
@@ -138,7 +140,6 @@ class Decoder:
             self._native = NativeDecoder(spec, self.weights, self._rotations, rounded)
             for role in NativeDecoder.packed_roles(spec):
                 self.weights.pop(role, None)
-                self._floats.pop(role, None)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
