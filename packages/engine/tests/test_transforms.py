@@ -99,6 +99,7 @@ def test_the_list_has_the_order_of_the_contract() -> None:
         "tensor parallel",
         "expert parallel",
         "sequence parallel",
+        "compression",
         "activation checkpointing",
         "compile",
         "ZeRO",
