@@ -58,7 +58,7 @@ def problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
         for name, where in sorted(needed.imported.items())
         if name not in required | optional
     ]
-    for name in sorted(required - needed.imported.keys() - set(project.plugs_into)):
+    for name in sorted(required - needed.imported.keys() - needed.named - set(project.plugs_into)):
         found.append(f"pyproject.toml declares {name}, which no file imports")
     for name in sorted(optional - needed.imported.keys() - needed.named):
         found.append(f"an extra declares {name}, which no file imports or runs")

@@ -139,6 +139,7 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
             raise RuntimeError(f"no group {name} of {mine}")
         return Group(name, found.ranks, found.rank, found.pg)
 
-    groups = {name: own(name, getattr(ranks, name)) for name in ("expert", "data", "holders", "tensor")}
+    expert, data = own("expert", ranks.expert), own("data", ranks.data)
+    holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
     mine = tuple(g for g in made.values() if g is not None and g.pg is not None and g.ranks != world.ranks)
-    return Places(**groups, made=mine)
+    return Places(expert, data, holders, tensor, made=mine)

@@ -93,9 +93,9 @@ def _trace(args: argparse.Namespace) -> None:
     ):
         print(f"{stage:>5}  " + "  ".join(f"{1e3 * value:.3f}" for value in row))
     if args.png:
-        charts = [(f"measured: {1e3 * trace.span:.1f} ms, bubble {trace.bubble:.1%}", measured)]
-        charts += [(f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}", plan.ranks)]
-        as_gantt(charts, args.png)
+        of_run = f"measured: {1e3 * trace.span:.1f} ms, bubble {trace.bubble:.1%}"
+        on_paper = f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}"
+        as_gantt([(of_run, measured), (on_paper, plan.ranks)], args.png)
         print(f"drawn: {args.png}")
 
 

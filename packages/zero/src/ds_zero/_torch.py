@@ -29,7 +29,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
 
 
-can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Whether hooks on what autograd saves are allowed here; inside transforms of functions (torch.func.grad) they are not."""
 
 

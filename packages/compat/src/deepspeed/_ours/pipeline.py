@@ -63,7 +63,7 @@ def _squarish(ranks: int) -> ds_pipe.ProcessTopology:
     return ds_pipe.PipeDataParallelTopology(num_pp=pipe, num_dp=data)
 
 
-class PipelineEngine(StagedMethods, DeepSpeedEngine):
+class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
     """Made by `deepspeed.initialize(model=PipelineModule(...))`. Whole steps only."""
 
     agg_train_loss: Tensor | None = None
