@@ -21,6 +21,8 @@ import ds_zero
 
 WARM_UP_S = 300.0  # connections are made in the first steps, which a busy machine may take long for
 STEPS, WARM_UP = 5, 2
+BEFORE = "before they met"
+LEAST_MEETING_S = 20.0  # shorter deadlines do not bound the meeting
 
 
 def boom() -> None:
@@ -40,7 +42,7 @@ class Parting:
         self.armed = False
         print(f"PART {time.monotonic()}", flush=True)
         if self.kind == "stuck":
-            time.sleep(600)
+            time.sleep(600 if self.deadline_s < LEAST_MEETING_S else 2 * self.deadline_s)
         elif self.kind == "slow":
             with ds_comm.patience(60):
                 time.sleep(2 * self.deadline_s)
@@ -77,6 +79,11 @@ def batches(rank: int, parting: Parting) -> Iterator[Tensor]:
 def run(stage: int, transport: str, who: int, moment: str, kind: str, deadline_s: float) -> None:
     print(f"START {time.monotonic()}", flush=True)
     backend, _, memory = transport.partition("+")
+    if moment == BEFORE and int(os.environ["RANK"]) == who:
+        early = Parting(kind, deadline_s, True)
+        early.armed = True
+        early.come()
+        return  # nobody watches a rank before it came
     world = ds_comm.init_distributed(backend, deadline_s=deadline_s)
     with ds_comm.patience(WARM_UP_S):
         torch.manual_seed(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import init
+from ds_comm import init, meeting
 from ds_comm.launch import Launch
 from ds_config.errors import CommError
 
@@ -28,12 +30,11 @@ PAIR = Launch("OpenMPI", 0, 2, 0, 2, "", 0, "job")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(init, "_tell_torch", lambda variables: None)  # the jobs of a test are threads of one process
     return tmp_path
 
 
 def meet(launch: Launch, timeout_s: float = 30) -> dist.Store:
-    return init._meet(launch, timedelta(seconds=timeout_s))
+    return meeting.meet(launch, timeout_s)[0]
 
 
 def test_twenty_jobs_at_once_do_not_clash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_a_note_that_others_may_write_is_not_believed(folder: Path) -> None:
 
 def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in it: typed errors, within the time given, and no connection to a port that nobody named."""
-    monkeypatch.setattr(init.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
     rng = random.Random(0)
     note = folder / "note"
     note.touch(mode=0o600)
@@ -106,9 +107,9 @@ def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest
     for _ in range(5000):
         note.write_bytes(text())
         with pytest.raises(TimeoutError, match="left no note"):
-            init._read_note(note, timedelta(microseconds=50))
+            meeting._read_note(note, 50e-6)
     note.write_bytes(b" ".join(good))
-    assert init._read_note(note, timedelta(seconds=1)) == (4242, "0" * 32)
+    assert meeting._read_note(note, 1.0) == (4242, "0" * 32)
 
 
 def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,22 +118,62 @@ def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: p
     monkeypatch.setattr(
         Path, "replace", lambda self, to: [modes.append(self.stat().st_mode & 0o777), replaced(self, to)][1]
     )
-    told: list[dict[str, str]] = []
-    monkeypatch.setattr(init, "_tell_torch", told.append)
-    threads = [threading.Thread(target=meet, args=(replace(PAIR, job="secret", rank=rank),)) for rank in (0, 1)]
+    told: list[tuple[dist.Store, dict[str, str]]] = []
+
+    def one(rank: int) -> None:
+        told.append(meeting.meet(replace(PAIR, job="secret", rank=rank), 30))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert modes == [0o600]
-    assert told[0]["DS_JOB_SECRET"] == told[1]["DS_JOB_SECRET"]
-    assert len(told[0]["DS_JOB_SECRET"]) == 32
+    assert told[0][1]["DS_JOB_SECRET"] == told[1][1]["DS_JOB_SECRET"]
+    assert len(told[0][1]["DS_JOB_SECRET"]) == 32
 
 
 def test_ranks_that_do_not_come_are_told() -> None:
-    with pytest.raises(CommError, match=r"rank 0 of 2 .* could not meet the others") as caught:
+    with pytest.raises(CommError, match=r"rank 0 of 2 .* could not meet the others .*: rank 1 did not come") as caught:
         meet(PAIR, timeout_s=0.2)
     assert "all ranks were started" in caught.value.fix
+    six = replace(PAIR, world_size=6, local_size=6)
+    other = threading.Thread(target=ended, args=(replace(six, rank=4), 5.0))
+    other.start()
+    with pytest.raises(CommError, match=r"ranks 1, 2, 3, 5 did not come"):
+        meet(six, timeout_s=1.0)
+    other.join()
+
+
+def ended(launch: Launch, timeout_s: float) -> None:
+    with contextlib.suppress(CommError):
+        meet(launch, timeout_s)
+
+
+def test_who_is_waited_for_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(meeting, "_WORD_S", 0.05)
+    with pytest.raises(CommError):
+        meet(PAIR, timeout_s=0.2)
+    assert "for rank 1, which did not come to init_distributed yet" in caplog.text
+    caplog.clear()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(CommError, match="rank 0 did not come: nobody listens there"):
+        meet(replace(PAIR, rank=1, port=port, address="127.0.0.1"), timeout_s=0.2)
+    assert f"rank 0 does not listen at 127.0.0.1:{port} yet" in caplog.text
+
+
+@pytest.mark.parametrize("deadline", [None, "30", "3"])
+def test_a_deadline_that_was_given_bounds_the_meeting(monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
+    monkeypatch.delenv("DS_COMM_DEADLINE_S", raising=False)
+    if deadline is not None:
+        monkeypatch.setenv("DS_COMM_DEADLINE_S", deadline)
+    expected = {None: 600, "30": 30, "3": 20}[deadline]
+    assert init._meeting_s(None, timedelta(minutes=10)) == expected
+    assert init._meeting_s(None, timedelta(seconds=5)) == 5
+    assert init._meeting_s(0, timedelta(minutes=10)) == 600, "nobody watches"
+    assert init._meeting_s(25, timedelta(minutes=10)) == 25
 
 
 def test_two_ranks_of_an_mpi_launcher(forked: Callable[..., list[Any]], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ds_comm import init
+from ds_comm import meeting
 
 
 def free_port() -> int:
@@ -27,9 +27,9 @@ def test_a_store_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch)
             server.bind(("127.0.0.1", port))
             server.listen()
 
-    monkeypatch.setattr(init.time, "sleep", pause)
+    monkeypatch.setattr(meeting.time, "sleep", pause)
     with server:
-        init._await_server("127.0.0.1", port, 60.0)
+        meeting._await_server("127.0.0.1", port, 60.0)
         server.settimeout(60)
         connection, _ = server.accept()
         connection.close()
@@ -37,11 +37,12 @@ def test_a_store_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert max(pauses) <= 0.01
 
 
-def test_a_store_that_never_comes_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(init.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(init.time, "sleep", lambda seconds: None)
-    init._await_server("127.0.0.1", free_port(), 5.0)
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
+    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+        meeting._await_server("127.0.0.1", free_port(), 5.0)
     assert next(clock) < 10
 
 
@@ -49,8 +50,8 @@ def test_a_host_that_is_not_there_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no such host")
 
-    monkeypatch.setattr(init.socket, "create_connection", refuse)
+    monkeypatch.setattr(meeting.socket, "create_connection", refuse)
     waiting = threading.Event()
-    monkeypatch.setattr(init.time, "sleep", lambda seconds: waiting.set())
-    init._await_server("nowhere.invalid", 1, 60.0)
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: waiting.set())
+    meeting._await_server("nowhere.invalid", 1, 60.0)
     assert not waiting.is_set()

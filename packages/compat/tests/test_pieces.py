@@ -125,13 +125,21 @@ def test_schedules_attach_to_an_optimizer():
 # ---- tools
 
 
-def test_logger_and_log_dist(caplog, monkeypatch):
+@pytest.fixture
+def logger():
+    """DeepSpeed's, with its level as it was before."""
     logger = deepspeed.utils.logger
+    before = logger.level
+    yield logger
+    logger.setLevel(before)
+
+
+def test_logger_and_log_dist(caplog, monkeypatch, logger):
     assert isinstance(logger, logging.Logger)
     assert logger.name == "DeepSpeed"
     assert deepspeed.utils.logging.logger is logger
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.setLevel(logging.INFO)  # not by its attribute: a logger remembers what its level let pass
     deepspeed.log_dist("all", ranks=[-1])
     deepspeed.log_dist("zero", ranks=[0])
     deepspeed.log_dist("other", ranks=[5])

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import socket
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -23,9 +19,9 @@ from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import Launch, read_launch
+from ds_comm.meeting import meet
 from ds_comm.shm import available
 from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
-from ds_comm.watch.secret import SECRET_VARIABLE, new_secret
 from ds_comm.watch.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
 from ds_ops.shm import Segment, neighbourhood
@@ -36,11 +32,9 @@ _log = logging.getLogger(__name__)
 # Where a watchdog ends hangs, a backend's own limit would only end ranks whose patience is longer.
 _WATCHED_TIMEOUT = timedelta(days=7)
 _PROBE_BYTES = 4096
-_POLL_S = 0.02
-_REFUSED_S = 0.005
-_FINE_S = 5.0  # after this torch's own pauses are no longer what one waits for
-_NOTE = re.compile(r"([1-9][0-9]{0,8}) ([0-9]{1,5}) ([!-~]+)")  # pid, port, secret
-_NOTE_BYTES = 4096
+_LEAST_MEETING_S = (
+    20.0  # processes that start together do not come together: each imports torch first, on a busy host slowly
+)
 _told: list[str] = []  # environment variables that this module set
 
 
@@ -58,10 +52,12 @@ def init_distributed(
         backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default what DS_COMM_BACKEND says, else the
             device's own; for the CPU `"shm"` where all ranks are on one host and can share memory (`ds_comm.shm`), and
             `"gloo"` where they cannot (rank 0 logs why).
-        timeout: How long the rendezvous may take, and a collective where nobody watches (`deadline_s=0`).
+        timeout: How long ranks wait for each other to come here, and for a collective where nobody watches (`deadline_s=0`). Who
+            has not come is logged every 30 s.
         deadline_s: How long a rank may be blocked in one operation before all ranks say what they do and end
             (`ds_comm.watch.watchdog`); default DS_COMM_DEADLINE_S, or 60 s between CPUs and `timeout` between devices, with a
-            warning after 60 s; 0 turns recording and watching off.
+            warning after 60 s; 0 turns recording and watching off. One that is given bounds the wait for the ranks to come, too
+            (at least 20 s).
     Returns:
         The world; a group of one, without a process group, when no launcher started this process.
     Raises:
@@ -71,8 +67,8 @@ def init_distributed(
         launch = read_launch(os.environ)
         if launch is None:
             return world_group()
-        store = _own_keys(_meet(launch, timeout), launch.rank)
-        _tell_torch(launch.environment())
+        store, variables = meet(launch, _meeting_s(deadline_s, timeout))
+        _tell_torch({**variables, **launch.environment()})
         _choose_device(launch)
         watched = _watch_settings(deadline_s, timeout).deadline_s > 0
         use_timeout(_WATCHED_TIMEOUT if watched else timeout)
@@ -119,6 +115,14 @@ def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettin
     return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
 
 
+def _meeting_s(deadline_s: float | None, timeout: timedelta) -> float:
+    """How long ranks wait for each other to come. A deadline that nobody gave is no patience with slow starts."""
+    told = os.environ.get("DS_COMM_DEADLINE_S")
+    given = deadline_s if deadline_s is not None else deadline_from(told) if told else 0.0
+    limit = timeout.total_seconds()
+    return min(limit, max(given, _LEAST_MEETING_S)) if given > 0 else limit
+
+
 def _tell_torch(variables: Mapping[str, str]) -> None:
     """Set the variables that torch's own functions read, where the launcher did not."""
     for name, value in variables.items():
@@ -138,12 +142,6 @@ def _own_device() -> torch.device | None:
     """The device that this rank communicates from: with it torch splits groups from one communicator."""
     accelerator = get_accelerator()
     return None if accelerator.name == "cpu" else accelerator.device(accelerator.current_index())
-
-
-def _own_keys(store: dist.Store, rank: int) -> dist.Store:
-    """The part of a store that this initialisation uses: a launcher's store has the keys of earlier ones of this job."""
-    number = store.add(f"ds_comm/times/{rank}", 1)
-    return dist.PrefixStore(f"ds_comm/{number}", store)
 
 
 def _backend(asked: str | None, launch: Launch, store: dist.Store) -> str:
@@ -180,88 +178,3 @@ def _cannot_attach(token: str) -> str:
     except CommError as error:
         return str(error).splitlines()[0]
     return ""
-
-
-def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store on which all ranks of the job are."""
-    address = launch.address or "127.0.0.1"
-    try:
-        if launch.port == 0:
-            return _meet_on_free_port(launch, timeout)
-        _tell_torch({"MASTER_ADDR": address, "MASTER_PORT": str(launch.port)})
-        if launch.rank != 0:
-            _await_server(address, launch.port, min(_FINE_S, timeout.total_seconds()))
-        # torch knows when the launcher's own store is to be used and who serves it.
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    except (dist.DistError, OSError, ValueError) as error:
-        raise CommError(
-            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) could not meet the others at "
-            f"{address}:{launch.port} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}",
-            code="comm-rendezvous",
-            fix="Check that all ranks were started, that rank 0's host is reachable and that no other job uses this port.",
-        ) from error
-    return store
-
-
-def _await_server(address: str, port: int, limit_s: float) -> None:
-    """Return when someone listens there, or after the limit.
-
-    torch's client of a store that is not there yet tries again after half a second and more, which both ranks then wait; where
-    ranks start together, most runs began with it (docs/benchmarks/engine.md).
-    """
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, port), timeout=1.0).close()
-        except ConnectionRefusedError:
-            time.sleep(_REFUSED_S)
-        except OSError:  # no such host, no route: torch's client says it better
-            return
-        else:
-            return
-
-
-def _meet_on_free_port(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Rank 0 takes a free port and tells the others of this host through a file that only this job knows.
-
-    No two jobs can clash: the kernel gives each its own port, and the file is named after the job and its starter.
-    """
-    name = f"ds-comm-{os.getuid()}-{launch.job or 'job'}-{os.getppid()}.port"
-    note = Path(tempfile.gettempdir()) / name.replace("/", "_")
-    if launch.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        draft = note.with_suffix(f".{os.getpid()}")
-        secret = os.environ.get(SECRET_VARIABLE) or new_secret()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, flags, 0o600), "w") as file:
-            file.write(f"{os.getpid()} {store.port} {secret}")
-        draft.replace(note)  # others see all of it or nothing
-        store.wait([f"here/{rank}" for rank in range(1, launch.world_size)], timeout)
-        note.unlink()
-    else:
-        port, secret = _read_note(note, timeout)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        store.set(f"here/{launch.rank}", "")
-    _tell_torch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), SECRET_VARIABLE: secret})
-    return store
-
-
-def _read_note(note: Path, timeout: timedelta) -> tuple[int, str]:
-    """The port and the job's secret. A note of another user, or one that others may read or write, is not believed."""
-    deadline, strange = time.monotonic() + timeout.total_seconds(), ""
-    while time.monotonic() < deadline:
-        try:
-            with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.getuid() or found.st_mode & 0o077:
-                    strange = f"; what is there belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}"
-                    raise FileNotFoundError(note)
-                fields = _NOTE.fullmatch(file.read(_NOTE_BYTES))
-            if fields is None or not 0 < int(fields[2]) < 1 << 16:
-                raise ValueError(note)
-            os.kill(int(fields[1]), 0)  # a note may be left by a job that was killed
-            return int(fields[2]), fields[3]
-        except (OSError, ValueError, OverflowError):
-            time.sleep(_POLL_S)
-    raise TimeoutError(f"rank 0 left no note in {note}{strange}")

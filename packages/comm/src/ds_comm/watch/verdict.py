@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ds_comm.watch.ring import UNEVEN, Stamp
 
-__all__ = ["Finding", "Report", "differs", "judge", "judge_wait"]
+__all__ = ["Finding", "Report", "differs", "judge", "judge_wait", "rank_names"]
 
 _SHOWN = 3  # culprits named in a line
 
@@ -104,7 +104,7 @@ def judge_wait(wait: Stamp, mine: Report, reports: Mapping[int, Report], awaited
     found = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
     silent = [rank for rank in awaited if rank not in reports]
     if silent:
-        found.append(("comm-hang", f"{_ranks(silent)} gave no sign"))
+        found.append(("comm-hang", f"{rank_names(silent)} gave no sign"))
     if not found:
         return None
     codes = [code for code, _ in found]
@@ -158,6 +158,7 @@ def _last(report: Report) -> str:
     return f"; its last operation was {report.stamps[-1]}" if report.stamps else ""
 
 
-def _ranks(ranks: list[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2, 7`; of many, the first eight."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
