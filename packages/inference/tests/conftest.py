@@ -87,6 +87,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox serial": ("GPTNeoX", {**_OLD, "use_parallel_residual": False, "rotary_pct": 0.5}),
     "opt": ("OPT", {**_OLD, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt after": ("OPT", {**_OLD, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 2, **_OLD}),
     "bloom of six heads": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 2, **_OLD}),
     "falcon one kv head": ("Falcon", {**_OLD, "multi_query": True, "parallel_attn": True, "bias": False}),
@@ -101,7 +102,7 @@ def _tiny(name: str) -> Any:
     kind, more = FAMILIES[name]
     given = {k: v for k, v in {**SMALL, **more}.items() if v is not ...}
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**given)
-    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom") else "sdpa"
+    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom", "GptOss") else "sdpa"
     torch.manual_seed(3)
     made = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval().float()
     with torch.no_grad():

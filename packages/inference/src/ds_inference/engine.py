@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_config.errors import PlanError
 from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
-from ds_inference.model import Cache, Decoder
+from ds_inference.model import Cache, Runner
 from ds_inference.sampling import Sampling, draw, shaped
 from ds_inference.scheduler import Budget, Outcome, Request, Scheduler
 
@@ -98,7 +98,7 @@ class Generator:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Runner,
         *,
         blocks: int,
         size: int = 16,
@@ -108,7 +108,8 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self.decoder, self.tokenizer, self.speculate = decoder, tokenizer, speculate
+        self.decoder: Any = decoder
+        self.tokenizer, self.speculate = tokenizer, speculate
         budget = budget or Budget()
         self.scheduler = Scheduler(
             BlockPool(blocks, size), replace(budget, length=min(budget.length, decoder.spec.longest)), share=share

@@ -396,6 +396,38 @@ def _olmoe(config: Config) -> Spec:
     return _llama_like(config, [_grouped(config, whole_norm=norm)] * count, [feed] * count, norm=norm)
 
 
+def _gpt_oss(config: Config) -> Spec:
+    count = config["num_hidden_layers"]
+    feed = Experts(
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        score="softmax_chosen",
+        clamp=float(config.get("swiglu_limit", 7.0)),
+        alpha=float(config.get("swiglu_alpha", 1.702)),
+    )
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    base = _grouped(config, sinks=True)
+    windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    return _llama_like(config, [replace(base, window=w) for w in windows], [feed] * count)
+
+
+def _oss(role: str, name: str, form: Any = "rows") -> dict[str, tuple[Source, ...]]:
+    return {f"layers.{{i}}.{role}": (Source((_LAYER + name,), form),)}
+
+
+_GPT_OSS = {
+    **{k: v for k, v in _LLAMA.items() if ".feed." not in k},
+    **_oss("attention.sinks", "self_attn.sinks"),
+    **_oss("feed.router.weight", "mlp.router.weight"),
+    **_oss("feed.router.bias", "mlp.router.bias"),
+    **_oss("feed.experts.up", "mlp.experts.gate_up_proj", "paired"),
+    **_oss("feed.experts.up_bias", "mlp.experts.gate_up_proj_bias", "paired"),
+    **_oss("feed.experts.down", "mlp.experts.down_proj", "swapped"),
+    **_oss("feed.experts.down_bias", "mlp.experts.down_proj_bias"),
+}
+
+
 def _deepseek(config: Config) -> Spec:
     heads, plain, rotated = config["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     third = config["model_type"] == "deepseek_v3"
@@ -661,6 +693,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": _plain(_gemma3, {**_LLAMA, **_FOUR_NORMS}),
     "gpt2": _plain(_gpt2, _GPT2),
     "gpt_neox": _plain(_gpt_neox, _GPT_NEOX),
+    "gpt_oss": _plain(_gpt_oss, _GPT_OSS),
     "llama": _plain(_llama),
     "mistral": _plain(_llama),
     "mixtral": _plain(_mixtral, _MIXTRAL),

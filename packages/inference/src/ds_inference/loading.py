@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_config.errors import UnsupportedError
 from ds_inference.engine import Generator, Tokenizer
 from ds_inference.families import family_of
+from ds_inference.foreign import ForeignDecoder, read_module
 from ds_inference.model import Decoder
-from ds_inference.quantize import Quantize, Weight, as_quantize, quantised
+from ds_inference.packed import Packed, unpacked
+from ds_inference.quantize import Quantize, Weight, as_quantize, as_read, dequantised, quantised
 from ds_inference.scheduler import Budget
 from ds_inference.spec import Spec
 from ds_inference.weights import Folder, read_config, read_weights
+from ds_ops.formats import QuantTensor
 
 __all__ = ["load", "read_decoder"]
 
@@ -38,6 +42,8 @@ def load(
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
+    A family that is declared (`families`) runs through this package's own forward; any other decoder through its own, slower.
+
     Args:
         source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
             device agree.
@@ -50,7 +56,9 @@ def load(
         native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
             not see later changes of a module. None: for folders, and where weights are quantised.
     Raises:
-        UnsupportedError: nobody declared this kind of model ("inference-family").
+        UnsupportedError: nobody declared this kind of model, and it does not run through its own forward either
+            ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); the folder's codes are
+            of an unknown packing ("inference-packed").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
     """
     decoder = read_decoder(
@@ -83,20 +91,30 @@ def read_decoder(
     length: int | None = None,
     quantize: Quantize | str | None = None,
     native: bool | None = None,
-) -> Decoder:
+) -> Decoder | ForeignDecoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
         config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
-        checkpoint: Mapping[str, Tensor] = source.state_dict() if weights is None else weights
+        checkpoint: Mapping[str, Weight] = source.state_dict() if weights is None else weights
     else:
         config = read_config(source)
-        checkpoint = Folder(source) if weights is None else weights
-    family = family_of(config)
-    spec: Spec = family.spec(config)
-
+        checkpoint = unpacked(Folder(source), config) if weights is None else weights
     how = as_quantize(quantize)
+    try:
+        family = family_of(config)
+        spec: Spec = family.spec(config)
+    except UnsupportedError:
+        if how is not None or native:
+            raise
+        return ForeignDecoder(read_module(source, dtype, device, weights))
 
-    def keep(role: str, tensor: Tensor) -> Weight:
+    if dtype is None and isinstance(checkpoint, Packed):
+        dtype = checkpoint.dtype
+
+    def keep(role: str, weight: Weight) -> Weight:
+        if how is None and isinstance(weight := as_read(role, weight), QuantTensor):
+            return weight
+        tensor = dequantised(weight)
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
         whole = tensor.detach().to(device=device, dtype=wanted)
         return whole.contiguous() if how is None else quantised(role, whole, how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
 from ds_ops.routing import permute, sort_slots, unpermute
 
-__all__ = ["Cache", "Decoder"]
+__all__ = ["Cache", "Decoder", "Runner"]
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -76,6 +76,17 @@ class Cache:
             for tensors in self.layers:
                 for tensor in tensors:
                     tensor[target] = tensor[source]
+
+
+class Runner(Protocol):
+    """What runs a step: `Decoder`, or a module's own forward."""
+
+    spec: Spec
+    device: torch.device
+    dtype: torch.dtype
+    obstacle: str
+
+    def forward(self, batch: Batch, cache: Cache) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,15 +299,28 @@ class Decoder:
 
     def _experts(self, at: str, spec: Experts, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         router = self._floats[f"{at}.router.weight"]
-        logits = (
-            F.linear(x.float(), router.float()) if spec.score == "sigmoid" or spec.groups > 1 else F.linear(x, router)
-        )
+        wide = spec.score == "sigmoid" or spec.groups > 1
+        bias = self._floats.get(f"{at}.router.bias")
+        logits = F.linear(x.float(), router.float()) if wide else F.linear(x, router, bias)
         share, chosen = route(logits, spec, self._floats.get(f"{at}.correction"))
         rows = sort_slots(chosen, spec.count)
         sorted_x = permute(x, rows)
-        gate, value = grouped_linear(sorted_x, self.weights[f"{at}.experts.up"], rows.ends).chunk(2, dim=-1)
-        y = grouped_linear(act(gate) * value, self.weights[f"{at}.experts.down"], rows.ends)
-        return unpermute(y, rows, share)
+        y = self._of_experts(f"{at}.experts.up", sorted_x, rows.ends)
+        gate, value = y.chunk(2, dim=-1)
+        if spec.clamp is None:
+            y = act(gate) * value
+        else:
+            gate, value = gate.clamp(max=spec.clamp), value.clamp(-spec.clamp, spec.clamp)
+            y = (value + 1) * gate * torch.sigmoid(spec.alpha * gate)
+        return unpermute(self._of_experts(f"{at}.experts.down", y, rows.ends), rows, share)
+
+    def _of_experts(self, role: str, x: Tensor, ends: Tensor) -> Tensor:
+        y = grouped_linear(x, self.weights[role], ends)
+        bias = self._floats.get(f"{role}_bias")
+        if bias is None:
+            return y
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return y + bias.repeat_interleave(counts, 0, output_size=len(y))
 
     # ---- leaves
 

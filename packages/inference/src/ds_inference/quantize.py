@@ -19,7 +19,7 @@ from ds_ops.grouped import grouped_matmul
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
 
-__all__ = ["Quantize", "Weight", "as_quantize", "dequantised", "grouped_linear", "linear", "quantised"]
+__all__ = ["Quantize", "Weight", "as_quantize", "as_read", "dequantised", "grouped_linear", "linear", "quantised"]
 
 Weight = Tensor | QuantTensor
 """A role's weight; a quantised one has the shape, and the dtype of what it was made from."""
@@ -80,6 +80,13 @@ def quantised(role: str, weight: Tensor, how: Quantize) -> Weight:
         return weight.contiguous()
     group = how.group or -(-weight.shape[-1] // 8) * 8
     return quantize_weight(weight.contiguous(), _FORMATS[how.format], group=group, symmetric=how.symmetric)
+
+
+def as_read(role: str, weight: Weight) -> Weight:
+    """Codes of a folder as they are, where products read the role; else numbers."""
+    if isinstance(weight, QuantTensor) and not role.endswith(_KEPT):
+        return weight
+    return dequantised(weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
 from ds_inference.loading import read_decoder
-from ds_inference.model import Cache, Decoder
+from ds_inference.model import Cache, Runner
 from ds_inference.quantize import Quantize
 from ds_inference.scheduler import Chunk
 
@@ -70,7 +70,7 @@ class RaggedEngine:
         config: Limits.
     """
 
-    def __init__(self, decoder: Decoder, config: RaggedConfig) -> None:
+    def __init__(self, decoder: Runner, config: RaggedConfig) -> None:
         self.model, self.config = decoder, config
         count = _blocks(decoder, config)
         self._pool = BlockPool(count, _BLOCK)
@@ -183,7 +183,7 @@ def build_hf_engine(
     return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how), config)
 
 
-def _blocks(decoder: Decoder, config: RaggedConfig) -> int:
+def _blocks(decoder: Runner, config: RaggedConfig) -> int:
     limits = config.state_manager
     if limits.memory_config.mode == "allocate":
         return limits.memory_config.size

@@ -128,8 +128,7 @@ class Experts:
         corrected: A bias is added to the scores for choosing, not for weighing.
         shared: Width of an expert that every token goes to; 0: none.
         shared_gate: That one's output is weighed by a sigmoid of its own.
-        clamp, alpha: GPT-OSS: (up + 1) * gate * sigmoid(alpha * gate), with both cut at the clamp.
-        bias: Experts have biases, and so has the router.
+        clamp, alpha: With a clamp (GPT-OSS): (up + 1) * gate * sigmoid(alpha * gate), both cut at the clamp before.
     """
 
     count: int
@@ -145,6 +144,8 @@ class Experts:
     corrected: bool = False
     shared: int = 0
     shared_gate: bool = False
+    clamp: float | None = None
+    alpha: float = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class Source:
         form: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
             `"heads"`: rows are [head, (q, k, v), feature]. `"groups"`: rows are [kv head, (queries..., k, v), feature].
             `"stack"`: experts one behind the other; with two names, each pair is put together by rows. `"swapped"`: a packed
-            [expert, in, out] tensor. `"paired"`: the same, its outputs are (gate, up) in turn.
+            [expert, in, out] tensor. `"paired"`: the same, its outputs are (gate, up) in turn; of a bias [expert, out], too.
         optional: The role is left out if the checkpoint has none of the names.
     """
 

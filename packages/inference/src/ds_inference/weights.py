@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ds_config.errors import CheckpointError
 from ds_inference.families import Sources
-from ds_inference.quantize import Weight
+from ds_inference.quantize import Weight, dequantised
 from ds_inference.spec import Experts, Source, Spec
+from ds_ops.formats import QuantTensor
 
-__all__ = ["Folder", "read_config", "read_weights"]
+__all__ = ["Folder", "arranged", "read_config", "read_weights"]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
@@ -81,11 +82,12 @@ class Folder(Mapping[str, Tensor]):
 
 
 def read_weights(
-    spec: Spec, sources: Sources, checkpoint: Mapping[str, Tensor], keep: Callable[[str, Tensor], Weight]
+    spec: Spec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight]
 ) -> dict[str, Weight]:
     """Every role's weight.
 
     Args:
+        checkpoint: Names to tensors, or to codes (`packed`).
         keep: What is kept of a role's whole tensor: cast, cut, quantised. Called once a role, in order.
     Raises:
         CheckpointError: a tensor is missing ("inference-missing"); all missing ones are named.
@@ -116,10 +118,10 @@ def read_weights(
     return found
 
 
-class _Prefixed(Mapping[str, Tensor]):
+class _Prefixed(Mapping[str, Weight]):
     """Names as the declarations have them; a checkpoint may lack the first part (`model.`), or have one more in front."""
 
-    def __init__(self, inner: Mapping[str, Tensor]) -> None:
+    def __init__(self, inner: Mapping[str, Weight]) -> None:
         self._inner = inner
         self._names = {name: name for name in inner}
         for name in inner:
@@ -129,7 +131,7 @@ class _Prefixed(Mapping[str, Tensor]):
             for front in ("model.", "transformer.", "gpt_neox."):
                 self._names.setdefault(front + name, name)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         return self._inner[self._names[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -142,19 +144,30 @@ class _Prefixed(Mapping[str, Tensor]):
         return name in self._names
 
 
-def _choose(choices: tuple[Source, ...], i: int, checkpoint: Mapping[str, Tensor]) -> Source | None:
+def _choose(choices: tuple[Source, ...], i: int, checkpoint: Mapping[str, Weight]) -> Source | None:
     for choice in choices:
         if all(name.replace("{i}", str(i)).replace("{e}", "0") in checkpoint for name in choice.names):
             return choice
     return None
 
 
-def _make(source: Source, i: int, checkpoint: Mapping[str, Tensor], spec: Spec, feed: Any) -> Tensor:
+def _make(source: Source, i: int, checkpoint: Mapping[str, Weight], spec: Spec, feed: Any) -> Weight:
     names = [name.replace("{i}", str(i)) for name in source.names]
     if source.form == "stack" and isinstance(feed, Experts):
-        each = [[checkpoint[name.replace("{e}", str(e))] for name in names] for e in range(feed.count)]
+        each = [[dequantised(checkpoint[name.replace("{e}", str(e))]) for name in names] for e in range(feed.count)]
         return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
-    parts = [checkpoint[name] for name in names]
+    found = [checkpoint[name] for name in names]
+    codes = [part for part in found if isinstance(part, QuantTensor)]
+    if source.form == "rows" and len(codes) == len(found) and len({(c.spec, c.cols) for c in codes}) == 1:
+        rows = sum(c.rows for c in codes)
+        return QuantTensor(
+            torch.cat([c.wire for c in codes]), codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype
+        )
+    return arranged(source, [dequantised(part) for part in found], i, spec)
+
+
+def arranged(source: Source, parts: list[Tensor], i: int, spec: Spec) -> Tensor:
+    """The role's tensor of the tensors that its source names, by the source's form."""
     if source.form == "columns":
         parts = [part.t() for part in parts]
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -165,7 +178,7 @@ def _make(source: Source, i: int, checkpoint: Mapping[str, Tensor], spec: Spec, 
         cut = (rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :])
         whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in cut])
     elif source.form in ("swapped", "paired"):
-        whole = whole.transpose(1, 2)
+        whole = whole.transpose(1, 2) if whole.dim() == 3 else whole
         if source.form == "paired":
             whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], dim=1)
     return whole
