@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed._ours.groups import share_layers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,10 +58,150 @@ def test_tp_model_init_and_whole_parameters() -> None:
     with GatherReplacedLayerParams([down], model, enabled=True):
         assert torch.equal(down, alone.layers[0]["mlp"].down_proj.weight)
     assert down.shape == (8, 6)
+    from deepspeed.module_inject.layers import (
+        LinearAllreduce,
+        LinearLayer,
+        SubParamLinearLayer,
+        is_autotp_training_mode,
+    )
+    from deepspeed.utils import groups
+
+    up = model.layers[0]["mlp"].gate_up_proj
+    assert isinstance(up, SubParamLinearLayer)
+    assert isinstance(up, LinearLayer)
+    assert not isinstance(up, LinearAllreduce)
+    assert isinstance(model.layers[0]["mlp"].down_proj, LinearAllreduce)
+    assert is_autotp_training_mode()
+    assert not isinstance(alone.layers[0]["mlp"].down_proj, LinearAllreduce)
+    down.gather_params([down])
+    assert torch.equal(down, alone.layers[0]["mlp"].down_proj.weight)
+    down._tp_partition([down])
+    assert down.shape == (8, 6)
+    rank = torch.distributed.get_rank()
+    assert groups.get_tensor_model_parallel_world_size() == 2
+    assert groups.get_tensor_model_parallel_rank() == rank
+    assert groups.get_data_parallel_world_size() == 1
+    assert groups.get_tensor_model_parallel_src_rank() == 0
+    torch.distributed.all_reduce(ranks := torch.tensor(1 + rank), group=groups.get_data_parallel_group())
+    assert ranks == 1 + rank
     engine.close()
-    with pytest.raises(UnsupportedError, match="tp_group"):
-        deepspeed.tp_model_init(Model(), 2, torch.float32, tp_group=object())
+    assert groups.get_tensor_model_parallel_world_size() == 1
+    with pytest.raises(UnsupportedError, match="checkpoint"):
+        deepspeed.tp_model_init(Model(), 2, torch.float32, checkpoint="here")
+    with pytest.raises(ValueError, match="Conflicting dtype"):
+        deepspeed.initialize(
+            model=deepspeed.tp_model_init(Model(), 2, torch.float16), config=CONFIG | {"bf16": {"enabled": True}}
+        )
+    with pytest.raises(ValueError, match="tp_group"):
+        deepspeed.initialize(
+            model=deepspeed.tp_model_init(Model(), 2, torch.float32, tp_group=torch.distributed.group.WORLD),
+            config=CONFIG,
+            mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2),
+        )
     set_place("")
+
+
+@world(2)
+def test_tensor_parallel_ranks_with_different_batches() -> None:
+    config = CONFIG | {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
+    engine, *_ = deepspeed.initialize(model=Model(), config=config)
+    with pytest.raises(AssertionError) as error:
+        engine(torch.full((2, 5, 8), float(torch.distributed.get_rank())))
+    assert str(error.value) == (
+        "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
+    )
+    engine.close()
+    set_place("")
+
+
+@pytest.mark.parametrize(
+    "kind", ["LinearLayer", "GateUpPack_LinearLayer", "SubParamLinearLayer", "fused_LinearLayer", "conv_LinearLayer"]
+)
+@world(2)
+def test_a_layer_that_a_program_cuts_by_columns(kind: str) -> None:
+    from deepspeed.module_inject import layers
+
+    plain, x = nn.Linear(5, 12), torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
+    for name, param in plain.named_parameters():
+        torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(len(name)))
+    given = nn.Linear(5, 12)
+    given.load_state_dict(plain.state_dict())
+    if kind == "conv_LinearLayer":
+        given.weight.data = given.weight.data.t().contiguous()
+    told = {"shape": ((6, 4, 2), -1), "partition_dim": 0} if kind == "SubParamLinearLayer" else {}
+    whole, want = [x.clone().requires_grad_() for _ in range(2)]
+    layer = getattr(layers, kind)(given, torch.distributed.group.WORLD, gather_output=True, name="up", **told)
+    assert layer.weight.shape == (6, 5)
+    assert isinstance(layer, layers.LinearLayer)
+    layer(whole).square().sum().backward()
+    plain(want).square().sum().backward()
+    torch.testing.assert_close(layer(x), plain(x))
+    torch.testing.assert_close(whole.grad, want.grad)
+    part, gradient = layer.weight.detach().clone(), layer.weight.grad
+    with layers.GatherReplacedLayerParams([layer.weight, layer.bias], layer):
+        assert torch.equal(layer.weight, plain.weight)
+        assert torch.equal(layer.bias, plain.bias)
+    assert torch.equal(layer.weight, part)
+    layer.weight.data, layer.weight.grad = gradient, None
+    layer.weight.gather_params([layer.weight])
+    torch.testing.assert_close(layer.weight.data, plain.weight.grad)
+
+
+@pytest.mark.parametrize("kind", ["LinearAllreduce", "LmHeadLinearAllreduce", "SubParamLinearAllreduce"])
+@world(2)
+def test_a_layer_that_a_program_cuts_by_rows(kind: str) -> None:
+    from deepspeed.module_inject import layers
+
+    torch.manual_seed(4)
+    plain, x, rank = nn.Linear(12, 5), torch.randn(3, 12), torch.distributed.get_rank()
+    given = nn.Linear(12, 5)
+    given.load_state_dict(plain.state_dict())
+    told = {"shape": (-1, (8, 4)), "partition_dim": 1} if kind == "SubParamLinearAllreduce" else {}
+    layer = getattr(layers, kind)(given, torch.distributed.group.WORLD, **told)
+    parts = [x[:, :8], x[:, 8:]] if told else [x]
+    mine = x if kind == "LmHeadLinearAllreduce" else torch.cat([part.chunk(2, 1)[rank] for part in parts], 1)
+    torch.testing.assert_close(layer(mine), plain(x))
+    assert layer.weight.shape == (5, 6)
+    assert layer.bias.shape == (5,)
+    layer.gather_params([layer.weight, layer.bias])
+    assert torch.equal(layer.weight, plain.weight)
+
+
+@world(2)
+def test_rules_that_a_program_applies_itself() -> None:
+    from deepspeed.module_inject.auto_tp import AutoTP, AutoTPConfig
+    from deepspeed.module_inject.layers import (
+        LinearAllreduce,
+        SubParamLinearLayer,
+        collect_autotp_universal_checkpoint_info,
+    )
+    from deepspeed.utils import groups
+
+    data, tensor = groups._init_tp_mesh_device(tensor_model_parallel_size=2)
+    assert (torch.distributed.get_world_size(data), torch.distributed.get_world_size(tensor)) == (1, 2)
+    rules = {
+        "layer_specs": [
+            {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
+            {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
+        ]
+    }
+    model, alone, x = Model(), Model(), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    auto = AutoTP(model, partition_config=AutoTPConfig.from_dict(rules))
+    auto.set_tensor_parallel_config(2, tensor)
+    auto.update_linear_policies()
+    assert auto._replace_module(model) is model
+    assert isinstance(model.layers[1]["mlp"].gate_up_proj, SubParamLinearLayer)
+    assert isinstance(model.layers[1]["mlp"].down_proj, LinearAllreduce)
+    torch.testing.assert_close(model(x), alone(x))
+    told = collect_autotp_universal_checkpoint_info(model)
+    assert r"^layers\.0\.mlp\.down_proj\.weight$" in told["parameter_with_row_parallelism_patterns"]
+    assert r"^layers\.0\.mlp\.down_proj\.bias$" in told["tp_replicated_parameter_patterns"]
+    assert AutoTP.tp_parser(Model()) == [(nn.ModuleDict, ["mlp.down_proj"])]
+    itself = Model()
+    found = AutoTP(itself)
+    found.set_tensor_parallel_config(2, tensor)
+    torch.testing.assert_close(found._replace_module(itself)(x), alone(x))
+    share_layers(None)
 
 
 @world(2)

@@ -73,6 +73,12 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
             _log.warning("configuration key %r is unknown%s and was left out, as upstream does", key, hint)
     if isinstance(kept.get("zero_optimization"), Mapping):
         kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
+    if isinstance(kept.get("tensor_parallel"), Mapping) and "tp_overlap_comm" in kept["tensor_parallel"]:
+        kept["tensor_parallel"] = {k: v for k, v in kept["tensor_parallel"].items() if k != "tp_overlap_comm"}
+        if raw["tensor_parallel"]["tp_overlap_comm"]:
+            _log.warning(
+                "tensor_parallel.tp_overlap_comm has no effect: layers that read one input sum its gradient once"
+            )
     layout = os.environ.get(LAYOUT)
     if layout:
         kept["checkpoint"] = {"layout": layout, **_section(kept, "checkpoint")}

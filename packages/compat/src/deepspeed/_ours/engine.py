@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
+from deepspeed._ours import groups
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.config import DeepSpeedConfig
+from deepspeed._ours.layers import undress
 from deepspeed._ours.monitors import MonitorMaster
 from deepspeed._ours.optimizer import OffloadsStates
 from deepspeed._ours.params import mark, unmark
@@ -129,7 +131,7 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "data_efficiency_enabled": lambda e: False,
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: False,
-    "autotp_size": lambda e: e.mesh["tensor"].size if e.mesh["tensor"].size > 1 else 0,
+    "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
     "tensorboard_enabled": _of_config("tensorboard", "enabled"),
     "wandb_enabled": _of_config("wandb", "enabled"),
     "csv_monitor_enabled": _of_config("csv_monitor", "enabled"),
@@ -143,6 +145,18 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "is_deepcompile_active": lambda e: False,
 }
 """Methods without arguments that only tell something: name -> what it tells."""
+
+
+class _BatchesDifferError(PlanError, AssertionError):
+    """Tensor-parallel ranks were given different batches. Programs compare the text."""
+
+    def __init__(self, error: PlanError) -> None:
+        super().__init__(error.message, code=error.code, fix=error.fix)
+
+    def __str__(self) -> str:
+        return (
+            "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
+        )
 
 
 class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream asks for states in other words
@@ -299,7 +313,12 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
-        found = super().forward(*args, **kwargs)
+        try:
+            found = super().forward(*args, **kwargs)
+        except PlanError as error:
+            if error.code != "tensor-inputs":
+                raise
+            raise _BatchesDifferError(error) from error
         if self.optimizer is not None and self.plan.config.zero_optimization.stage == 0 and not transformed():
             self._scaled = False
             for leaf in tree_leaves(found):
@@ -500,9 +519,9 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         else:
             self.load_whole_state_dict(state, strict)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The whole model in the format it computes in, on rank 0; {} elsewhere. Collective."""
-        return self.whole_state_dict(exclude_frozen=exclude_frozen_parameters)
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole model in the format it computes in, on rank 0; None elsewhere. Collective."""
+        return self.whole_state_dict(exclude_frozen=exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -547,6 +566,13 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
             )
         super().compile(backend, **(compile_kwargs or {}))
         self._compiled = True
+
+    def close(self) -> None:
+        """Give the model back whole and free the rest. Collective."""
+        module: nn.Module = self.module
+        super().close()
+        groups.forget_layers(self.mesh)
+        undress(module)
 
     def destroy(self) -> None:
         """Give the model back whole and free the rest. Collective."""

@@ -6,22 +6,25 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed._ours import groups
 from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
 from deepspeed._ours.config import accepted, get_log_level, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
+from deepspeed._ours.layers import dress, set_autotp_mode
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.pipeline import PipelineEngine
-from deepspeed._ours.raising import raising
+from deepspeed._ours.raising import also, raising
 from deepspeed._ours.sections import get_zero_config
 from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
-from ds_comm import world_group
+from ds_comm import as_group, world_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine import add_config_arguments, load_config, make_plan
@@ -78,7 +81,8 @@ def initialize(
     level = get_log_level(raw)
     if level is not None:
         set_log_level_from_string(level)
-    resolved = _with_asked(load_config(accepted(raw)), model)
+    asked: _Asked | None = vars(model).get(_ASKED)
+    resolved = _with_asked(load_config(accepted(raw)), asked, mpu)
     if (
         isinstance(mpu, SequenceRanks)
         and mesh_param is None
@@ -99,6 +103,7 @@ def initialize(
         engine = made(plan, assemble(plan, model, parts), raw)
     finally:
         restore_init_context()
+    _note_layers(engine, model, asked)
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
@@ -119,11 +124,34 @@ def _give_back(model: nn.Module) -> None:
             sharding.close()
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `tp_model_init` was told of a model."""
+
+    size: int
+    dtype: torch.dtype
+    group: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Asked, (self.size, self.dtype)  # a copy of the model is cut over the same number of ranks
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype,
+    config: Any = None,
+    *,
+    tp_group: Any = None,
+    **options: Any,
+) -> nn.Module:
     """Note that `model` is to be cut over `tp_size` ranks, in `dtype`; `initialize` cuts it.
 
+    Args:
+        config: Its `tensor_parallel` section is the one of `initialize`; nothing is read from it here.
+        tp_group: torch's group that the ranks are expected to be: neighbours, `tp_size` of them.
     Raises:
-        UnsupportedError: `tp_group`, or anything else that the engine decides ("compat-missing").
+        UnsupportedError: an option that is not known ("compat-missing").
     """
     del config
     given = sorted(key for key, value in options.items() if value is not None)
@@ -133,24 +161,51 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
             code="compat-missing",
             fix="Leave it out: the engine makes the groups from the number of ranks.",
         )
-    model.__dict__[_ASKED] = tp_size
+    model.__dict__[_ASKED] = _Asked(tp_size, dtype, tp_group)
+    set_autotp_mode(training=True)
     return model.to(dtype)
 
 
-def _with_asked(config: Config, model: nn.Module) -> Config:
+def _with_asked(config: Config, asked: _Asked | None, mpu: Any) -> Config:
     """The configuration with the degree that `tp_model_init` noted."""
-    asked = vars(model).get(_ASKED, 1)
-    section = config.tensor_parallel
-    if asked == 1 or (section is not None and section.degree == asked):
+    if asked is None:
         return config
-    if section is not None and section.degree > 1:
-        raise PlanError(
-            f"tp_model_init(tp_size={asked}), and the configuration says autotp_size = {section.degree}",
-            code="tensor-sizes",
-            fix="Give the number of tensor-parallel ranks in one place.",
+    section = config.tensor_parallel
+    if asked.group is not None and mpu is not None:
+        raise _conflict("tp_model_init provided tp_group, and initialize was given an mpu", "Leave one of them out.")
+    if section is not None and section.degree not in (1, asked.size):
+        raise _conflict(
+            f"tp_model_init(tp_size={asked.size}), and the configuration says tensor_parallel.autotp_size = {section.degree}",
+            "Give the number of tensor-parallel ranks in one place.",
         )
-    made = (section or TensorParallelConfig()).model_copy(update={"autotp_size": asked})
+    formats = {torch.float16: config.fp16.enabled, torch.bfloat16: config.bf16.enabled}
+    said = next((dtype for dtype, on in formats.items() if on), None)
+    if said is not None and said != asked.dtype:
+        raise _conflict(
+            f"Conflicting dtype: tp_model_init(dtype={asked.dtype}), and the configuration says {said}",
+            "Give the same format in both places.",
+        )
+    made = (section or TensorParallelConfig()).model_copy(update={"autotp_size": asked.size})
     return config.model_copy(update={"tensor_parallel": made})
+
+
+def _conflict(message: str, fix: str) -> PlanError:
+    return also(PlanError, ValueError)(message, code="tensor-sizes", fix=fix)  # type: ignore[return-value]
+
+
+def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _Asked | None) -> None:
+    """Let `groups` and the classes of layers say what became of the model."""
+    groups.share_layers(engine.mesh)
+    if engine.mesh["tensor"].size == 1:
+        return
+    set_autotp_mode(training=True)
+    dress(model)
+    ours = engine.mesh["tensor"].ranks
+    if asked is not None and asked.group is not None and as_group(asked.group).ranks != ours:
+        raise _conflict(
+            f"tp_model_init(tp_group=ranks {list(as_group(asked.group).ranks)}), and layers are cut over {list(ours)}",
+            "Leave tp_group out: tensor-parallel ranks are neighbours.",
+        )
 
 
 def default_inference_config() -> dict[str, Any]:

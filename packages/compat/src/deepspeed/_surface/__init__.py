@@ -24,6 +24,7 @@ from deepspeed._surface.refusals import (
     MICS,
     MISSING_ATTRIBUTES,
     MOE,
+    PRESETS,
     RETURN_BIAS,
     SEQUENCE,
     SERIAL,
@@ -57,6 +58,8 @@ _ELASTICITY = "deepspeed._ours.elasticity"
 _ACCELERATOR = "deepspeed._ours.accelerator"
 _SMALL = "deepspeed._ours.small"
 _TP_SHARDS = "deepspeed._ours.tp_shards"
+_LAYERS = "deepspeed._ours.layers"
+_AUTOTP = "deepspeed._ours.autotp"
 _MONITORS = "deepspeed._ours.monitors"
 _TENSORS = "deepspeed._ours.tensors"
 _LINEAR = "deepspeed._ours.linear"
@@ -88,13 +91,14 @@ _COMPRESSION = from_(
 _GROUP_GETTERS = from_(
     _GROUPS, "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
     "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size",
+    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
 )  # fmt: skip
 _PRIVATE_GROUP_GETTERS = from_(
     _GROUPS, "_get_data_parallel_group", "_get_data_parallel_rank", "_get_data_parallel_world_size",
     "_get_model_parallel_world_size", "_get_sequence_data_parallel_group", "_get_sequence_data_parallel_rank",
     "_get_sequence_data_parallel_world_size", "_get_sequence_parallel_group", "_get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size", "_get_world_group",
+    "_get_sequence_parallel_world_size", "_get_world_group", "_init_tp_mesh_device",
 )  # fmt: skip
 _EXPERT_GROUPS = not_(
     MOE, "_get_expert_data_parallel_group", "_get_expert_parallel_group", "_get_max_expert_size", "initialize",
@@ -195,6 +199,11 @@ _RAGGED: Rows = {
     **not_(SERIAL, "build_engine_from_ds_checkpoint"),
 }
 
+_TP_LAYERS = from_(
+    _LAYERS, "Conv_LinearALlreduce", "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce",
+    "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer", "conv_LinearLayer", "fused_LinearLayer",
+    "is_autotp_training_mode", "set_autotp_mode",
+)  # fmt: skip
 _PIPE = from_("ds_pipe", "LayerSpec", "PipelineModule", "TiedLayerSpec")
 
 SURFACE: Mapping[str, Rows] = {
@@ -225,7 +234,7 @@ SURFACE: Mapping[str, Rows] = {
         **from_("ds_pipe", "PipelineModule"),
         **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
         **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
-        **not_(TENSOR, "set_autotp_mode"),
+        **from_(_LAYERS, "set_autotp_mode"),
         **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
     },
     # -- ZeRO
@@ -500,15 +509,38 @@ SURFACE: Mapping[str, Rows] = {
     },
     "deepspeed.moe.mappings": not_(MOE, "drop_tokens", "gather_tokens"),
     "deepspeed.module_inject": {
-        "tp_shard": f"{_TP_SHARDS}:", **not_(TENSOR, "auto_tp", "replace_transformer_layer", "revert_transformer_layer")},
+        "tp_shard": f"{_TP_SHARDS}:",
+        **_TP_LAYERS,
+        **from_(_AUTOTP, "AutoTPConfig", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
+        **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer", "generic_injection", "quantize_transformer_layer"),
+        **not_(PRESETS, "AutoTPPresets"),
+    },
     "deepspeed.module_inject.tp_shard": from_(
         _TP_SHARDS, "get_n_embd", "get_num_attention_heads", "get_num_kv_heads", "get_shard_size", "get_shard_size_list", "set_n_embd",
         "set_num_attention_heads", "set_num_kv_heads", "set_tp_grain_size",
     ),
     "deepspeed.module_inject.layers": {
-        **from_("deepspeed._ours.layers", "GatherReplacedLayerParams"),
-        **not_(TENSOR, "LinearAllreduce", "LinearLayer"),
+        **_TP_LAYERS,
+        **from_(_LAYERS, "ColumnParallel", "GatherReplacedLayerParams", "RowParallel", "collect_autotp_universal_checkpoint_info"),
+        **not_(INFERENCE, "EmbeddingLayer", "Normalize", "OPTEmbedding", "RMSNormalize"),
+        **not_(TENSOR, "Yuan_LinearAllreduce", "Yuan_LinearLayer", "TensorParallelConv2d", "TensorParallelIcShardConv2d", "TensorParallelOcShardConv2d"),
     },
+    "deepspeed.module_inject.auto_tp": {
+        **from_(_AUTOTP, "AutoTP", "AutoTPConfig", "PartitionType", "TPLayerSpec"),
+        **not_(TENSOR, "Loading", "ReplaceWithTensorSlicing"),
+    },
+    "deepspeed.module_inject.autotp_config": {
+        **from_(_AUTOTP, "AutoTPConfig", "PartitionType", "TPLayerSpec", "merge_autotp_configs"), **not_(PRESETS, "AutoTPPresets"),
+    },
+    "deepspeed.module_inject.tp_plan_converter": from_(_AUTOTP, "SUPPORTED_STYLES", "TPPlanConverter"),
+    "deepspeed.module_inject.auto_tp_model_utils": from_(
+        _AUTOTP, "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "build_mpt_atten_bias_tensor", "get_alibi_mask",
+        "get_head_shard_sizes", "install_head_sharded_helper",
+    ),
+    "deepspeed.runtime.tensor_parallel": from_(_AUTOTP, "TPConfig", "TPTrainingConfig", "get_tensor_parallel_config"),
+    "deepspeed.runtime.tensor_parallel.config": from_(
+        _AUTOTP, "TPConfig", "TPTrainingConfig", "_get_hf_tp_plan", "get_tensor_parallel_config",
+    ),
     "deepspeed.sequence": {**not_(SEQUENCE, "fpdt_layer", "cross_entropy", "auto_sp")},
     "deepspeed.sequence.layer": {
         **from_("ds_parallel.sequence", "DistributedAttention"),

@@ -14,6 +14,7 @@ SERIAL = Missing("engines are read from the folders of save_pretrained", "build_
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
 TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.cut_model")
+PRESETS = Missing("a family's rules are chosen by its type", "tensor_parallel.preset_model of the configuration")
 SEQUENCE = Missing(
     "chunked attention with keys on the host is not built yet",
     "ds_parallel.sequence: DistributedAttention, RingAttention",

@@ -4,6 +4,7 @@ from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.apply import CutModel, cut_model, cut_of, whole_params
 from ds_parallel.tensor.cuts import Cut, Part, Unit
 from ds_parallel.tensor.facts import ModelFacts, facts_of
+from ds_parallel.tensor.layers import kind_of
 from ds_parallel.tensor.losses import causal_loss, vocabulary_cross_entropy
 from ds_parallel.tensor.plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
 from ds_parallel.tensor.rules import Kind, Rule
@@ -25,6 +26,7 @@ __all__ = [
     "cut_model",
     "cut_of",
     "facts_of",
+    "kind_of",
     "load_parts",
     "make_tensor_plan",
     "vocabulary_cross_entropy",

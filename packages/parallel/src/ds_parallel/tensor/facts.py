@@ -210,7 +210,8 @@ def _own_plan(model: nn.Module) -> Iterator[tuple[str, str]]:
         own = type(module).__dict__.get("_tp_plan") if hasattr(module, "base_model_prefix") else None
         for key, style in (own or {}).items():
             yield f"{below}{key}", style
-        is_base = hasattr(module, "base_model_prefix") and getattr(module, "base_model", None) is module
+        of_library = hasattr(module, "base_model_prefix")  # others say it of themselves at the top, and nowhere else
+        is_base = getattr(module, "base_model", None) is module if of_library else not name
         if is_base:
             for key, style in (getattr(config, "base_model_tp_plan", None) or {}).items():
                 yield f"{below}{key}", style

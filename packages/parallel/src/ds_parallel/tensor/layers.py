@@ -27,7 +27,7 @@ from ds_parallel._torch import version_of
 from ds_parallel.tensor.cuts import Cut
 from ds_parallel.tensor.rules import Kind
 
-__all__ = ["Fan", "Part", "cut_class", "part_names"]
+__all__ = ["Fan", "Part", "cut_class", "kind_of", "part_names"]
 
 
 class Fan:
@@ -107,6 +107,11 @@ def cut_class(plain: type[nn.Module], kind: Kind, names: dict[str, list[str]], d
             fix="Apply tensor parallelism before what replaces layers (adapters, quantization), or skip this layer.",
         )
     return type(f"{kind.value.capitalize()}{plain.__name__}", bases, space)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """How a layer is cut; None where it is not."""
+    return next((kind for kind, front in _FRONTS.items() if isinstance(module, front)), None)
 
 
 class _Joined:

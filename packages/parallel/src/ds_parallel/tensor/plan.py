@@ -299,7 +299,9 @@ def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOp
             code="tensor-unmatched",
             fix="Add a layer spec for each (partition_type skip keeps a layer whole), or leave strict_mode off.",
         )
-    if options.degree > 1 and not any(decision.cuts for decision in decisions):
+    linear = [decision for decision in decisions if decision.layer.role == "linear"]
+    asked = bool(linear) and not unmatched and all(decision.kind is Kind.SKIP for decision in linear)
+    if options.degree > 1 and not asked and not any(decision.cuts for decision in decisions):
         known = f"a model of type {facts.model_type!r}" if facts.model_type else "a model of no known type"
         raise PlanError(
             f"no layer of {known} is cut: no preset and no plan of its own, and its layers are in no rule",

@@ -178,5 +178,7 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
             continue
         kind, said = _STYLES[style]
         stem = re.escape(name).replace(r"\*", r"[^.]+")
+        if name.startswith("*."):  # at any depth
+            stem = ".+" + stem.removeprefix("[^.]+")
         found.append(Rule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in said for flag in _FLAGS)))
     return found
