@@ -159,8 +159,23 @@ def surface() -> str:
         "| name | why | use |",
         "|---|---|---|",
         *(f"| `{name}` | {_cell(why)} | {_cell(instead)} |" for name, why, instead in missing),
+        "",
+        "## Modules of which nothing is here",
+        "",
+        "| why | use | modules |",
+        "|---|---|---|",
+        *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in _absent_modules().items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _absent_modules() -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], list[str]] = {}
+    there = importlib.import_module("deepspeed._surface").SURFACE
+    for module, row in importlib.import_module("deepspeed._surface.absent").ABSENT.items():
+        if module not in there:
+            found.setdefault((row.why, row.instead), []).append(f"`{module.removeprefix('deepspeed.')}`")
+    return {key: ", ".join(names) for key, names in found.items()}
 
 
 def _surface_rows() -> tuple[dict[str, dict[str, str]], list[tuple[str, str, str]]]:

@@ -21,6 +21,7 @@ import torch
 from deepspeed._errors import UnsupportedImportError, UnsupportedNameError
 from deepspeed._stubs import stub, write
 from deepspeed._surface import MISSING_ATTRIBUTES, SURFACE, Constant, Missing
+from deepspeed._surface.absent import ABSENT
 
 from ds_config.errors import UnsupportedError
 from ds_testing.effects import import_effects
@@ -97,6 +98,20 @@ def test_a_module_of_which_nothing_is_here_cannot_be_imported(module):
     assert caught.value.fix.startswith("Use ")
 
 
+def test_every_module_of_upstream_is_here_or_says_what_to_use():
+    assert len(ABSENT) > 500
+    for module in ABSENT:
+        if module in SURFACE:
+            continue
+        with pytest.raises(UnsupportedImportError) as caught:
+            importlib.import_module(module)
+        assert caught.value.code == "compat-missing"
+        named = caught.value.message.split(" is not here: ")[0]
+        assert f"{module}.".startswith(f"{named}.")  # itself, or the first folder on the way that is not here
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("deepspeed.runtime.no_such_module")
+
+
 def test_a_missing_name_answers_hasattr_getattr_and_import():
     assert not hasattr(deepspeed, "DeepSpeedHybridEngine")
     assert getattr(deepspeed, "DeepSpeedHybridEngine", None) is None
@@ -125,7 +140,7 @@ def test_each_missing_name_says_what_to_use(module, name):
 INSTEADS = sorted(
     {
         row.instead
-        for rows in (*SURFACE.values(), MISSING_ATTRIBUTES)
+        for rows in (*SURFACE.values(), MISSING_ATTRIBUTES, ABSENT)
         for row in rows.values()
         if isinstance(row, Missing)
     }

@@ -92,6 +92,10 @@ class TableFinder:
             raise missing(UnsupportedImportError, fullname, refused)
         if fullname in SURFACE or (name == "__main__" and "main" in SURFACE.get(home, {})):
             return ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
+        if home in SURFACE and not name.startswith("_"):
+            absent = importlib.import_module("deepspeed._surface.absent").ABSENT.get(fullname)
+            if absent is not None:
+                raise missing(UnsupportedImportError, fullname, absent)
         return None
 
 

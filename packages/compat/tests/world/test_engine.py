@@ -486,11 +486,11 @@ def test_whole_weights(tmp_path):
     engine, *_ = start(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
     assert engine.zero_gather_16bit_weights_on_model_save()
     found = engine._zero3_consolidated_16bit_state_dict()
-    assert set(found) == (set(Net().state_dict()) if engine.mesh.rank == 0 else set())
+    assert (found is None) is (engine.mesh.rank > 0)
     assert engine.save_16bit_model(str(tmp_path))
     if engine.mesh.rank == 0:
         saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-        assert set(saved) == set(found)
+        assert set(saved) == set(found) == set(Net().state_dict())
     engine.destroy()
     plain, *_ = start(3)
     assert not plain.save_16bit_model(str(tmp_path), "other.bin")

@@ -20,7 +20,7 @@ from torch.nn import functional
 from deepspeed._ours.raising import also
 from deepspeed._ours.tp_shards import get_shard_size_list
 from deepspeed._surface.constants import CHECKPOINT
-from ds_comm import Group, as_group, assignment_of
+from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, gather, reduce, split
 from ds_comm.groups import single_group
 from ds_config.errors import PlanError, UnsupportedError
@@ -105,7 +105,7 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
             `partition_dim` of those that are cut in parts.
     """
 
-    kinds = (Kind.COLUMN, Kind.ROW)
+    kinds: tuple[Kind, ...] = (Kind.COLUMN, Kind.ROW)
     partition_dim = 0
     transposed = False
 
@@ -227,13 +227,13 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
 class LinearLayer(TensorParallel_Layer):
     """Output features are cut; the input is whole."""
 
-    kinds = (Kind.COLUMN,)
+    kinds: tuple[Kind, ...] = (Kind.COLUMN,)
 
 
 class LinearAllreduce(TensorParallel_Layer):
     """Input features are cut; results are summed."""
 
-    kinds = (Kind.ROW,)
+    kinds: tuple[Kind, ...] = (Kind.ROW,)
     partition_dim = 1
 
 
@@ -249,7 +249,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 class SubParamLinearLayer(LinearLayer):
     """A fused weight: each of its parts is cut. `shape=(3, -1)`: three equal ones; `((q, k, v), -1)`: of these sizes."""
 
-    kinds = (Kind.COLUMN,)
+    kinds: tuple[Kind, ...] = (Kind.COLUMN,)
     several = True
 
     def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
@@ -259,7 +259,7 @@ class SubParamLinearLayer(LinearLayer):
 class SubParamLinearAllreduce(LinearAllreduce):
     """The same for input features."""
 
-    kinds = (Kind.ROW,)
+    kinds: tuple[Kind, ...] = (Kind.ROW,)
     several = True
 
     def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
@@ -303,7 +303,7 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
     def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
         super()._tp_partition(params)
         attention = getattr(self.__dict__["_fused"], "attn", None)
-        if hasattr(attention, "split_size"):  # it unpacks the output by this
+        if attention is not None and hasattr(attention, "split_size"):  # it unpacks the output by this
             attention.split_size = self._subparam_shard_widths[0][self.tp_index]
 
 
@@ -348,7 +348,7 @@ def dress(model: nn.Module) -> None:
         return
     modules = dict(model.named_modules(remove_duplicate=False))
     for decision in cut.plan.cut:
-        own, group = vars(modules[decision.name]), cut.group
+        own, group = modules[decision.name].__dict__, cut.group
         told = (decision.name, decision.gather_output, group.pg, group.size, group.rank)
         own.update({key: value for key, value in zip(_TOLD, told, strict=True) if key not in own})
         own["_dressed"] = True
@@ -421,7 +421,9 @@ class _Gathered(AbstractContextManager[None]):
 
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     """What programs keep beside universal checkpoints: which parameters are cut by rows, which are whole on every rank."""
-    rows, whole, vocabulary = [], [], []
+    rows: list[str] = []
+    whole: list[str] = []
+    vocabulary: list[str] = []
     cut = cut_of(model)
     held: dict[str, Any] = {} if cut is None else dict(cut.held)
     for path, module in model.named_modules():
@@ -434,10 +436,10 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
             elif dim == 1 or isinstance(module, nn.Embedding):
                 (rows if dim == 1 else vocabulary).append(pattern)
     return {
-        CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]: CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
-        CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]: rows,
-        CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]: whole,
-        CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]: vocabulary,
+        str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
+        str(CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]): rows,
+        str(CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]): whole,
+        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): vocabulary,
     }
 
 
@@ -447,9 +449,4 @@ def _cut_dim(module: nn.Module, param: nn.Parameter, full: str, held: dict[str, 
         return find(param)
     if full in held:
         return int(held[full].cut.dim)
-    box = assignment_of(param).box
-    return (
-        None
-        if box is None
-        else next((at for at, offset in enumerate(box.offset) if offset or param.shape[at] != box.size[at]), 0)
-    )
+    return None

@@ -21,6 +21,7 @@ from deepspeed._surface.refusals import (
     INFERENCE,
     INTERNAL,
     IO,
+    LOSSY,
     MICS,
     MISSING_ATTRIBUTES,
     MOE,
@@ -59,6 +60,7 @@ _ACCELERATOR = "deepspeed._ours.accelerator"
 _SMALL = "deepspeed._ours.small"
 _TP_SHARDS = "deepspeed._ours.tp_shards"
 _LAYERS = "deepspeed._ours.layers"
+_ODDS = "deepspeed._ours.odds"
 _AUTOTP = "deepspeed._ours.autotp"
 _MONITORS = "deepspeed._ours.monitors"
 _TENSORS = "deepspeed._ours.tensors"
@@ -506,8 +508,9 @@ SURFACE: Mapping[str, Rows] = {
     ),
     "deepspeed.moe.sharded_moe": {
         **from_("ds_moe", "top1gating", "top2gating", "topkgating"), **not_(GATES, "MOELayer", "TopKGate"),
+        **from_("deepspeed._ours.routes", _route_slots="route_slots", _sparse_decode="sparse_decode", _sparse_encode="sparse_encode"),
     },
-    "deepspeed.moe.mappings": not_(MOE, "drop_tokens", "gather_tokens"),
+    "deepspeed.moe.mappings": from_("deepspeed._ours.routes", "drop_tokens", "gather_tokens"),
     "deepspeed.module_inject": {
         "tp_shard": f"{_TP_SHARDS}:",
         **_TP_LAYERS,
@@ -601,6 +604,27 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.inference.v2.scheduling_utils": {**from_("ds_inference", "SchedulingError", "SchedulingResult")},
     "deepspeed.model_implementations": {**not_(INFERENCE, "DeepSpeedTransformerInference")},
     "deepspeed.autotuning": {**not_(TUNING, "Autotuner")},
+    "deepspeed.utils.debug": from_(
+        _ODDS, "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name",
+        "debug_module2name_class", "debug_module2name_id", "debug_param2name", "debug_param2name_id", "debug_param2name_id_numel",
+        "debug_param2name_id_shape", "debug_param2name_id_shape_device", "debug_param2name_id_shape_status", "print_rank", "print_rank0",
+    ),
+    "deepspeed.runtime.compiler": {
+        **from_("torch.compiler", "disable", "is_compiling"), "compile": "torch:compile", **from_(_TOOLS, "is_compile_supported"),
+    },
+    "deepspeed.runtime.progressive_layer_drop": from_(_ODDS, "ProgressiveLayerDrop"),
+    "deepspeed.runtime.comm": {},
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        **from_(_ODDS, "reduce_scatter_coalesced"), **not_(LOSSY, "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce"),
+    },
+    "deepspeed.runtime.zero.offload_states": {
+        **from_(_ODDS, "get_state_devices"),
+        **not_(
+            Missing("states are moved together", "optimizer.offload_states(include=...), optimizer.reload_states()"),
+            "offload_adam_states", "offload_optimizer_states", "reload_adam_states", "reload_optimizer_states",
+        ),
+    },
+    "deepspeed.elasticity.utils": from_(_ODDS, "is_torch_elastic_compatible"),
     "deepspeed.utils.torch": from_(
         _TORCH, "jit_script_compat", "required_max_torch_version", "required_min_torch_version", "required_torch_version",
     ),

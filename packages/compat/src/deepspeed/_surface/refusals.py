@@ -36,6 +36,38 @@ MICS = Missing(
 INTERNAL = Missing("it belongs to the inside of upstream's engine", "the engine's own methods")
 ELASTIC = Missing("the launcher starts ranks again by itself", "`ds run --nnodes MIN:MAX --max-restarts N`")
 
+LOSSY = Missing(
+    "compressed sums are chosen by the configuration",
+    "zero_optimization.zero_quantized_gradients, a 1-bit optimizer, or ds_comm.lossy",
+)
+RAGGED = Missing(
+    "the ragged engine is made of other parts", "deepspeed.inference.v2 (InferenceEngineV2, build_hf_engine)"
+)
+QUANTIZED = Missing("weights are quantised when they are loaded", "init_inference(quant=...), or ds_inference.Quantize")
+READERS = Missing("a checkpoint resumes on any degree without a converter", "engine.load_checkpoint, or ds_ckpt")
+WRITERS = Missing(
+    "checkpoints are written by one engine", "the `checkpoint` section of the configuration (saving, writer)"
+)
+TRANSPORT = Missing("communication goes through torch.distributed; there is no object between", "deepspeed.comm")
+LAUNCHER = Missing("ds-launcher starts ranks itself", "`ds run`, or deepspeed.launcher.launch")
+EXPERTS = Missing(
+    "experts of transformers models are cut in place", "the `expert_parallel` section, or ds_moe.cut_experts"
+)
+KERNELS = Missing("kernels are not called by these names", "ds_ops, whose functions choose the kernel of the device")
+SPARSE = Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns")
+QUANTIZER = Missing("quantised tensors are values here", "ds_ops.quant: quantize, dequantize; deepspeed.linear")
+BUILDERS = Missing("nothing is compiled when it is first used", "deepspeed.ops.op_builder.<Name>Builder().load()")
+CURVATURE = Missing("it is a function of a loss and blocks", "ds_compress.block_eigenvalues")
+STAGES = Missing("stages of a pipeline are joined by its program", "ds_pipe, whose links send and receive")
+OFFLOAD = Missing(
+    "state is moved by tiers, which are no classes of their own",
+    "offload_optimizer and offload_param of the configuration",
+)
+AUTOCAST = Missing("no parameter carries a format of its own", "the `torch_autocast` section; communication_data_type")
+MUON = Missing("Muon is one class here", "ds_ops.optim.Muon, or the optimizer section")
+PINNED = Missing("pinned memory belongs to the accelerator", "get_accelerator().pin_memory, or ds_accel.PinnedPool")
+ACCELERATORS = Missing("one accelerator answers for every device", "deepspeed.accelerator.get_accelerator()")
+
 TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
 
 MISSING_ATTRIBUTES: Mapping[str, Missing] = {

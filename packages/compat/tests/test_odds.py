@@ -1,0 +1,92 @@
+"""Small modules: routes of tokens, names of parameters, layer drop, where state lies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from ds_testing import world
+
+
+def test_routes_are_what_masks_say():
+    from deepspeed.moe.sharded_moe import _route_slots, _sparse_decode, _sparse_encode
+
+    tokens, experts, capacity, width = 6, 3, 2, 4
+    indices = [torch.tensor([0, 1, 0, 2, 0, -1]), torch.tensor([1, 2, 2, 0, -1, 1])]
+    places = [torch.tensor([0, 0, 1, 0, 2, 0]), torch.tensor([1, 1, 2, 5, 0, 2])]  # 2 and more are beyond the capacity
+    hidden, gates = torch.randn(tokens, width), [torch.rand(tokens), torch.rand(tokens)]
+    mask = torch.zeros(2, tokens, experts, capacity)
+    for choice, (index, place) in enumerate(zip(indices, places, strict=True)):
+        for token in range(tokens):
+            if index[token] >= 0 and place[token] < capacity:
+                mask[choice, token, index[token], place[token]] = 1
+    slots = _route_slots(indices, places, experts, capacity)
+    want = torch.einsum("ksec,sm->ecm", mask, hidden)
+    torch.testing.assert_close(_sparse_encode(hidden, slots, experts, capacity), want)
+    out = torch.randn(experts * capacity, width)
+    weighted = torch.einsum("ksec,ks->sec", mask, torch.stack(gates))
+    want = torch.einsum("sec,ecm->sm", weighted, out.view(experts, capacity, width))
+    torch.testing.assert_close(_sparse_decode(out, slots, gates, tokens), want)
+
+
+def test_names_of_parameters(capsys):
+    from deepspeed.utils import debug
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    assert debug.debug_param2name(model[0].bias) == "unknown"
+    debug.debug_extract_module_and_param_names(model)
+    assert debug.debug_module2name_class(model[0]) == "name=0 Linear"
+    assert debug.debug_param2name_id_shape(model[0].weight) == "name=0.weight id=None shape=(3, 2)"
+    debug.debug_clear_module_and_param_names()
+    assert debug.debug_module2name(model[1]) == "unknown"
+    debug.print_rank0("silent")
+    debug.print_rank0("told", force=True)
+    assert capsys.readouterr().out == "[rank 0] told\n"
+
+
+def test_layers_are_dropped_as_the_paper_says():
+    from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+
+    drop = ProgressiveLayerDrop(0.4, 0.01)
+    drop.update_state(30)
+    assert drop.get_state() == {"progressive_layer_drop": True, "pld_theta": 0.6 * math.exp(-0.3) + 0.4}
+
+
+@world(2)
+def test_each_rank_gets_its_part_of_averages() -> None:
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+    rank = torch.distributed.get_rank()
+    given = [rank * torch.arange(6.0), rank * torch.arange(6.0, 9.0), torch.ones(1) * rank]
+    found = reduce_scatter_coalesced(given, torch.distributed.group.WORLD)
+    want = [torch.arange(6.0), torch.arange(6.0, 9.0), torch.ones(1)]
+    for mine, whole in zip(found, want, strict=True):
+        cuts = -(-whole.numel() // 2)
+        assert torch.equal(mine, whole[rank * cuts : rank * cuts + cuts] / 2)
+
+
+@world(2)
+def test_where_state_lies() -> None:
+    import deepspeed
+    from deepspeed._ours.groups import share_layers
+    from deepspeed.moe.mappings import drop_tokens, gather_tokens
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import get_state_devices
+    from deepspeed.utils import groups
+
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    for kind in ("lp_params", "hp_params", "optim_states"):
+        assert get_state_devices(engine, OffloadStateTypeEnum(kind)) == {torch.device("cpu")}
+    engine.destroy()
+    x = torch.arange(8.0).view(4, 2)
+    assert drop_tokens(x) is x
+    groups._init_tp_mesh_device(2)
+    part = drop_tokens(x)
+    assert torch.equal(part, x.chunk(2)[torch.distributed.get_rank()])
+    assert torch.equal(gather_tokens(part), x)
+    share_layers(None)
