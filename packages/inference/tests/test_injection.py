@@ -85,8 +85,8 @@ def test_weights_of_a_folder_go_into_a_module_on_meta(tmp_path):
     [
         ({"dtpye": "fp16"}, ConfigError, "dtype"),
         ({"dtype": "int7"}, ConfigError, "int7"),
-        ({"tensor_parallel": {"tp_size": 2}}, UnsupportedError, "2 ranks"),
-        ({"mp_size": 2}, UnsupportedError, "2 ranks"),
+        ({"tensor_parallel": {"tp_size": 2}}, PlanError, "2 ranks, and 1"),
+        ({"mp_size": 2}, PlanError, "2 ranks, and 1"),
         ({"enable_cuda_graph": True}, UnsupportedError, "no CUDA device"),
         ({"save_mp_checkpoint_path": "x"}, UnsupportedError, "save_mp_checkpoint_path"),
         ({"config": {"dtype": "fp16"}, "dtype": "fp32"}, PlanError, "fp16"),

@@ -58,8 +58,9 @@ def folder(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self.engine = load(folder, cache_tokens=2048, budget=Budget(64, 32), tokenizer=read_tokenizer(folder))
+    def __init__(self, folder: Path, limits: Limits, **options) -> None:
+        tokenizer = read_tokenizer(folder)
+        self.engine = load(folder, cache_tokens=2048, budget=Budget(64, 32), tokenizer=tokenizer, **options)
         app = make_app(Worker(self.engine), read_tokenizer(folder), "tiny", limits)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -158,6 +159,32 @@ def test_bad_requests_say_what_is_wrong(server, body, word):
     assert word in answer.json()["error"]["message"]
 
 
+def test_an_adapter_is_a_model(folder, tmp_path):
+    """Two models of one server in the same batch: the folder's, and the same with an adapter."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    down, up = 0.5 * torch.randn(2, 32), 0.5 * torch.randn(32, 2)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    save_file({f"{name}A.weight": down, f"{name}B.weight": up}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
+    made = Server(folder, Limits(requests=40, answer=16, longest=300), adapters={"poet": tmp_path})
+    try:
+        with openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as asked:
+            assert [m.id for m in asked.models.list()] == ["tiny", "poet"]
+            texts = {}
+            for model in ("tiny", "poet"):
+                answer = asked.completions.create(model=model, prompt="def test", max_tokens=12, temperature=0)
+                assert answer.model == model
+                texts[model] = answer.choices[0].text
+    finally:
+        made.stop()
+    engine = load(folder, tokenizer=read_tokenizer(folder), adapters={"poet": tmp_path})
+    (wanted,) = engine.generate(["def test"], Sampling(12), adapters=["poet"])
+    assert texts == {"tiny": said(folder, "def test", 12), "poet": wanted.text}
+    assert texts["tiny"] != texts["poet"]
+
+
 def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         client.completions.create(model="other", prompt="a")
@@ -246,6 +273,20 @@ def test_pieces_add_up_to_the_text(folder, text):
     pieces = [stream.push(t) for t in tokens]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) + stream.finish() == text * 5
+
+
+def test_a_chat_in_the_terminal(folder, capsys, monkeypatch):
+    import argparse
+
+    from ds_inference import cli_chat
+
+    parser = argparse.ArgumentParser()
+    cli_chat.register(parser)
+    lines = iter(["hello", "", "/new", "hello", "/end"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert cli_chat.main(parser.parse_args([str(folder), "--max-tokens", "7", "--system", "be brief"])) == 0
+    wanted = said(folder, "[system] be brief\n[user] hello\n[assistant]", 7)
+    assert capsys.readouterr().out == f"{wanted}\n{wanted}\n"
 
 
 def test_generate_in_the_terminal(folder, capsys):

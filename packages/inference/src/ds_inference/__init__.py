@@ -1,6 +1,7 @@
 """Generation from large models: paged, batched, exact, and in step with training."""
 
 from ds_inference.config import InferenceConfig, RaggedConfig
+from ds_inference.embedding import Embedder, load_embedder
 from ds_inference.engine import Answer, Event, Generator, Tokenizer
 from ds_inference.injection import InferenceEngine, init_inference
 from ds_inference.loading import load
@@ -12,6 +13,7 @@ from ds_inference.scheduler import Budget
 __all__ = [
     "Answer",
     "Budget",
+    "Embedder",
     "Event",
     "Generator",
     "InferenceConfig",
@@ -26,4 +28,5 @@ __all__ = [
     "build_hf_engine",
     "init_inference",
     "load",
+    "load_embedder",
 ]

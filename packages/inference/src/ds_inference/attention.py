@@ -33,6 +33,7 @@ class Batch:
         lengths: int64 [D]: tokens of their sequences, the new one included.
         spans: Of the other chunks: (first token, tokens, position of the first, blocks int64 [.]).
         chunks: All of them as numbers: (first token, tokens, position of the first, blocks).
+        worn: Adapters, and int64 [.] which tokens wear each.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class Batch:
     lengths: Tensor
     spans: tuple[tuple[int, int, int, Tensor], ...]
     chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
+    worn: tuple[tuple[str, Tensor], ...] = ()
 
 
 def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tuple[Batch, list[Chunk]]:

@@ -7,15 +7,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["HELP", "main", "register"]
+__all__ = ["HELP", "main", "read_engine", "register", "register_model"]
 
 HELP = "answer in the terminal (`ds generate FOLDER PROMPT`, or a conversation without a prompt)"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
+    register_model(parser)
     parser.add_argument("prompt", nargs="?", help="left out: a conversation, one line a turn, until end of input")
+
+
+def register_model(parser: argparse.ArgumentParser) -> None:
+    """The options of who answers and how."""
+    parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -29,19 +34,26 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print the answer."""
+def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The generator, with its tokenizer, and the sampling that the options ask for."""
     import torch
 
     from ds_inference.loading import load
     from ds_inference.sampling import Sampling
     from ds_inference.text import read_tokenizer
 
-    tokenizer = read_tokenizer(args.folder)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     kept = None if args.cache_dtype is None else torch.int8
-    engine = load(args.folder, dtype=dtype, tokenizer=tokenizer, quantize=args.quantize, cache_dtype=kept)
-    how = Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    engine = load(
+        args.folder, dtype=dtype, tokenizer=read_tokenizer(args.folder), quantize=args.quantize, cache_dtype=kept
+    )
+    return engine, Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the answer."""
+    engine, how = read_engine(args)
+    tokenizer: Any = engine.tokenizer
     if args.prompt is not None:
         _print(engine, tokenizer.encode(args.prompt), how)
         return 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
+
+from ds_config.errors import PlanError
 
 __all__ = ["HELP", "main", "register"]
 
@@ -23,6 +26,14 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
     )
     parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter, asked for as model NAME; several",
+    )
+    parser.add_argument("--by-expert", action="store_true", help="on several ranks: experts are given to ranks whole")
     parser.add_argument("--cache-tokens", type=int, default=65536, help="room for keys and values, in tokens")
     parser.add_argument("--max-requests", type=int, default=256, help="under way at a time; further ones get 429")
     parser.add_argument("--max-length", type=int, default=4096, help="tokens of a prompt and its answer together")
@@ -30,16 +41,23 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, then answer what is under way and end."""
+    """Serve until SIGINT or SIGTERM, then answer what is under way and end.
+
+    Started on several ranks (`ds run --nproc 2 --module ds_launcher serve FOLDER`), they hold each layer together: the first one
+    answers HTTP and leads, the others follow.
+    """
     import torch
     import uvicorn
 
+    import ds_comm
     from ds_inference.loading import load
+    from ds_inference.ranks import follow, leading
     from ds_inference.scheduler import Budget
     from ds_inference.serve.app import Limits, make_app
     from ds_inference.serve.worker import Worker
     from ds_inference.text import read_tokenizer
 
+    group = ds_comm.init_distributed()
     tokenizer = read_tokenizer(args.folder)
     engine = load(
         args.folder,
@@ -49,8 +67,27 @@ def main(args: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         quantize=args.quantize,
         cache_dtype=None if args.cache_dtype is None else torch.int8,
+        adapters=_adapters(args.adapter),
+        group=group if group.size > 1 else None,
+        by_expert=args.by_expert,
     )
+    if group.rank:
+        follow(engine)
+        return 0
     name = args.name or Path(args.folder).resolve().name
-    app = make_app(Worker(engine), tokenizer, name, Limits(args.max_requests, longest=args.max_length))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=60)
+    with leading(engine) if group.size > 1 else nullcontext():
+        worker = Worker(engine)
+        app = make_app(worker, tokenizer, name, Limits(args.max_requests, longest=args.max_length))
+        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=60)
+        if worker.failure is not None:
+            raise worker.failure
     return 0
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    wrong = [one for one in given if "=" not in one or one.startswith("=")]
+    if wrong:
+        raise PlanError(
+            f"--adapter {wrong[0]}", code="inference-adapter", fix="Write --adapter NAME=FOLDER, once for each."
+        )
+    return dict(one.split("=", 1) for one in given)

@@ -9,7 +9,7 @@ for event in engine.step(): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -21,7 +21,7 @@ from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.model import Cache, Runner
 from ds_inference.sampling import Sampling, draw, shaped
-from ds_inference.scheduler import Budget, Outcome, Request, Scheduler
+from ds_inference.scheduler import Budget, Chunk, Outcome, Request, Scheduler, StepPlan
 
 __all__ = ["Answer", "Event", "Generator", "Tokenizer"]
 
@@ -115,6 +115,7 @@ class Generator:
             BlockPool(blocks, size), replace(budget, length=min(budget.length, decoder.spec.longest)), share=share
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
+        self.before_step: Callable[[StepPlan], None] | None = None
         self.version = 0
         self._asks: dict[int, _Ask] = {}
         self._next = 0
@@ -122,10 +123,12 @@ class Generator:
     # ---- step by step
 
     def submit(
-        self, prompt: str | Sequence[int], how: Sampling | None = None, *, priority: int = 0, salt: bytes = b""
+        self, prompt: str | Sequence[int], how: Sampling | None = None, *, priority: int = 0, adapter: str | None = None
     ) -> list[int]:
         """Queue a prompt. Returns one identity for every sample.
 
+        Args:
+            adapter: Name of the one that answers (`load(..., adapters=)`); None: the model itself.
         Raises:
             PlanError: it is empty, too long for the model or the cache, or has a token that the model does not have.
         """
@@ -138,7 +141,14 @@ class Generator:
                 code="inference-request",
                 fix="Use the model's own tokenizer.",
             )
+        if adapter is not None and adapter not in self.decoder.adapters:
+            raise PlanError(
+                f"there is no adapter {adapter!r}; there are {sorted(self.decoder.adapters)}",
+                code="inference-adapter",
+                fix="Name one that was given to load(..., adapters=).",
+            )
         identities = tuple(range(self._next, self._next + how.samples))
+        salt = b"" if adapter is None else adapter.encode()
         request = Request(identities[0], tokens, how.max_new_tokens, priority, salt)
         self.scheduler.add(request)
         self._next += how.samples
@@ -156,7 +166,11 @@ class Generator:
         if not plan.chunks:
             self.scheduler.commit({})
             return []
+        if self.before_step is not None:
+            self.before_step(plan)
         batch, order = make_batch(plan.chunks, self.cache.size, self.decoder.device)
+        if self.decoder.adapters:
+            batch = replace(batch, worn=self._worn(order))
         self.cache.copy(plan.copies)
         logits = self.decoder.forward(batch, self.cache)
         events, outcomes, row = [], {}, 0
@@ -173,6 +187,16 @@ class Generator:
         self._begin(children)
         return events
 
+    def _worn(self, order: Sequence[Chunk]) -> tuple[tuple[str, Tensor], ...]:
+        """Which tokens of a batch wear which adapter."""
+        rows: dict[str, list[int]] = {}
+        first = 0
+        for chunk in order:
+            if name := self.scheduler.requests[chunk.request].salt.decode():
+                rows.setdefault(name, []).extend(range(first, first + len(chunk.tokens)))
+            first += len(chunk.tokens)
+        return tuple((name, torch.tensor(found, device=self.decoder.device)) for name, found in rows.items())
+
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do."""
@@ -181,13 +205,20 @@ class Generator:
     # ---- at once
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], how: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        how: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[Answer]:
-        """Answers in the order of the prompts; with several samples a prompt, those follow each other."""
+        """Answers in the order of the prompts; with several samples a prompt, those follow each other.
+
+        adapters: who answers each prompt; None: the model itself, all of them.
+        """
         hows = [how] * len(prompts) if how is None or isinstance(how, Sampling) else list(how)
         answers: dict[int, Answer] = {}
-        for prompt, one in zip(prompts, hows, strict=True):
-            for identity in self.submit(prompt, one):
+        for prompt, one, adapter in zip(prompts, hows, adapters or [None] * len(prompts), strict=True):
+            for identity in self.submit(prompt, one, adapter=adapter):
                 answers[identity] = Answer(tuple(self._tokens(prompt)))
         for event in self.stream():
             answer = answers[event.request]

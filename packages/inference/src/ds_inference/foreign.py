@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
+from ds_inference.adapters import Adapter
 from ds_inference.attention import Batch, keep
 from ds_inference.spec import Attention, Layer, Mlp, Norm, Spec
 
@@ -46,6 +47,7 @@ class ForeignDecoder:
         first = next(module.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.obstacle = "it runs through its own forward"
+        self.adapters: dict[str, Adapter] = {}
         known = inspect.signature(module.forward).parameters
         self._positions, self._last = "position_ids" in known, "logits_to_keep" in known
         self.spec = self._learn()

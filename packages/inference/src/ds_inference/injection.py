@@ -7,6 +7,7 @@ paged engine of this package, whose weights are read from the module; its tokens
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
+from ds_inference.cutting import ranks_of
 from ds_inference.engine import Generator
 from ds_inference.families import FAMILIES
 from ds_inference.loading import load
 from ds_inference.quantize import Quantize
 from ds_inference.sampling import Sampling
+from ds_parallel.config import LayerSpecConfig
+from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -83,21 +87,19 @@ class InferenceEngine(nn.Module):
         if not config.keep_module_on_host and torch.cuda.is_available():
             model.to(torch.device("cuda", torch.cuda.current_device()))
         model.eval()
+        self._cut: CutModel | None = None
+        if self._ranks is not None and not config.replace_with_kernel_inject:
+            self._cut = cut_model(
+                model, make_tensor_plan(facts_of(model), _options(config, self._ranks.size)), self._ranks
+            )
         self._times: list[float] | None = None
         self._generator: Generator | None = None
         self.is_compiled = False
 
     def _check(self, model: nn.Module) -> None:
         config = self.config
-        size = config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
-        if size > 1 or config.injection_policy or config.injection_policy_tuple:
-            raise UnsupportedError(
-                f"init_inference over {size} ranks"
-                if size > 1
-                else "init_inference with an injection policy on one rank",
-                code="inference-ranks",
-                fix="Leave tensor_parallel.tp_size at 1 and injection_policy out.",
-            )
+        parallel = config.tensor_parallel
+        self._ranks = ranks_of(parallel.tp_size if parallel.enabled else 1, parallel.tp_group)
         if config.enable_cuda_graph and not torch.cuda.is_available():
             raise UnsupportedError(
                 "enable_cuda_graph is true, and this host has no CUDA device",
@@ -174,7 +176,8 @@ class InferenceEngine(nn.Module):
             self._generator = load(
                 self.module,
                 cache_tokens=max(8192, 4 * self.config.max_out_tokens),
-                native=True,
+                native=self._ranks is None,
+                group=self._ranks,
                 quantize=_quantize(self.config.quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)
@@ -252,6 +255,19 @@ class InferenceEngine(nn.Module):
     def _wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _options(config: InferenceConfig, degree: int) -> TensorOptions:
+    """How a module that runs its own forward is cut; an injection policy names its row-parallel linears, the rest is found."""
+    names = [
+        n for value in (config.injection_policy or {}).values() for n in ((value,) if isinstance(value, str) else value)
+    ]
+    names += config.injection_policy_tuple or ()
+    specs = tuple(
+        LayerSpecConfig(patterns=(rf".*{re.escape(name)}\.weight",), partition_type="row")
+        for name in dict.fromkeys(names)
+    )
+    return TensorOptions(degree=degree, specs=specs)
 
 
 def _quantize(quant: QuantConfig, inputs: int) -> Quantize | None:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_comm import GroupLike, as_group
 from ds_config.errors import UnsupportedError
+from ds_inference.adapters import read_adapter
+from ds_inference.cutting import Cut
 from ds_inference.engine import Generator, Tokenizer
 from ds_inference.families import family_of
 from ds_inference.foreign import ForeignDecoder, read_module
@@ -39,6 +42,9 @@ def load(
     quantize: Quantize | str | None = None,
     native: bool | None = None,
     cache_dtype: torch.dtype | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
+    group: GroupLike = None,
+    by_expert: bool = False,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -54,7 +60,10 @@ def load(
         weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
         quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
         native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
-            not see later changes of a module. None: for folders, and where weights are quantised.
+            not see later changes of a module. None: for folders, and where weights are quantised; not with adapters or several ranks.
+        adapters: Names and folders of LoRA adapters that requests may ask for.
+        group: Ranks that hold each layer together; all of them call alike (`ranks`). None: this rank alone.
+        by_expert: Experts are given to the group's ranks whole, instead of being cut.
     Raises:
         UnsupportedError: nobody declared this kind of model, and it does not run through its own forward either
             ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); the folder's codes are
@@ -69,6 +78,9 @@ def load(
         length=budget.length if budget else None,
         quantize=quantize,
         native=native,
+        adapters=adapters,
+        group=group,
+        by_expert=by_expert,
     )
     return Generator(
         decoder,
@@ -91,6 +103,9 @@ def read_decoder(
     length: int | None = None,
     quantize: Quantize | str | None = None,
     native: bool | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
+    group: GroupLike = None,
+    by_expert: bool = False,
 ) -> Decoder | ForeignDecoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -104,25 +119,51 @@ def read_decoder(
         family = family_of(config)
         spec: Spec = family.spec(config)
     except UnsupportedError:
-        if how is not None or native:
+        if how is not None or native or adapters or group is not None:
             raise
         return ForeignDecoder(read_module(source, dtype, device, weights))
 
+    if native and (adapters or group is not None):
+        raise UnsupportedError(
+            f"the native loop with {'adapters' if adapters else 'several ranks'}",
+            code="inference-native",
+            fix="Leave native out.",
+        )
+    place = None if group is None else as_group(group)
+    cut = None if place is None or place.size == 1 else Cut(spec, place.rank, place.size, by_expert)
     if dtype is None and isinstance(checkpoint, Packed):
         dtype = checkpoint.dtype
 
-    def keep(role: str, weight: Weight) -> Weight:
-        if how is None and isinstance(weight := as_read(role, weight), QuantTensor):
+    def keep(role: str, weight: Weight) -> Weight | None:
+        if cut is not None:
+            part = cut.part(role, dequantised(weight))
+            if part is None:
+                return None
+            weight = part
+        elif how is None and isinstance(weight := as_read(role, weight), QuantTensor):
             return weight
         tensor = dequantised(weight)
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
         whole = tensor.detach().to(device=device, dtype=wanted)
         return whole.contiguous() if how is None else quantised(role, whole, how)
 
-    return Decoder(
-        spec,
-        read_weights(spec, family.sources(config), checkpoint, keep),
+    sources = family.sources(config)
+    usual = how is not None or not isinstance(source, nn.Module)
+    decoder = Decoder(
+        spec if cut is None else cut.spec(),
+        read_weights(spec, sources, checkpoint, keep),
         None if length is None else min(length, spec.longest),
-        native=native if native is not None else how is not None or not isinstance(source, nn.Module),
+        native=native if native is not None else usual and not adapters and cut is None,
         rounded=how is not None and how.activations == "int8",
+        cut=cut,
+        group=place,
     )
+    for name, folder in (adapters or {}).items():
+        if cut is not None:
+            raise UnsupportedError(
+                f"adapter {name!r} on {cut.size} ranks",
+                code="inference-adapter",
+                fix="Use one rank, or merge the adapter.",
+            )
+        decoder.adapters[name] = read_adapter(folder, spec, sources, decoder.dtype, decoder.device)
+    return decoder

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import ds_comm
 from ds_config.errors import UnsupportedError
+from ds_inference.adapters import Adapter
 from ds_inference.attention import Batch, alibi_slopes, attend, keep
+from ds_inference.cutting import Cut
 from ds_inference.native import NativeDecoder, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
@@ -85,6 +88,7 @@ class Runner(Protocol):
     device: torch.device
     dtype: torch.dtype
     obstacle: str
+    adapters: dict[str, Adapter]
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor: ...
 
@@ -114,7 +118,10 @@ class Decoder:
         length: Of the longest sequence that is served; None: as long as the model knows.
         native: Weights are packed for the native layer loop where it can run the spec: changes of the tensors are not seen then.
         rounded: The native loop multiplies codes with inputs rounded to 8 bits.
+        cut: Weights are this rank's part of each layer, the spec is this rank's; None: of one rank.
+        group: The ranks that hold the other parts.
     Attributes:
+        adapters: By name; those that a batch wears are added. Not with the native loop.
         obstacle: Why the native loop does not run; empty: it runs.
     """
 
@@ -126,8 +133,14 @@ class Decoder:
         *,
         native: bool = False,
         rounded: bool = False,
+        cut: Cut | None = None,
+        group: ds_comm.GroupLike = None,
     ) -> None:
         self.spec, self.weights = spec, dict(weights)
+        self.cut = cut
+        self.group = ds_comm.single_group() if cut is None else ds_comm.as_group(group)
+        self.adapters: dict[str, Adapter] = {}
+        self._worn: tuple[tuple[Adapter, Tensor], ...] = ()
         # The same table, for the roles that are never quantised: who changes weights changes one table.
         self._floats = cast("dict[str, Tensor]", self.weights)
         self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
@@ -143,9 +156,11 @@ class Decoder:
             for y in spec.layers
             if y.attention.rope
         }
-        kinds = {(y.attention.heads, y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
+        kinds = {(_all_heads(y.attention), y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
-        self.obstacle = native_obstacle(spec, self.weights) if native else "it was not asked for"
+        self.obstacle = "it was not asked for"
+        if native:
+            self.obstacle = native_obstacle(spec, self.weights) if cut is None else "several ranks"
         self._native: NativeDecoder | None = None
         if not self.obstacle:
             self._native = NativeDecoder(spec, self.weights, self._rotations, rounded)
@@ -173,6 +188,7 @@ class Decoder:
             x = self._norm("embed_norm", x)
         if self._native is not None:
             return self._scaled(self._native.step(x, batch, cache.layers))
+        self._worn = tuple((self.adapters[name], rows) for name, rows in batch.worn)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
         for i, layer in enumerate(spec.layers):
             x = self._layer(f"layers.{i}", layer, x, _Step(batch, cache.layers[i], turns))
@@ -186,7 +202,20 @@ class Decoder:
         if "embed_out.weight" in self.weights:
             x = self._linear("embed_out", x)
         head = self.weights["embed.weight" if spec.tied else "head.weight"]
-        return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
+        if self.cut is None:
+            return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
+        words = slice(*self.cut.words())
+        logits = torch.zeros(len(x), spec.vocab, device=x.device)
+        part = self._floats["embed.weight"][words] if spec.tied else head
+        logits[:, words] = linear(x, part, self._floats.get("head.bias")).float()
+        return self._scaled(self._summed(logits))
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that hold the layer; the same bits on each. In place."""
+        if self.group.size > 1:
+            x = x.contiguous()
+            ds_comm.all_reduce(x, group=self.group, unit="inference").wait()
+        return x
 
     def _scaled(self, logits: Tensor) -> Tensor:
         spec = self.spec
@@ -200,10 +229,10 @@ class Decoder:
 
     def _layer(self, at: str, layer: Layer, x: Tensor, step: _Step) -> Tensor:
         def a(y: Tensor) -> Tensor:
-            return self._attention(f"{at}.attention", layer.attention, y, step)
+            return self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
 
         def m(y: Tensor) -> Tensor:
-            return self._feed(f"{at}.feed", layer.feed, y)
+            return self._summed(self._feed(f"{at}.feed", layer.feed, y))
 
         def n(number: int, y: Tensor) -> Tensor:
             return self._norm(f"{at}.norm{number}", y)
@@ -232,8 +261,9 @@ class Decoder:
             widths = [spec.heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * spec.value_width]
             q, k, v = self._linear(f"{at}.qkv", x).split(widths, dim=-1)
             if spec.whole_norm is not None:
-                q = _normed(q, self._floats[f"{at}.q_norm.weight"], None, spec.whole_norm)
-                k = _normed(k, self._floats[f"{at}.k_norm.weight"], None, spec.whole_norm)
+                heads, kv_heads = spec.of or (spec.heads, spec.kv_heads)
+                q = self._whole_normed(f"{at}.q_norm", q, spec.whole_norm, heads * spec.width)
+                k = self._whole_normed(f"{at}.k_norm", k, spec.whole_norm, kv_heads * spec.width)
             q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
             if spec.head_norm is not None:
                 q = _normed(q, self._floats[f"{at}.q_norm.weight"], None, spec.head_norm)
@@ -244,7 +274,9 @@ class Decoder:
             keys, values, *scales = step.cache
             keep(k, step.batch.slots, keys, scales[0] if scales else None)
             keep(v, step.batch.slots, values, scales[1] if scales else None)
-            slopes = self._slopes[spec.heads, spec.alibi.rounded] if spec.alibi else None
+            slopes = None
+            if spec.alibi:
+                slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][spec.first : spec.first + spec.heads]
             extra = (slopes, self._floats.get(f"{at}.sinks"))
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
@@ -303,7 +335,12 @@ class Decoder:
         bias = self._floats.get(f"{at}.router.bias")
         logits = F.linear(x.float(), router.float()) if wide else F.linear(x, router, bias)
         share, chosen = route(logits, spec, self._floats.get(f"{at}.correction"))
-        rows = sort_slots(chosen, spec.count)
+        if spec.held is None:
+            rows = sort_slots(chosen, spec.count)
+        else:
+            first, last = spec.held
+            mine = (chosen >= first) & (chosen < last)
+            rows = sort_slots((chosen - first).clamp(0, last - first - 1), last - first, keep=mine)
         sorted_x = permute(x, rows)
         y = self._of_experts(f"{at}.experts.up", sorted_x, rows.ends)
         gate, value = y.chunk(2, dim=-1)
@@ -320,15 +357,32 @@ class Decoder:
         if bias is None:
             return y
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return y + bias.repeat_interleave(counts, 0, output_size=len(y))
+        y[: int(ends[-1])] += bias.repeat_interleave(counts, 0)
+        return y
 
     # ---- leaves
 
     def _linear(self, role: str, x: Tensor) -> Tensor:
-        return linear(x, self.weights[f"{role}.weight"], self._floats.get(f"{role}.bias"))
+        y = linear(x, self.weights[f"{role}.weight"], self._floats.get(f"{role}.bias"))
+        for adapter, rows in self._worn:
+            adapter.add(role, y, x, rows)
+        return y
+
+    def _whole_normed(self, role: str, x: Tensor, norm: Norm, features: int) -> Tensor:
+        """RMS over features that ranks hold parts of."""
+        weight = self._floats[f"{role}.weight"]
+        if self.group.size == 1:
+            return _normed(x, weight, None, norm)
+        wide = x.float()
+        mean = self._summed(wide.square().sum(-1, keepdim=True)) / features
+        return weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
     def _norm(self, role: str, x: Tensor) -> Tensor:
         return _normed(x, self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
+
+
+def _all_heads(attention: Attention) -> int:
+    return attention.heads if attention.of is None else attention.of[0]
 
 
 _LATENT_NORM = Norm("rms", 1e-6)

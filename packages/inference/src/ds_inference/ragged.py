@@ -15,10 +15,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import PlanError
 from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
+from ds_inference.cutting import ranks_of
 from ds_inference.loading import read_decoder
 from ds_inference.model import Cache, Runner
 from ds_inference.quantize import Quantize
@@ -169,18 +170,14 @@ def build_hf_engine(
     """The ragged engine of a Hugging Face folder or module.
 
     Raises:
-        UnsupportedError: the family is not declared, or ranks were asked for ("inference-family", "inference-ranks").
+        UnsupportedError: nobody can run the model ("inference-family", "inference-foreign").
+        PlanError: `tp_size` is neither 1 nor the number of ranks ("inference-ranks"). All of them put the same.
     """
     config = engine_config or RaggedConfig()
-    if config.tensor_parallel.tp_size > 1:
-        raise UnsupportedError(
-            f"a ragged engine over {config.tensor_parallel.tp_size} ranks",
-            code="inference-ranks",
-            fix="Use tp_size 1, and one engine for each rank.",
-        )
+    group = ranks_of(config.tensor_parallel.tp_size)
     mode = config.quantization.quantization_mode
     how = Quantize("fp6", group=0) if mode == "wf6af16" else mode
-    return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how), config)
+    return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how, group=group), config)
 
 
 def _blocks(decoder: Runner, config: RaggedConfig) -> int:

@@ -88,6 +88,7 @@ class Attention:
     whole_norm: Norm of all query features together, and of all key features.
     sinks: One more score a head that takes part in the softmax and has no value (GPT-OSS).
     latent: How keys and values are made where they are compressed.
+    first, of: Where heads are cut over ranks: the first of this rank's, and how many (query, key) heads there are in all.
     """
 
     heads: int
@@ -103,6 +104,8 @@ class Attention:
     whole_norm: Norm | None = None
     sinks: bool = False
     latent: Latent | None = None
+    first: int = 0
+    of: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Experts:
         corrected: A bias is added to the scores for choosing, not for weighing.
         shared: Width of an expert that every token goes to; 0: none.
         shared_gate: That one's output is weighed by a sigmoid of its own.
+        held: Experts of this rank, from and to, where they are given to ranks; None: all.
         clamp, alpha: With a clamp (GPT-OSS): (up + 1) * gate * sigmoid(alpha * gate), both cut at the clamp before.
     """
 
@@ -144,6 +148,7 @@ class Experts:
     corrected: bool = False
     shared: int = 0
     shared_gate: bool = False
+    held: tuple[int, int] | None = None
     clamp: float | None = None
     alpha: float = 1.702
 

@@ -23,7 +23,7 @@ from ds_inference.quantize import Weight, dequantised
 from ds_inference.spec import Experts, Source, Spec
 from ds_ops.formats import QuantTensor
 
-__all__ = ["Folder", "arranged", "read_config", "read_weights"]
+__all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
@@ -82,17 +82,17 @@ class Folder(Mapping[str, Tensor]):
 
 
 def read_weights(
-    spec: Spec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight]
+    spec: Spec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight | None]
 ) -> dict[str, Weight]:
     """Every role's weight.
 
     Args:
         checkpoint: Names to tensors, or to codes (`packed`).
-        keep: What is kept of a role's whole tensor: cast, cut, quantised. Called once a role, in order.
+        keep: What is kept of a role's whole tensor: cast, cut, quantised; None: nothing. Called once a role, in order.
     Raises:
         CheckpointError: a tensor is missing ("inference-missing"); all missing ones are named.
     """
-    named = _Prefixed(checkpoint)
+    named = Prefixed(checkpoint)
     found: dict[str, Weight] = {}
     missing: list[str] = []
     for role, choices in sources.items():
@@ -105,7 +105,9 @@ def read_weights(
                     missing.append(choices[0].names[0].replace("{i}", str(i)))
                 continue
             full = role.replace("{i}", str(i))
-            found[full] = keep(full, _make(chosen, i, named, spec, feed))
+            kept = keep(full, _make(chosen, i, named, spec, feed))
+            if kept is not None:
+                found[full] = kept
     needed = {"embed.weight"} if spec.tied else {"embed.weight", "head.weight"}
     missing += sorted(role for role in needed if role not in found)
     if missing:
@@ -118,10 +120,10 @@ def read_weights(
     return found
 
 
-class _Prefixed(Mapping[str, Weight]):
+class Prefixed(Mapping[str, Any]):
     """Names as the declarations have them; a checkpoint may lack the first part (`model.`), or have one more in front."""
 
-    def __init__(self, inner: Mapping[str, Weight]) -> None:
+    def __init__(self, inner: Mapping[str, Any]) -> None:
         self._inner = inner
         self._names = {name: name for name in inner}
         for name in inner:
@@ -131,8 +133,12 @@ class _Prefixed(Mapping[str, Weight]):
             for front in ("model.", "transformer.", "gpt_neox."):
                 self._names.setdefault(front + name, name)
 
-    def __getitem__(self, name: str) -> Weight:
+    def __getitem__(self, name: str) -> Any:
         return self._inner[self._names[name]]
+
+    def own(self, name: str) -> str:
+        """The checkpoint's name."""
+        return self._names[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

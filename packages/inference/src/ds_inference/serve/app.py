@@ -73,6 +73,7 @@ class _Asked:
     stream: bool
     usage: bool
     chat: bool
+    adapter: str | None = None
 
 
 def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits | None = None) -> FastAPI:
@@ -117,8 +118,8 @@ class _Server:
         return Response(generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> dict[str, Any]:
-        one = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "ds-inference"}
-        return {"object": "list", "data": [one]}
+        one = {"object": "model", "created": self._begun, "owned_by": "ds-inference"}
+        return {"object": "list", "data": [{"id": name, **one} for name in (self._name, *self._worker.adapters)]}
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         return await self._serve(body, request, lambda: self._completion(body))
@@ -129,20 +130,24 @@ class _Server:
     def _completion(self, body: CompletionRequest) -> _Asked:
         prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
         how = body.sampling(self._seed(), self._limits.answer, body.logprobs)
-        return _Asked(prompts, how, body.stream, _wants_usage(body), chat=False)
+        return _Asked(prompts, how, body.stream, _wants_usage(body), chat=False, adapter=self._adapter(body))
 
     def _conversation(self, body: ChatRequest) -> _Asked:
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._tokenizer.chat([message.plain() for message in body.messages])
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         how = body.sampling(self._seed(), self._limits.answer, logprobs)
-        return _Asked([prompt], how, body.stream, _wants_usage(body), chat=True)
+        return _Asked([prompt], how, body.stream, _wants_usage(body), chat=True, adapter=self._adapter(body))
+
+    def _adapter(self, body: CompletionRequest | ChatRequest) -> str | None:
+        return body.model if body.model in self._worker.adapters and body.model != self._name else None
 
     # ---- how it is answered
 
     async def _serve(self, body: Any, request: Request, read: Callable[[], _Asked]) -> Response:
-        if body.model and body.model != self._name:
-            return self._error(404, f"there is no model {body.model!r}; this server has {self._name!r}")
+        if body.model and body.model not in (self._name, *self._worker.adapters):
+            known = ", ".join(repr(name) for name in (self._name, *self._worker.adapters))
+            return self._error(404, f"there is no model {body.model!r}; this server has {known}")
         if self._closing or self._worker.failure is not None:
             return self._error(503, "the server is shutting down" if self._closing else "the engine has failed")
         if self._busy >= self._limits.requests:
@@ -196,7 +201,7 @@ class _Server:
             for tokens in asked.prompts:
                 texts, ids = self._texts(asked), dict[int, int]()
                 found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.samples)]
-                async for event in self._worker.answer(tokens, asked.how):
+                async for event in self._worker.answer(tokens, asked.how, asked.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
@@ -210,15 +215,15 @@ class _Server:
             self._metrics.requests.labels("failed").inc()
             return self._error(500, str(error))
         self._done(begin, asked, count)
-        body = {**self._head(asked.chat), "choices": choices, "usage": _usage(asked, count)}
+        body = {**self._head(asked), "choices": choices, "usage": _usage(asked, count)}
         return JSONResponse(body)
 
     async def _streamed(self, asked: _Asked) -> AsyncIterator[str]:
-        head, begin, count = self._head(asked.chat, part=True), time.perf_counter(), 0
+        head, begin, count = self._head(asked, part=True), time.perf_counter(), 0
         try:
             for place, tokens in enumerate(asked.prompts):
                 texts, ids = self._texts(asked), dict[int, int]()
-                async for event in self._worker.answer(tokens, asked.how):
+                async for event in self._worker.answer(tokens, asked.how, asked.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
@@ -251,10 +256,11 @@ class _Server:
         self._metrics.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
         self._metrics.tokens.labels("answer").inc(count)
 
-    def _head(self, chat: bool, part: bool = False) -> dict[str, Any]:
+    def _head(self, asked: _Asked, part: bool = False) -> dict[str, Any]:
+        chat = asked.chat
         kind = ("chat.completion.chunk" if part else "chat.completion") if chat else "text_completion"
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{next(self._numbers)}"
-        return {"id": identity, "object": kind, "created": int(time.time()), "model": self._name}
+        return {"id": identity, "object": kind, "created": int(time.time()), "model": asked.adapter or self._name}
 
     @staticmethod
     def _seed() -> int:

@@ -50,7 +50,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="ds-serve", daemon=True)
         self._thread.start()
 
-    async def answer(self, prompt: Sequence[int], how: Sampling) -> AsyncIterator[Event]:
+    async def answer(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> AsyncIterator[Event]:
         """Events of all samples of one prompt, until each is over.
 
         Raises:
@@ -65,7 +65,7 @@ class Worker:
 
         def begin() -> None:
             try:
-                identities.extend(self._engine.submit(prompt, how))
+                identities.extend(self._engine.submit(prompt, how, adapter=adapter))
             except Exception as error:
                 sink(error)
                 return
@@ -89,6 +89,11 @@ class Worker:
         """As of now; read by any thread."""
         pool = self._engine.scheduler.pool
         return Load(len(self._engine.scheduler.requests), pool.free, pool.count, self._steps, self._tokens)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that requests may ask for, besides the model's own."""
+        return sorted(self._engine.decoder.adapters)
 
     def close(self) -> None:
         """End the thread; requests that are under way get an error."""

@@ -1,0 +1,146 @@
+"""LoRA adapters (Hu et al. 2021): folders of PEFT become small matrices by role, added where a request asks for them.
+
+y += (x A^T) B^T * scale for the rows of a batch that wear the adapter; B has the scale in it. Several adapters share a batch, and the
+blocks of each keep their own keys and values: a request's salt is its adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ds_config.errors import CheckpointError, UnsupportedError
+from ds_inference.families import Sources
+from ds_inference.spec import Experts, Mlp, Source, Spec
+from ds_inference.weights import Prefixed, arranged
+
+__all__ = ["Adapter", "read_adapter"]
+
+_REFUSED = {"use_dora": False, "modules_to_save": None, "target_parameters": None, "bias": "none", "use_qalora": False}
+_NAME = re.compile(r"(?:base_model\.model\.)?(.*)\.(lora_[AB])(?:\.\w+)?\.weight")
+_ROLES = ("attention.qkv", "attention.out", "attention.q", "attention.q_down", "attention.q_up", "attention.kv_down",
+          "feed.up", "feed.down", "feed.shared.up", "feed.shared.down", "feed.shared_gate")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """By role: A [rank, in], and B [out, rank] with the scale."""
+
+    deltas: Mapping[str, tuple[Tensor, Tensor]]
+
+    def add(self, role: str, y: Tensor, x: Tensor, rows: Tensor) -> None:
+        """Add the role's part to rows of y [T, out], from x [T, in]."""
+        found = self.deltas.get(role)
+        if found is not None:
+            a, b = found
+            y.index_add_(0, rows, ((x[rows] @ a.t()) @ b.t()).to(y.dtype))
+
+
+def read_adapter(
+    folder: str | PathLike[str], spec: Spec, sources: Sources, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """The adapter of a folder that PEFT wrote: `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        CheckpointError: a file is missing, or a module is none of the model's ("inference-adapter").
+        UnsupportedError: another kind than plain LoRA of linear layers ("inference-adapter").
+    """
+    config, state = _read(folder)
+    wrong = {k: config[k] for k, plain in _REFUSED.items() if config.get(k) not in (plain, None, [])}
+    if config.get("peft_type") != "LORA" or wrong:
+        raise UnsupportedError(
+            f"an adapter of type {config.get('peft_type')} with {wrong}",
+            code="inference-adapter",
+            fix="Merge it into the model (merge_and_unload of PEFT) and load that.",
+        )
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, tensor in state.items():
+        found_name = _NAME.fullmatch(name)
+        if found_name is None:
+            raise CheckpointError(
+                f"{folder} holds {name}, which is no part of a LoRA of a linear layer",
+                code="inference-adapter",
+                fix="Merge it into the model (merge_and_unload of PEFT) and load that.",
+            )
+        module, part = found_name.groups()
+        if part == "lora_A":
+            down, up = tensor.to(device, dtype), state[name.replace("lora_A", "lora_B")].to(device, torch.float32)
+            pairs[module + ".weight"] = down, (up * _scale(config, module, len(tensor))).to(dtype)
+    found, used = {}, set[str]()
+    names = Prefixed(pairs)
+    for role, choices in sources.items():
+        if not role.endswith(tuple(f"{r}.weight" for r in _ROLES)):
+            continue
+        for i in range(len(spec.layers)):
+            for choice in choices:
+                made = _delta(choice, i, names, spec, role)
+                if made is not None:
+                    found[role.replace("{i}", str(i)).removesuffix(".weight")] = made
+                    used |= {
+                        names.own(n.replace("{i}", str(i))) for n in choice.names if n.replace("{i}", str(i)) in names
+                    }
+    left = sorted(set(pairs) - used)
+    if left or not found:
+        raise CheckpointError(
+            f"{folder} adapts {', '.join(left[:4]) or 'nothing'}: no linear layer of a {spec.family} model that takes adapters",
+            code="inference-adapter",
+            fix="Merge the adapter into the model (merge_and_unload of PEFT) and load that; experts, embeddings and the head take none.",
+        )
+    return Adapter(found)
+
+
+def _read(folder: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        return config, load_file(Path(folder) / "adapter_model.safetensors")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} is no adapter that can be read: {error}",
+            code="inference-adapter",
+            fix="Give the folder that PEFT's save_pretrained wrote: adapter_config.json and adapter_model.safetensors.",
+        ) from error
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = float(config.get("lora_alpha", 8))
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = float(value)
+            break
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _delta(source: Source, i: int, pairs: Prefixed, spec: Spec, role: str) -> tuple[Tensor, Tensor] | None:
+    """The role's A and B, whose rows are in the role's order; modules that are not adapted count as zeros."""
+    names = [name.replace("{i}", str(i)) for name in source.names]
+    if not any(name in pairs for name in names):
+        return None
+    sizes = _sizes(role, spec, i) if len(names) > 1 else [0]
+    rows = Source(source.names, source.form if source.form in ("heads", "groups") else "rows")
+    downs, ups = [], []
+    for at, name in enumerate(names):
+        if name in pairs:
+            a, b = pairs[name]
+            zeros = [b if j == at else b.new_zeros(size, b.shape[1]) for j, size in enumerate(sizes)]
+            downs.append(a)
+            ups.append(arranged(rows, zeros, i, spec))
+    return torch.cat(downs).contiguous(), torch.cat(ups, 1).contiguous()
+
+
+def _sizes(role: str, spec: Spec, i: int) -> list[int]:
+    """Outputs of the modules that a role is made of."""
+    a, feed = spec.layers[i].attention, spec.layers[i].feed
+    if role.endswith("qkv.weight"):
+        return [a.heads * a.width, a.kv_heads * a.width, a.kv_heads * a.value_width]
+    width = feed.shared if isinstance(feed, Experts) and ".shared." in role else feed.width
+    return [width, width] if isinstance(feed, Mlp) or ".shared." in role else [width]

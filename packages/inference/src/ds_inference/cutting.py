@@ -1,0 +1,178 @@
+"""Each layer over several ranks: what a rank computes, as a spec, and its part of every weight. Integers and slices, no communication.
+
+Heads go to ranks in whole groups, the first ranks get what is left over; where there are more ranks than key heads, several ranks hold
+the same key head. Feed-forward units are cut as evenly as whole units allow, and so is the vocabulary of the head. Experts are cut
+inside, like any feed-forward part, or given to ranks as they are. What a rank computes of a layer's output is a part of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_comm import Group, as_group
+from ds_config.errors import PlanError, UnsupportedError
+from ds_inference.spec import Attention, Experts, Layer, Mlp, Spec
+from ds_parallel.heads import HeadCounts, Stretch, spread
+
+__all__ = ["Cut", "ranks_of"]
+
+_SUMMED = (".out.bias", ".down.bias", ".down_bias")
+"""Biases of what is summed over ranks: one rank adds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one rank takes part.
+
+    Attributes:
+        whole: What is cut.
+        rank, size: Of the ranks that hold each layer together.
+        by_expert: Experts are given to ranks whole.
+    Raises:
+        PlanError: a rank would have no head, unit or expert ("inference-ranks", "tensor-heads").
+        UnsupportedError: a norm over all features of keys that several ranks hold ("inference-ranks").
+    """
+
+    whole: Spec
+    rank: int
+    size: int
+    by_expert: bool = False
+
+    def __post_init__(self) -> None:
+        for layer in self.whole.layers:
+            a, feed = layer.attention, layer.feed
+            units = feed.count if isinstance(feed, Experts) and self.by_expert else feed.width
+            if min(units, self.whole.vocab) < self.size:
+                raise PlanError(
+                    f"{units} {'experts' if self.by_expert else 'units'} of a {self.whole.family} layer over {self.size} ranks",
+                    code="inference-ranks",
+                    fix="Use fewer ranks.",
+                )
+            if a.whole_norm is not None and a.kv_heads < self.size:
+                raise UnsupportedError(
+                    f"{a.kv_heads} key heads that are normed together, over {self.size} ranks",
+                    code="inference-ranks",
+                    fix=f"Use at most {a.kv_heads} ranks.",
+                )
+
+    def spec(self) -> Spec:
+        """What this rank computes."""
+        return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
+
+    def words(self) -> Stretch:
+        """Rows of the head."""
+        return spread(self.whole.vocab, self.size)[self.rank]
+
+    def part(self, role: str, weight: Tensor) -> Tensor | None:
+        """This rank's part of a role's whole weight; None: another rank adds it."""
+        if role.startswith("head."):
+            return weight[slice(*self.words())]
+        if not role.startswith("layers."):
+            return weight
+        own = self.by_expert and ".experts." in role  # each expert's bias is added where the expert is
+        if role.endswith(_SUMMED) and self.rank and not own:
+            return None
+        _, number, kind, *_ = role.split(".")
+        layer = self.whole.layers[int(number)]
+        if kind == "attention":
+            return self._attention_part(role, weight, layer.attention)
+        if kind == "feed":
+            return self._feed_part(role, weight, layer.feed)
+        return weight
+
+    # ---- what a rank computes
+
+    def _heads(self, a: Attention) -> tuple[Stretch, Stretch]:
+        return HeadCounts(a.heads, a.kv_heads).stretches(self.size)[self.rank]
+
+    def _units(self, count: int) -> Stretch:
+        return spread(count, self.size)[self.rank]
+
+    def _layer(self, layer: Layer) -> Layer:
+        a, feed = layer.attention, layer.feed
+        (first, last), (kv_first, kv_last) = self._heads(a)
+        near = replace(a, heads=last - first, kv_heads=kv_last - kv_first, first=first, of=(a.heads, a.kv_heads))
+        if isinstance(feed, Mlp):
+            return replace(layer, attention=near, feed=replace(feed, width=_length(self._units(feed.width))))
+        shared = _length(self._units(feed.shared))
+        if self.by_expert:
+            return replace(layer, attention=near, feed=replace(feed, held=self._units(feed.count), shared=shared))
+        width = _length(self._units(feed.width))
+        return replace(layer, attention=near, feed=replace(feed, width=width, shared=shared))
+
+    # ---- what a rank holds
+
+    def _attention_part(self, role: str, weight: Tensor, a: Attention) -> Tensor:
+        (first, last), (kv_first, kv_last) = self._heads(a)
+        queries = (first * a.width, last * a.width)
+        keys = (kv_first * a.width, kv_last * a.width)
+        values = (kv_first * a.value_width, kv_last * a.value_width)
+        name = role.split(".", 3)[3]
+        if name.startswith("qkv."):
+            sizes = (a.heads * a.width, a.kv_heads * a.width, a.kv_heads * a.value_width)
+            return _parts(weight, 0, sizes, (queries, keys, values))
+        if name in ("q.weight", "q_up.weight"):
+            return weight[slice(*queries)]
+        if name == "kv_up.weight":
+            each = weight.shape[0] // a.heads
+            return weight[first * each : last * each]
+        if name == "out.weight":
+            return weight[:, first * a.value_width : last * a.value_width]
+        if name == "sinks":
+            return weight[first:last]
+        if a.whole_norm is not None and name in ("q_norm.weight", "k_norm.weight"):
+            return weight[slice(*(queries if name.startswith("q") else keys))]
+        return weight
+
+    def _feed_part(self, role: str, weight: Tensor, feed: Mlp | Experts) -> Tensor:
+        name = role.split(".", 3)[3]
+        if name.startswith("experts.") and isinstance(feed, Experts) and self.by_expert:
+            return weight[slice(*self._units(feed.count))]
+        total = feed.shared if name.startswith("shared.") and isinstance(feed, Experts) else feed.width
+        mine = self._units(total)
+        gated = isinstance(feed, Experts) or feed.gated
+        dim = 1 if name.startswith("experts.") else 0
+        if name.endswith((".up", "up.weight", "up.bias", ".up_bias")):
+            halves = 2 if gated else 1
+            return _parts(weight, dim, (total,) * halves, (mine,) * halves)
+        if name.endswith((".down", "down.weight")):
+            return weight[..., slice(*mine)]
+        return weight
+
+
+def ranks_of(size: int, group: Any = None) -> Group | None:
+    """The group of `size` ranks that hold each layer together: `group`, or all ranks; None for one.
+
+    Raises:
+        PlanError: there are more or fewer ("inference-ranks").
+    """
+    if size == 1:
+        return None
+    found = as_group(group)
+    if found.size != size:
+        raise PlanError(
+            f"layers over {size} ranks, and {found.size} ranks are there",
+            code="inference-ranks",
+            fix="Start as many ranks (ds run), or give the group of these ranks.",
+        )
+    return found
+
+
+def _length(stretch: Stretch) -> int:
+    return stretch[1] - stretch[0]
+
+
+def _parts(weight: Tensor, dim: int, sizes: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
+    """Of each part of a weight, parts of these sizes in a row along `dim`, its stretch."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    cut = [
+        weight.narrow(dim, start + first, last - first)
+        for (start, _), (first, last) in zip(pairwise(starts), stretches, strict=True)
+    ]
+    return torch.cat(cut, dim)

@@ -1,0 +1,100 @@
+"""LoRA adapters as PEFT writes them: what a request wears is what a model with the adapter merged says; several in one batch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_inference import Budget, Quantize, Sampling, load
+
+pytest.importorskip("transformers")
+
+TARGETS = {
+    "llama": ("q_proj", "v_proj", "down_proj", "gate_proj"),
+    "phi3": ("qkv_proj", "gate_up_proj"),
+    "gpt2": ("c_attn", "c_proj"),
+    "bloom": ("query_key_value", "dense_4h_to_h"),
+    "falcon new": ("query_key_value",),
+    "qwen2-moe": ("q_proj", "o_proj"),
+    "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def adapt(model: Any, folder: Path, targets: tuple[str, ...], seed: int, **config: Any) -> Any:
+    """Write an adapter for the modules of these names; the model with it merged."""
+    torch.manual_seed(seed)
+    merged, state, rank = copy.deepcopy(model), {}, 3
+    scale = 6 / (rank**0.5 if config.get("use_rslora") else rank)
+    for name, module in merged.named_modules():
+        if name.split(".")[-1] in targets and hasattr(module, "weight") and "expert" not in name:
+            weight = module.weight.data
+            swapped = type(module).__name__ == "Conv1D"
+            out, inputs = weight.shape[::-1] if swapped else weight.shape
+            a, b = 0.3 * torch.randn(rank, inputs), 0.3 * torch.randn(out, rank)
+            state[f"base_model.model.{name}.lora_A.weight"], state[f"base_model.model.{name}.lora_B.weight"] = a, b
+            weight += scale * ((b @ a).t() if swapped else b @ a)
+    assert state
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": list(targets), "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    return merged
+
+
+@pytest.mark.parametrize("family", list(TARGETS))
+def test_several_in_one_batch(family: str, tiny: Any, prompts_of: Any, tmp_path: Path) -> None:
+    model, prompts, how = tiny(family), prompts_of([12, 12, 12, 5]), Sampling(8)
+    prompts[1] = prompts[2] = prompts[0]  # the same prompt for all: blocks must not be shared between adapters
+    merged = [
+        adapt(model, tmp_path / "one", TARGETS[family], 1),
+        adapt(model, tmp_path / "two", TARGETS[family][:1], 2, use_rslora=True),
+    ]
+    worn = [None, "one", "two", "one"]
+    engine = load(
+        model,
+        cache_tokens=96,
+        block=4,
+        budget=Budget(9, 3, length=400),
+        adapters={"one": tmp_path / "one", "two": tmp_path / "two"},
+    )
+    found = [a.tokens for a in engine.generate(prompts, how, adapters=worn)]
+    for prompt, who, tokens in zip(prompts, worn, found, strict=True):
+        alone = load(model if who is None else merged[who == "two"], native=False)
+        assert tokens == alone.generate([prompt], how)[0].tokens, who
+    assert found[0] != found[1]
+    assert found[1] != found[2]
+
+
+def test_above_codes_with_samples_and_in_a_folder(tiny: Any, prompts_of: Any, tmp_path: Path) -> None:
+    model, (prompt,) = tiny("llama"), prompts_of([12])
+    adapt(model, tmp_path / "one", TARGETS["llama"], 1)
+    model.save_pretrained(tmp_path / "base")
+    engine = load(tmp_path / "base", quantize=Quantize("int8", 8), adapters={"one": tmp_path / "one"})
+    how = Sampling(4, temperature=1.0, samples=2, seed=5)
+    several = engine.generate([prompt], how, adapters=["one"])
+    for n in range(2):
+        (one,) = engine.generate([prompt], Sampling(4, temperature=1.0, seed=5 + n), adapters=["one"])
+        assert several[n].tokens == one.tokens
+
+
+def test_what_cannot_be_is_said(tiny: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(CheckpointError, match="adapter_config"):
+        load(model, adapters={"x": tmp_path})
+    adapt(model, tmp_path / "dora", ("q_proj",), 1, use_dora=True)
+    with pytest.raises(UnsupportedError, match="use_dora"):
+        load(model, adapters={"x": tmp_path / "dora"})
+    adapt(model, tmp_path / "head", ("lm_head",), 1)
+    with pytest.raises(CheckpointError, match="lm_head"):
+        load(model, adapters={"x": tmp_path / "head"})
+    with pytest.raises(PlanError, match="no adapter 'y'"):
+        load(model).submit([1], adapter="y")
+    with pytest.raises(UnsupportedError, match="native"):
+        load(model, native=True, adapters={"x": tmp_path / "head"})
