@@ -82,6 +82,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         LayerSpec(torch.relu)  # type: ignore[arg-type]
 
 
+def test_layers_without_weights_stay_with_the_part_before_them() -> None:
+    """An activation that works in place must not be a stage's first layer, where its input is a leaf."""
+    assert balanced([0, 3136, 0, 0, 4160, 0, 0, 650], 2) == (0, 4, 8)
+    assert balanced([5, 0, 5, 0, 5, 0], 3) == (0, 2, 4, 6)
+
+
 def test_profiled_layers_are_balanced_by_time() -> None:
     class Slow(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

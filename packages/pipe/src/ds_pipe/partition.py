@@ -23,7 +23,8 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """The partition whose heaviest part is lightest; of those the one whose parts differ least in sum of squares.
 
-    Every part has at least one layer.
+    Every part has at least one layer. Layers of no weight stay with the part before them: an activation that works in place is not
+    parted from the layer that it follows.
 
     Args:
         weights: Of every layer, 0 or more: parameters, seconds, or 1 for layers that count.
@@ -45,7 +46,7 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
             for start in range(k - 1, end):
                 last = sums[end] - sums[start]
                 key = (max(best[start][0], last), best[start][1] + last * last)
-                if key < row[end]:
+                if key <= row[end]:
                     row[end], came[end] = key, start
         best = row
         back.append(came)
