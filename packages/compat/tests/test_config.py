@@ -68,6 +68,13 @@ def test_deepspeed_config_tells_the_batch():
         deepspeed.DeepSpeedConfig({"train_batch_size": 1}, mpu=object())
 
 
+def test_elasticity_gives_the_batch():
+    elastic = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [4, 8], "min_gpus": 1, "max_gpus": 4}
+    config = deepspeed.DeepSpeedConfig({"elasticity": {**elastic, "version": 0.1}})
+    assert config.train_batch_size == 48
+    assert config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps == 48
+
+
 def test_duplicate_keys():
     hook = dict_raise_error_on_duplicate_keys
     assert json.loads('{"a": 1, "b": {"c": 2}}', object_pairs_hook=hook) == {"a": 1, "b": {"c": 2}}

@@ -52,7 +52,7 @@ def test_train_and_evaluate():
     )
     engine, optimizer, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
     assert isinstance(engine, PipelineEngine)
-    assert engine.gradient_accumulation_steps() == 8
+    assert engine.gradient_accumulation_steps() == engine._config.gradient_accumulation_steps == 8
     assert engine.is_first_stage() != engine.is_last_stage()
     data = batches()
     losses = [float(engine.train_batch(data_iter=data)) for _ in range(25)]

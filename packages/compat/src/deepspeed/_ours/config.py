@@ -19,8 +19,9 @@ from ds_comm import world_group
 from ds_config import keys, nearest, read
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
-from ds_engine import Config, load_config, resolve_batch
-from ds_engine.batch import BatchRequest
+from ds_engine import Config, Plan, load_config, resolve_batch
+from ds_engine.batch import Batch, BatchRequest
+from ds_engine.rules import asked_batch
 from ds_engine.config import source_of
 
 __all__ = [
@@ -229,7 +230,7 @@ class DeepSpeedConfig:
     Args:
         config: A dict, a path, or base64.
         mpu, mesh_device: Not supported.
-        model: The same, read already.
+        plan: What a running engine made of it.
     Raises:
         ConfigError, PlanError: both are AssertionErrors, too.
     """
@@ -242,19 +243,20 @@ class DeepSpeedConfig:
 
     @raising(AssertionError)
     def __init__(
-        self, config: Source, mpu: object = None, mesh_device: object = None, *, model: Config | None = None
+        self, config: Source, mpu: object = None, mesh_device: object = None, *, plan: Plan | None = None
     ) -> None:
         if mpu is not None or mesh_device is not None:
             raise ConfigError(
                 "DeepSpeedConfig was given groups of another library", code="compat-mpu", fix="Leave mpu= out."
             )
         self._param_dict = raw_config(config)
-        self.model = load_config(accepted(self._param_dict)) if model is None else model
+        self.model = load_config(accepted(self._param_dict)) if plan is None else plan.config
         self.world_size = world_group().size
-        self._take(self.model.batch)
+        # Ranks that share a batch's samples, by sequence, tensor or stage, are known to a plan only.
+        ranks = self.world_size
+        self._take(resolve_batch(asked_batch(self.model, ranks), ranks) if plan is None else plan.batch)
 
-    def _take(self, asked: BatchRequest) -> None:
-        batch = resolve_batch(asked, self.world_size)
+    def _take(self, batch: Batch) -> None:
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
@@ -266,9 +268,10 @@ class DeepSpeedConfig:
         Raises:
             PlanError: they do not fit together; an AssertionError, too.
         """
-        self._take(
-            BatchRequest(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        asked = BatchRequest(
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         )
+        self._take(resolve_batch(asked, self.world_size))
 
     @property
     def raw(self) -> dict[str, Any]:

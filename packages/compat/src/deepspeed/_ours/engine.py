@@ -169,7 +169,7 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
 
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
         super().__init__(plan, components)
-        self._config = DeepSpeedConfig({} if config is None else config, model=plan.config)
+        self._config = DeepSpeedConfig({} if config is None else config, plan=plan)
         self._boundary: bool | None = None
         self._open: str | None = None
         self._scaled = False
