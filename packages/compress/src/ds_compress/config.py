@@ -109,7 +109,9 @@ class WeightParams(StrictModel):
     start_bits: Bits = Field(description="Bits at first; 16 leaves weights as they are.")
     target_bits: Bits = Field(description="Bits in the end.")
     quantization_period: int = Field(
-        default=1, ge=0, description="Steps until the first bit falls; the next one takes twice as many; 0: all fall at once."
+        default=1,
+        ge=0,
+        description="Steps until the first bit falls; the next one takes twice as many; 0: all fall at once.",
     )
 
     @model_validator(mode="after")

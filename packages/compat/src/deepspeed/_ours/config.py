@@ -21,8 +21,8 @@ from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine import Config, Plan, load_config, resolve_batch
 from ds_engine.batch import Batch, BatchRequest
-from ds_engine.rules import asked_batch
 from ds_engine.config import source_of
+from ds_engine.rules import asked_batch
 
 __all__ = [
     "DeepSpeedConfig",
