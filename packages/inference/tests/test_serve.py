@@ -65,7 +65,8 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error"))
+        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error", timeout_keep_alive=75)
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -199,57 +200,75 @@ def test_health_models_and_metrics(server, client):
     assert "ds_first_token_seconds_bucket" in text
 
 
-def crowd(server, folder, count: int) -> None:
-    """Requests at once, some cancelled, some malformed: right answers, nothing left behind."""
+def crowd(server, folder, clients: int, seconds: float) -> list[float]:
+    """Clients that ask again and again, 5 % of it cancelled and 5 % malformed: right answers, nothing left behind; seconds of answers."""
     rng = random.Random(1)
     engine = load(folder, tokenizer=read_tokenizer(folder))
     prompts = ["".join(rng.choice("abcdef ") for _ in range(rng.randint(1, 40))) for _ in range(12)]
-    wanted = {p: a.text for p, a in zip(prompts, engine.generate(prompts, Sampling(8)), strict=True)}
+    answers = engine.generate(prompts, Sampling(8, ignore_end=True))
+    wanted = {p: a.text for p, a in zip(prompts, answers, strict=True)}
+    times: list[float] = []
+    outcomes: list[str] = []
 
     async def one(http, i: int) -> str:
         prompt = prompts[i % len(prompts)]
-        if i % 10 == 3:
+        if i % 20 == 3:
             answer = await http.post("/v1/completions", json={"prompt": prompt, "n": "many"})
             assert answer.status_code == 400
             return "malformed"
-        body = {"prompt": prompt, "max_tokens": 200 if i % 10 == 7 else 8, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 200 if i % 20 == 7 else 8, "temperature": 0, "ignore_eos": True}
+        begin = time.monotonic()
         work = asyncio.ensure_future(http.post("/v1/completions", json=body))
-        if i % 10 == 7:
+        if i % 20 == 7:
             await asyncio.sleep(0.05)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             return "cancelled"
         answer = await work
         if answer.status_code == 429:
+            await asyncio.sleep(0.05)
             return "busy"
-        text = answer.json()["choices"][0]["text"]
-        assert text.startswith(wanted[prompt][:4]), (text, wanted[prompt])
+        assert answer.json()["choices"][0]["text"] == wanted[prompt]
+        times.append(time.monotonic() - begin)
         return "answered"
 
-    async def all_of() -> list[str]:
-        limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
-            return await asyncio.gather(*(one(http, i) for i in range(count)))
+    async def client(http, number: int, end: float) -> None:
+        i = number
+        while True:
+            outcomes.append(await one(http, i))
+            i += clients + 1  # another kind of request every time
+            if time.monotonic() > end:
+                return
 
-    outcomes = asyncio.run(all_of())
-    assert outcomes.count("answered") > count // 3
+    async def all_of() -> None:
+        limits = httpx.Limits(max_connections=clients)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
+            end = time.monotonic() + seconds
+            await asyncio.gather(*(client(http, i, end) for i in range(clients)))
+
+    asyncio.run(all_of())
+    assert outcomes.count("answered") > len(outcomes) // 2
+    assert {"malformed", "cancelled"} <= set(outcomes)
     end = time.monotonic() + 20
     while not server.engine.idle and time.monotonic() < end:
         time.sleep(0.05)
     assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+    return sorted(times)
 
 
 def test_a_crowd_gets_right_answers_and_leaves_nothing(server, folder):
-    crowd(server, folder, 50)
+    crowd(server, folder, 40, 0.0)
 
 
 @pytest.mark.slow
-def test_crowds_for_two_minutes(folder):
+def test_two_hundred_clients_for_two_minutes(folder):
     server = Server(folder, Limits(requests=200, longest=300))
-    end = time.monotonic() + 115
-    while time.monotonic() < end:
-        crowd(server, folder, 200)
+    times = crowd(server, folder, 200, 120.0)
     server.stop()
+    at = {p: times[int(len(times) * p / 100)] for p in (50, 99)}
+    print(
+        f"{len(times)} right answers; seconds: median {at[50]:.2f}, 99th percentile {at[99]:.2f}, most {times[-1]:.2f}"
+    )
 
 
 def test_an_engine_that_fails_tells_everybody(folder):

@@ -78,7 +78,16 @@ def main(args: argparse.Namespace) -> int:
     with leading(engine) if group.size > 1 else nullcontext():
         worker = Worker(engine)
         app = make_app(worker, tokenizer, name, Limits(args.max_requests, longest=args.max_length))
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=60)
+        # Idle connections stay longer than clients keep them (5 s of httpx, and so of openai, is uvicorn's own default, too): else
+        # a client may ask on a connection in the moment in which the server closes it.
+        uvicorn.run(
+            app,
+            host=args.host,
+            port=args.port,
+            log_level="warning",
+            timeout_graceful_shutdown=60,
+            timeout_keep_alive=75,
+        )
         if worker.failure is not None:
             raise worker.failure
     return 0
