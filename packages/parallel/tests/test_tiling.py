@@ -62,11 +62,28 @@ def test_any_loss(reduction: Any) -> None:
 
     plain = loss_of(hidden.flatten(0, 1), labels.flatten())
     found = tiled_loss(loss_of, hidden, [labels], list(head.parameters()), tiles=5, reduction=reduction)
-    torch.testing.assert_close(found, plain.float())
+    torch.testing.assert_close(found, plain)
     wanted = gradients(plain * 3, hidden, head.weight, head.bias)
     got = gradients(found * 3, hidden, head.weight, head.bias)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_a_loss_of_few_bits_comes_back_in_its_format_and_its_tiles_weigh_exactly() -> None:
+    hidden, head, labels = make()
+    low, head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(head(x), y)
+
+    plain = loss_of(low.flatten(0, 1), labels.flatten())
+    found = tiled_loss(loss_of, low, [labels], list(head.parameters()), tiles=3)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, plain, rtol=8e-3, atol=0)
+    wanted = gradients(plain, low, head.weight, head.bias)
+    got = gradients(found, low, head.weight, head.bias)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=1.6e-2)
 
 
 @pytest.mark.parametrize("tiles", [1, 4, 50])

@@ -153,6 +153,8 @@ def tiled_loss(
         weights: [batch, sequence]: how much each token counts in a tile's mean; by default labels other than -100 if the first of
             `others` is a tensor of whole numbers, else every token.
         reduction: `mean`: the mean over all tokens, whatever tile they are in; `sum`.
+    Returns:
+        A scalar in the format that `function` returns; added up in fp32 at least.
     Cost: keeps the gradients of `x` and `parameters` from forward to backward.
     """
     rows = [None if other is None else other.flatten(0, 1) for other in others]
@@ -177,9 +179,10 @@ class _Loss(torch.autograd.Function):
         reduction: Reduction,
         *parameters: Tensor,
     ) -> Tensor:
-        total = x.new_zeros((), dtype=torch.float32)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total, kind = x.new_zeros((), dtype=exact), x.dtype
         slope = torch.zeros_like(x) if x.requires_grad else None
-        slopes = [torch.zeros_like(param) for param in parameters]
+        slopes = [torch.zeros_like(param, dtype=torch.promote_types(param.dtype, exact)) for param in parameters]
         every = x.shape[0] if counts is None else counts.sum().clamp(min=1)
         rows = -(-x.shape[0] // tiles)
         for start in range(0, x.shape[0], rows):
@@ -191,21 +194,22 @@ class _Loss(torch.autograd.Function):
                     continue  # no token of it counts: its mean is no number
             with torch.enable_grad():
                 part = x[cut].detach().requires_grad_(slope is not None)
-                loss = function(part, *(None if other is None else other[cut] for other in others)) * share
+                own = function(part, *(None if other is None else other[cut] for other in others))
                 wanted = [*([part] if slope is not None else []), *parameters]
-                found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-            total += loss.detach().float()
+                found = torch.autograd.grad(own, wanted, allow_unused=True) if wanted else ()
+            total, kind = total + own.detach().to(exact) * share, own.dtype
             given = iter(found)
             if slope is not None:
-                own = next(given)
-                if own is not None:
-                    slope[cut] = own
+                mine = next(given)
+                if mine is not None:
+                    slope[cut] = (mine.to(exact) * share).to(mine.dtype)
             for kept, grad in zip(slopes, given, strict=True):
                 if grad is not None:
-                    kept += grad
+                    kept += grad.to(kept.dtype) * share  # a share of few bits would scale the whole tile wrongly
         ctx.with_x = slope is not None
+        slopes = [kept.to(param.dtype) for kept, param in zip(slopes, parameters, strict=True)]
         ctx.save_for_backward(*([slope] if slope is not None else []), *slopes)
-        return total
+        return total.to(kind)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
