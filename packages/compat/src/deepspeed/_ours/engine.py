@@ -47,6 +47,7 @@ from ds_engine.foreign import translated
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
+from ds_zero.precision import ScaleState
 
 __all__ = ["ACCESSORS", "DeepSpeedEngine"]
 
@@ -591,7 +592,22 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
             raise _order(
                 f"It is illegal to call Engine.step() inside {self._open} context manager", "Leave the context first."
             )
-        return super().step(lr_kwargs)
+        held = None if self.optimizer is None else self.optimizer._scale
+        result = super().step(lr_kwargs)
+        if result.skipped and held is not None:
+            self._tell_overflow(held)
+        return result
+
+    def _tell_overflow(self, held: ScaleState) -> None:
+        """Upstream's line about a skipped step, which programs look for."""
+        now = self._trains("step")._scale
+        if self.global_rank or now is None or (now.scale, now.tolerance) == (held.scale, held.tolerance):
+            return
+        told = f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(held.scale)}, "
+        if now.scale < held.scale:
+            logger.info("%sreducing to %d", told, now.scale)
+        else:
+            logger.info("%sbut hysteresis is %d. Reducing hysteresis to %d", told, held.tolerance, now.tolerance)
 
 
 def _order(what: str, fix: str) -> DsError:

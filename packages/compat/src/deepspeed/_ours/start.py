@@ -21,7 +21,7 @@ from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.pipeline import PipelineEngine
 from deepspeed._ours.raising import also, raising
 from deepspeed._ours.sections import get_zero_config
-from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string
+from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string, tell_steps
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
 from ds_comm import as_group, world_group
@@ -90,6 +90,7 @@ def initialize(
     ):
         mesh_param = (mpu.get_data_parallel_world_size(), mpu.get_sequence_parallel_world_size())
     resolved = with_degrees(resolved, mesh_param, mpu)
+    tell_steps()
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _give_back(model)

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -47,6 +46,7 @@ __all__ = [
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
+    "tell_steps",
     "unset_z3_leaf_modules",
     "warning_once",
     "z3_leaf_module",
@@ -66,8 +66,38 @@ log_levels = {
 }
 
 
+class _Stdout(logging.Handler):
+    """Writes to what is standard output at that moment: programs and tests replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except ValueError:  # it is closed: the process ends
+            self.handleError(record)
+
+
+class _Steps(logging.Handler):
+    """Lets lines that the configuration asks for (`steps_per_print`, `wall_clock_breakdown`) come out where upstream's do."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(lambda record: record.getMessage().startswith("[Rank "))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for handler in logger.handlers:
+            handler.handle(record)
+
+
+def tell_steps() -> None:
+    """From now on lines about steps are written by this module's logger, whatever its level. Again does nothing."""
+    ours = logging.getLogger("ds_engine")
+    if not any(isinstance(handler, _Steps) for handler in ours.handlers):
+        ours.addHandler(_Steps())
+        ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
+
+
 class LoggerFactory:
-    """Makes loggers as upstream's does: level WARNING, one handler to stderr, no propagation."""
+    """Makes loggers as upstream's does: level WARNING, one handler to stdout, no propagation."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
@@ -80,9 +110,9 @@ class LoggerFactory:
             raise ConfigError("create_logger() was called without a name", code="compat-argument", fix="Pass name=.")
         made = logging.getLogger(name)
         if not made.handlers:
-            handler = logging.StreamHandler(sys.stderr)
+            handler = _Stdout()
             handler.setFormatter(
-                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s")
+                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
             )
             made.addHandler(handler)
             made.setLevel(level)
