@@ -113,10 +113,10 @@ def test_every_module_of_upstream_is_here_or_says_what_to_use():
 
 
 def test_a_missing_name_answers_hasattr_getattr_and_import():
-    assert not hasattr(deepspeed, "DeepSpeedHybridEngine")
-    assert getattr(deepspeed, "DeepSpeedHybridEngine", None) is None
-    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.DeepSpeedHybridEngine is not here"):
-        _ = deepspeed.DeepSpeedHybridEngine
+    assert not hasattr(deepspeed, "DeepSpeedTransformerLayer")
+    assert getattr(deepspeed, "DeepSpeedTransformerLayer", None) is None
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.DeepSpeedTransformerLayer is not here"):
+        _ = deepspeed.DeepSpeedTransformerLayer
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinearReturnBias is not here"):
         from deepspeed.zero import TiledLinearReturnBias  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):

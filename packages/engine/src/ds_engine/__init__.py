@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_engine.build import Parts, build, initialize, shapes_of
     from ds_engine.config import Config, explain_config, load_config
     from ds_engine.engine import Engine
+    from ds_engine.generating import HybridEngine
     from ds_engine.losses import SumLoss
     from ds_engine.plan import Plan, Shapes
     from ds_engine.planning import make_plan
@@ -31,6 +32,7 @@ __all__ = [
     "BatchRequest",
     "Config",
     "Engine",
+    "HybridEngine",
     "Parts",
     "Plan",
     "Rollout",
@@ -57,6 +59,7 @@ _HOMES = {
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
     "uneven": ("Share", "even"),
+    "generating": ("HybridEngine",),
     "losses": ("SumLoss",),
     "plan": ("Plan", "Shapes"),
     "planning": ("make_plan",),

@@ -27,6 +27,7 @@ from ds_data.order import Lane
 from ds_engine.config import load_config, source_of
 from ds_engine.degrees import with_degrees
 from ds_engine.engine import Components, Engine
+from ds_engine.generating import HybridEngine
 from ds_engine.loader import ResumableLoader
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
@@ -106,7 +107,8 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
-    made = PipelineEngine if plan.staging is not None else Engine
+    plain = Engine if plan.answer_tokens is None else HybridEngine
+    made = PipelineEngine if plan.staging is not None else plain
     return made(plan, assemble(plan, model, parts))
 
 

@@ -25,13 +25,12 @@ from ds_config.errors import ConfigError
 from ds_config.reading import Source, read_all
 from ds_data.config import CurriculumConfig
 from ds_engine.batch import BatchRequest
-from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, LayerDropConfig
+from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
     AutotuningConfig,
     CompileConfig,
     DataEfficiencyConfig,
-    HybridEngineConfig,
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
@@ -148,7 +147,7 @@ class Config(MonitorConfig):
     compression_training: CompressionConfig = CompressionConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None
-    hybrid_engine: Annotated[HybridEngineConfig | None, Unbuilt("leave it out; rollouts come with ds-inference")] = None
+    hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     sparse_attention: Annotated[
         SparseAttentionConfig | None, Dead("the model chooses its attention; nothing applied this section")
     ] = None

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ds_config import Dead, StrictModel
 
-__all__ = ["ElasticityConfig", "FlopsProfilerConfig", "LayerDropConfig"]
+__all__ = ["ElasticityConfig", "FlopsProfilerConfig", "HybridEngineConfig", "LayerDropConfig"]
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -41,6 +41,18 @@ class LayerDropConfig(StrictModel):
     def keep(self, step: int) -> float:
         """The share of layers to keep in the step that follows `step` steps."""
         return (1.0 - self.theta) * math.exp(-self.gamma * step) + self.theta
+
+
+class HybridEngineConfig(StrictModel):
+    """`hybrid_engine`: the engine that trains has `generate`."""
+
+    enabled: bool = Field(default=False, description="Make an engine that generates, too.")
+    max_out_tokens: Positive = Field(default=512, description="Most tokens of a prompt and its answer together.")
+    inference_tp_size: Positive = Field(default=1, description="Ranks that share a layer while generating; 1.")
+    release_inference_cache: Annotated[bool, Dead("no cache is kept between two calls")] = False
+    pin_parameters: Annotated[bool, Dead("the whole model is gathered once for each call")] = True
+    tp_gather_partition_size: Annotated[int, Dead("the whole model is gathered once for each call")] = 8
+    enable_cuda_graph: Annotated[bool, Dead("generation runs the model's own code")] = False
 
 
 class ElasticityConfig(StrictModel):

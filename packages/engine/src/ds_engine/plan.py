@@ -179,6 +179,7 @@ class Plan:
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
         foreign: Whether checkpoints are written in DeepSpeed's layout.
+        answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
     """
 
     config: Config
@@ -202,6 +203,7 @@ class Plan:
     transforms: tuple[Change, ...] = ()
     staging: Staging | None = None
     foreign: bool = False
+    answer_tokens: int | None = None
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -253,6 +255,11 @@ def _rows(plan: Plan) -> dict[str, str]:
         "gradients": _gradients_text(plan),
         "compared": _compared_text(plan),
         **({"offload": text} if (text := _offload_text(plan.zero)) else {}),
+        **(
+            {"generation": f"prompts and answers up to {plan.answer_tokens} tokens, with whole weights"}
+            if plan.answer_tokens
+            else {}
+        ),
         "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
         f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }

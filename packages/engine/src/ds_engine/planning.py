@@ -88,6 +88,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         transforms=transforms,
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
+        answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )
 
 

@@ -155,6 +155,16 @@ RULES: tuple[Rule, ...] = (
         "Remove the key, or use AdamW; with a 1-bit optimizer stage 0 is the only one.",
     ),
     Rule(
+        "hybrid-ranks",
+        lambda c, mesh: (
+            c.hybrid_engine.enabled and (c.hybrid_engine.inference_tp_size > 1 or mesh.pipe * mesh.sequence > 1)
+        ),
+        lambda c, mesh: (
+            f"hybrid_engine generates with whole models; inference_tp_size = {c.hybrid_engine.inference_tp_size}, {_degrees_text(mesh)}"
+        ),
+        "Leave inference_tp_size at 1, and stages and shared sequences out.",
+    ),
+    Rule(
         "elasticity-batch",
         lambda c, mesh: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
         lambda c, mesh: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",

@@ -17,7 +17,6 @@ __all__ = [
     "AutotuningConfig",
     "CompileConfig",
     "DataEfficiencyConfig",
-    "HybridEngineConfig",
     "NebulaConfig",
     "PipelineConfig",
     "SparseAttentionConfig",
@@ -153,18 +152,6 @@ class WeightQuantizationConfig(StrictModel):
     q_groups: Positive = 1
     quantized_initialization: Mapping[str, Any] = Field(default_factory=dict)
     post_init_quant: Mapping[str, Any] = Field(default_factory=dict)
-
-
-class HybridEngineConfig(StrictModel):
-    """`hybrid_engine`."""
-
-    enabled: bool = False
-    max_out_tokens: Positive = 512
-    inference_tp_size: Positive = 1
-    release_inference_cache: bool = False
-    pin_parameters: bool = True
-    tp_gather_partition_size: Positive = 8
-    enable_cuda_graph: bool = False
 
 
 class SparseAttentionConfig(StrictModel):

@@ -1,15 +1,19 @@
-"""What a rollout says is what the model that is trained would say, at every stage and after every step."""
+"""What a rollout says is what the model that is trained would say, at every stage and after every step; so does `engine.generate`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import ds_engine
+import ds_zero
 from ds_config.errors import PlanError
 from ds_engine import Rollout
+from ds_engine.generating import HybridEngine
 from ds_inference import Sampling
 from ds_testing import world
 
@@ -34,8 +38,8 @@ def tiny() -> Any:
     return model
 
 
-def trained(stage: int, bf16: bool = False) -> Any:
-    config = {
+def trained(stage: int, bf16: bool = False, **more: Any) -> Any:
+    config = more | {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -100,3 +104,34 @@ def test_a_model_that_says_nothing_of_itself_is_refused() -> None:
     with pytest.raises(PlanError, match="Linear has no `config`"):
         Rollout(engine)
     engine.close()
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_trains_generates(stage: int) -> None:
+    engine = trained(stage, hybrid_engine={"enabled": True, "max_out_tokens": 12})
+    assert isinstance(engine, HybridEngine)
+    rank = torch.distributed.get_rank()
+    alone = tiny()
+    for _ in range(2):
+        prompt = torch.tensor(
+            [[3, 4, 5, 6 + rank][: 4 - rank]]
+        )  # ranks ask for different things, and for different lengths
+        how = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "synced_gpus": True}
+        found = engine.generate(prompt, **how)
+        assert not engine.module.lm_head.weight.requires_grad or found.grad_fn is None
+        how.pop("synced_gpus")
+        with whole(engine) as state:
+            alone.load_state_dict(state)
+        assert torch.equal(found, alone.generate(prompt, **how))
+        step(engine)
+    with pytest.raises(PlanError, match="max_out_tokens = 12"):
+        engine.generate(torch.ones(1, 10, dtype=torch.int64), max_new_tokens=3)
+    engine.close()
+
+
+@contextmanager
+def whole(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The engine's weights, whole."""
+    with ds_zero.GatheredParameters(engine.module.parameters()):
+        yield {name: value.detach().clone() for name, value in engine.module.state_dict().items()}

@@ -16,6 +16,7 @@ from deepspeed._ours import groups
 from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
 from deepspeed._ours.config import accepted, get_log_level, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
+from deepspeed._ours.hybrid import DeepSpeedHybridEngine
 from deepspeed._ours.layers import dress, set_autotp_mode
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.pipeline import PipelineEngine
@@ -100,7 +101,8 @@ def initialize(
     parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()
     try:
-        made = PipelineEngine if plan.staging is not None else DeepSpeedEngine
+        plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
+        made = PipelineEngine if plan.staging is not None else plain
         engine = made(plan, assemble(plan, model, parts), raw)
     finally:
         restore_init_context()

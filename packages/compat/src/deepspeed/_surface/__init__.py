@@ -17,7 +17,6 @@ from deepspeed._surface.refusals import (
     DATA,
     ELASTIC,
     GATES,
-    HYBRID,
     INFERENCE,
     INTERNAL,
     IO,
@@ -27,6 +26,7 @@ from deepspeed._surface.refusals import (
     MOE,
     PRESETS,
     RETURN_BIAS,
+    ROLLOUT,
     SEQUENCE,
     SERIAL,
     TENSOR,
@@ -66,6 +66,9 @@ _MONITORS = "deepspeed._ours.monitors"
 _TENSORS = "deepspeed._ours.tensors"
 _LINEAR = "deepspeed._ours.linear"
 _TORCH = "deepspeed._ours.torch_versions"
+_HYBRID = "deepspeed._ours.hybrid"
+_ROLLOUT_BASE = from_(_HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
+_ROLLOUT = {**_ROLLOUT_BASE, **from_(_HYBRID, "HybridEngineRollout", "build_rollout")}
 
 _ACCESS = from_(
     "ds_zero",
@@ -229,7 +232,7 @@ SURFACE: Mapping[str, Rows] = {
         "zero": "deepspeed.zero:",
         "checkpointing": "deepspeed.checkpointing:",
         "dist": "deepspeed.comm:",
-        **not_(HYBRID, "DeepSpeedHybridEngine"),
+        **from_(_HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
         **from_("deepspeed._ours.start", "default_inference_config"),
         **from_("deepspeed._ours.pipeline", "PipelineEngine"),
@@ -664,10 +667,13 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.rollout": {
         **not_(
-            INFERENCE, "HybridEngineRollout", "JSDLossOutput", "ResponseTokenBatch", "RolloutBatch", "RolloutConfig", "RolloutEngine",
-            "RolloutRequest", "SamplingConfig", "build_rollout", "generalized_jsd_loss",
+            ROLLOUT, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss",
         ),
+        **_ROLLOUT,
     },
+    "deepspeed.runtime.rollout.base": {**_ROLLOUT_BASE},
+    "deepspeed.runtime.rollout.hybrid_engine_rollout": from_(_HYBRID, "HybridEngineRollout"),
+    "deepspeed.runtime.hybrid_engine": from_(_HYBRID, "DeepSpeedHybridEngine"),
     "deepspeed.runtime.domino": {**not_(TENSOR, "transformer")},
     "deepspeed.domino": {**not_(TENSOR, "DominoTransformerLayer")},
 }  # fmt: skip

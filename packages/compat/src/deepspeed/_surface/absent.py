@@ -17,7 +17,7 @@ from deepspeed._surface.refusals import (
     DATA,
     ELASTIC,
     EXPERTS,
-    HYBRID,
+    HYBRID_GRAPH,
     INFERENCE,
     INTERNAL,
     IO,
@@ -93,9 +93,8 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
         ("module_inject.auto_ep_presets", "base deepseek_v2 deepseek_v3 mixtral qwen3_5_moe qwen3_moe registry"),
         ("moe", "ep_count ep_experts ep_kernels ep_repack ep_router ep_tp_dispatch fused_expert_layout"),
     )),
-    (HYBRID, (
-        ("runtime", "hybrid_engine hybrid_engine_graph"),
-        ("runtime.rollout", "base hybrid_engine_rollout"),
+    (HYBRID_GRAPH, (
+        ("runtime", "hybrid_engine_graph"),
     )),
     (INFERENCE, (
         ("model_implementations", "diffusers features transformers"),

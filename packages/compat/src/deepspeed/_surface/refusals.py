@@ -9,7 +9,10 @@ from deepspeed._surface.rows import Missing
 INFERENCE = Missing(
     "layers are not replaced by class", "deepspeed.init_inference(model, replace_with_kernel_inject=True)"
 )
-HYBRID = Missing("the engine that trains needs no other class to generate", "ds_engine.Rollout(engine)")
+HYBRID_GRAPH = Missing(
+    "generation runs the model's own code, without captured graphs", "engine.generate, or ds_engine.Rollout(engine)"
+)
+ROLLOUT = Missing("losses between distributions of two models come with ds-compress", "ds_compress.Distillation")
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
