@@ -1,6 +1,7 @@
 """Generation on a CPU: ours in several formats of weights beside transformers, alive at once, taking turns.
 
 nox -s bench -- inference [--layers 24] [--cycles 3] [--engines ours-bf16,transformers-bf16] [--parts decode,first,batch]
+                          [--batch-cycles 1]
 """
 
 from __future__ import annotations
@@ -56,22 +57,33 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--engines", default=ENGINES)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--batch-cycles", type=int, default=1, help="of the 32 requests, which take longest")
     args = parser.parse_args()
     names, parts = args.engines.split(","), args.parts.split(",")
     engines = {name: Engine(name, args.layers) for name in names}
     times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in parts} for name in names}
     reads: list[float] = []
-    for _ in range(args.cycles):
-        for part in parts:
-            for name, engine in engines.items():
-                times[name][part].append(engine.ask(PARTS[part][0]))
-                if part == "decode":
-                    reads.append(engine.ask("read"))
+    resident: dict[str, float] = {}
+    turns = [(part, cycle) for cycle in range(args.cycles) for part in parts if part != "batch"]
+    turns += [("batch", cycle) for cycle in range(args.batch_cycles) if "batch" in parts]
+    for part, _ in turns:
+        for name, engine in engines.items():
+            times[name][part].append(engine.ask(PARTS[part][0]))
+            print(f"{name} {part} {times[name][part][-1]:.4f} s", file=sys.stderr, flush=True)
+            if part != "decode":
+                continue
+            resident.setdefault(name, engine.ask("resident"))  # before `read` takes its 512 MiB
+            reads.append(engine.ask("read"))
     for engine in engines.values():
         engine.end()
     lines = []
     for name in names:
-        line: dict[str, object] = {"engine": name, "bytes": engines[name].bytes, "times_s": times[name]}
+        line: dict[str, object] = {
+            "engine": name,
+            "bytes": engines[name].bytes,
+            "times_s": times[name],
+            "resident_bytes": resident.get(name),
+        }
         said = [f"{name:20} {engines[name].bytes / 1e6:5.0f} MB"]
         for part in parts:
             middle, least = statistics.median(times[name][part]), min(times[name][part])
@@ -83,6 +95,8 @@ def main() -> None:
                 said.append(f"first of 512 {middle:6.2f} s, best {least:6.2f}")
             else:
                 said.append(f"32 requests {PARTS[part][1] / middle:6.0f} tokens/s, best {PARTS[part][1] / least:6.0f}")
+        if name in resident:
+            said.append(f"resident {resident[name] / 1e6:5.0f} MB")
         lines.append(line)
         print("; ".join(said), flush=True)
     if reads:

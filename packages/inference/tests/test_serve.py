@@ -261,6 +261,7 @@ def test_a_crowd_gets_right_answers_and_leaves_nothing(server, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_hundred_clients_for_two_minutes(folder):
     server = Server(folder, Limits(requests=200, longest=300))
     times = crowd(server, folder, 200, 120.0)

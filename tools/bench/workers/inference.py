@@ -3,7 +3,7 @@
     inference.py ENGINE LAYERS       ENGINE: ours-bf16, ours-int8, ours-int8-rounded, ours-int4, ours-int4-rounded, transformers-bf16
 
 Lines: `decode N`: N tokens of one request; `first N`: the first token of a prompt of N; `batch N`: 32 ragged requests, N tokens each;
-`read`: the read bandwidth that this process reaches with the same threads.
+`read`: the read bandwidth that this process reaches with the same threads; `resident`: bytes that this process holds now.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import torch
 
 THREADS, HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2, 1024, 2816, 16, 8, 32000
@@ -144,6 +145,8 @@ def main() -> None:
         elif what == "batch":
             made.run(prompts(), count)
             found = time.perf_counter() - begin
+        elif what == "resident":
+            found = float(psutil.Process().memory_info().rss)
         else:
             found = read_bandwidth()
         print(json.dumps({"found": found}), flush=True)

@@ -52,7 +52,7 @@ class ForeignDecoder:
         self._positions, self._last = "position_ids" in known, "logits_to_keep" in known
         self.spec = self._learn()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: hooks of a sharded module keep tensors beyond a call
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Compute the batch's tokens, keep their keys and values, and return logits fp32 [R, vocab] of `batch.outputs`."""
         row = {token: i for i, token in enumerate(batch.outputs.tolist())}
@@ -85,7 +85,7 @@ class ForeignDecoder:
         past = _new_past()
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 logits = self._run(one, one, past, torch.ones_like(one), 1)
             kept = [(y.keys, y.values) for y in past.layers]
         except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError) as error:

@@ -45,6 +45,7 @@ def load(
     adapters: Mapping[str, str | PathLike[str]] | None = None,
     group: GroupLike = None,
     by_expert: bool = False,
+    own_forward: bool = False,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -64,6 +65,8 @@ def load(
         adapters: Names and folders of LoRA adapters that requests may ask for.
         group: Ranks that hold each layer together; all of them call alike (`ranks`). None: this rank alone.
         by_expert: Experts are given to the group's ranks whole, instead of being cut.
+        own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
+            parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
     Raises:
         UnsupportedError: nobody declared this kind of model, and it does not run through its own forward either
             ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); the folder's codes are
@@ -81,6 +84,7 @@ def load(
         adapters=adapters,
         group=group,
         by_expert=by_expert,
+        own_forward=own_forward,
     )
     return Generator(
         decoder,
@@ -106,6 +110,7 @@ def read_decoder(
     adapters: Mapping[str, str | PathLike[str]] | None = None,
     group: GroupLike = None,
     by_expert: bool = False,
+    own_forward: bool = False,
 ) -> Decoder | ForeignDecoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -115,11 +120,21 @@ def read_decoder(
         config = read_config(source)
         checkpoint = unpacked(Folder(source), config) if weights is None else weights
     how = as_quantize(quantize)
+    wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group}
+    more = [name for name, value in wanted.items() if value]
+    if own_forward:
+        if more:
+            raise UnsupportedError(
+                f"{', '.join(more)} for a module that runs through its own forward",
+                code="inference-foreign",
+                fix="Leave own_forward out, or these.",
+            )
+        return ForeignDecoder(read_module(source, dtype, device, weights))
     try:
         family = family_of(config)
         spec: Spec = family.spec(config)
     except UnsupportedError:
-        if how is not None or native or adapters or group is not None:
+        if more:
             raise
         return ForeignDecoder(read_module(source, dtype, device, weights))
 
