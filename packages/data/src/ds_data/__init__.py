@@ -10,6 +10,7 @@ from ds_data.packing import IGNORED, FillInMiddle, Packed
 from ds_data.permutation import Permutation, mix, uniform
 from ds_data.schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
+from ds_data.tokenizing import Source, Tokenized, open_tokenizer, tokenize
 from ds_data.tokens import TokenFile
 from ds_data.writing import TokenWriter, write_items
 
@@ -25,20 +26,24 @@ __all__ = [
     "Permutation",
     "Report",
     "Rows",
+    "Source",
     "Stream",
     "TokenFile",
     "TokenLoader",
     "TokenWriter",
+    "Tokenized",
     "batch_by_seqlens",
     "check_tokens",
     "fitting",
     "make_schedule",
     "mix",
+    "open_tokenizer",
     "pack_by_seqlens",
     "pack_index",
     "parse_index",
     "scale_lr",
     "splits",
+    "tokenize",
     "uniform",
     "write_items",
 ]

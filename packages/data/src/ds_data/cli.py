@@ -1,9 +1,12 @@
-"""`ds data`: look at token files."""
+"""`ds data`: look at token files, or make them from text."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = ["HELP", "main", "register"]
 
@@ -12,11 +15,19 @@ HELP = "check token files, or make them from text"
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{check}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{check,tokenize}")
     check = actions.add_parser("check", help="look at every value of token files; 1 when one has a problem")
     check.add_argument("files", nargs="+", help="common name of a .bin and a .idx file")
     check.add_argument("--vocabulary", type=int, metavar="N", help="larger ids than N - 1 are a problem")
     check.add_argument("--table", choices=("megatron", "deepspeed"), help="what format codes mean (default: found out)")
+    make = actions.add_parser("tokenize", help="make a token file of text and JSONL files")
+    make.add_argument("files", nargs="+", help="text (a document each) or .jsonl, also as .gz")
+    make.add_argument("--tokenizer", required=True, help="a tokenizer.json, or a model's folder with one")
+    make.add_argument("--out", required=True, metavar="PREFIX", help="common name of the .bin and the .idx file")
+    make.add_argument("--key", default="text", help="of the text in .jsonl files (default: text)")
+    make.add_argument("--lines", action="store_true", help="every line of a text file is a document")
+    make.add_argument("--end", metavar="TOKEN", help="put this token behind every document, such as '<|endoftext|>'")
+    make.add_argument("--table", choices=("megatron", "deepspeed"), default="megatron", help="what format codes mean")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -24,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     from ds_config.errors import DsError  # numpy and torch are slow to import; `ds --help` must not
 
     try:
-        return _check(args)
+        return _check(args) if args.action == "check" else _tokenize(args)
     except DsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -36,3 +47,37 @@ def _check(args: argparse.Namespace) -> int:
     reports = [check_tokens(file, vocabulary=args.vocabulary, table=args.table) for file in args.files]
     print("\n\n".join(map(str, reports)))
     return int(any(report.problems for report in reports))
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from ds_data.tokenizing import Source, open_tokenizer, tokenize
+
+    tokenizer = open_tokenizer(args.tokenizer)
+    source = Source(args.key, args.lines)
+    with _bar(args.files) as progress:
+        made = tokenize(
+            args.files, args.out, tokenizer, source=source, end=args.end, table=args.table, progress=progress
+        )
+    print(
+        f"{made.prefix}: {made.tokens:,} tokens in {made.documents:,} documents ({made.dtype}); {made.empty:,} empty ones left out"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(files: list[str]) -> Iterator[Callable[[int], None] | None]:
+    """Progress on a terminal, in bytes read; None where there is none."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    except ImportError:
+        yield None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("tokenize", total=sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
+        yield lambda read: bar.advance(task, read)
