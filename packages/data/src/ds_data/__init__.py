@@ -1,4 +1,4 @@
-"""Token files, and an order of samples that survives any restart; schedules of curricula, batches by length."""
+"""Token files, and an order of samples that survives any restart; schedules of curricula, batches by length, random-LTD."""
 
 from ds_data.checking import Report, check_tokens
 from ds_data.codes import fitting
@@ -8,6 +8,14 @@ from ds_data.mixing import Mixed
 from ds_data.order import Lane, Mixture, Rows, Stream, splits
 from ds_data.packing import IGNORED, FillInMiddle, Packed
 from ds_data.permutation import Permutation, mix, uniform
+from ds_data.routing import (
+    RandomLayerTokenDrop,
+    Router,
+    RouterConfig,
+    convert_to_random_ltd,
+    remove_random_ltd_state_dict,
+    save_without_random_ltd,
+)
 from ds_data.schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
 from ds_data.tokenizing import Source, Tokenized, open_tokenizer, tokenize
@@ -24,7 +32,10 @@ __all__ = [
     "Mixture",
     "Packed",
     "Permutation",
+    "RandomLayerTokenDrop",
     "Report",
+    "Router",
+    "RouterConfig",
     "Rows",
     "Source",
     "Stream",
@@ -34,6 +45,7 @@ __all__ = [
     "Tokenized",
     "batch_by_seqlens",
     "check_tokens",
+    "convert_to_random_ltd",
     "fitting",
     "make_schedule",
     "mix",
@@ -41,6 +53,8 @@ __all__ = [
     "pack_by_seqlens",
     "pack_index",
     "parse_index",
+    "remove_random_ltd_state_dict",
+    "save_without_random_ltd",
     "scale_lr",
     "splits",
     "tokenize",

@@ -573,7 +573,9 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.data_pipeline": {**not_(DATA, "curriculum_scheduler", "data_routing")},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**not_(DATA, "CurriculumScheduler")},
     "deepspeed.runtime.data_pipeline.data_routing": {**not_(DATA, "helper")},
-    "deepspeed.runtime.data_pipeline.data_routing.helper": {**not_(DATA, "convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd")},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        **from_("ds_data.routing", "remove_random_ltd_state_dict", "save_without_random_ltd"), **not_(ROUTED, "convert_to_random_ltd"),
+    },
     "deepspeed.runtime.data_pipeline.data_sampling": {**not_(DATA, "data_analyzer", "indexed_dataset")},
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         **from_("ds_data.seqlens", "batch_by_seqlens", "scale_lr"),

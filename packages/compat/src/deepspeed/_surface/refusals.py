@@ -26,6 +26,10 @@ DATA = Missing(
     "ds-data does not have it yet",
     "ds_data (TokenFile, TokenWriter, schedules, Rows) with a DataLoader or data_iter of your own",
 )
+ROUTED = Missing(
+    "the engine does not route tokens by itself yet",
+    "ds_data.convert_to_random_ltd(model, Layer, ds_data.RouterConfig.of(section)), and router.update(step)",
+)
 COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
