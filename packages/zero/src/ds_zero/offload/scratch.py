@@ -7,7 +7,9 @@ import errno
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from torch import Tensor
 
@@ -18,12 +20,20 @@ from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
 __all__ = ["Moving", "Scratch"]
 
 
-@dataclass(frozen=True, slots=True)
+_REPEATS = 20
+
+
+@dataclass(slots=True)
 class Moving:
-    """A transfer under way between memory and the scratch file of `folder`."""
+    """A transfer under way between memory and the scratch file of `folder`.
+
+    Attributes:
+        again: Starts the same transfer once more.
+    """
 
     transfer: Transfer
     folder: str
+    again: Callable[[], Transfer]
 
     def done(self) -> bool:
         """Whether it ended, well or badly."""
@@ -35,14 +45,21 @@ class Moving:
         Raises:
             FileTransferError: it failed; the message names the folder ("io-failed", "io-end-of-file").
         """
-        try:
-            self.transfer.wait()
-        except FileTransferError as error:
-            told = FileTransferError(
-                f"scratch file in {self.folder}: {error.message}", code=error.code or "io-failed", fix=error.fix or ""
-            )
-            told.errno, told.filename, told.offset = error.errno, self.folder, error.offset
-            raise told from error
+        for repeat in count():
+            try:
+                self.transfer.wait()
+                return
+            except FileTransferError as error:
+                # io_uring cancels what waits for a kernel thread when a signal keeps it from starting one.
+                if error.errno != errno.ECANCELED or repeat == _REPEATS:
+                    raise self._told(error) from error
+            self.transfer = self.again()
+
+    def _told(self, error: FileTransferError) -> FileTransferError:
+        text = f"scratch file in {self.folder}: {error.message}"
+        told = FileTransferError(text, code=error.code or "io-failed", fix=error.fix or "")
+        told.errno, told.filename, told.offset = error.errno, self.folder, error.offset
+        return told
 
 
 class Scratch:
@@ -98,11 +115,14 @@ class Scratch:
 
     def read(self, into: Tensor, offset: int) -> Moving:
         """Start to fill `into` from `offset` on."""
-        return Moving(self._io.read(self.path, into, offset), self.folder)
+        return self._moving(lambda: self._io.read(self.path, into, offset))
 
     def write(self, data: Tensor, offset: int) -> Moving:
         """Start to write `data` at `offset`; it must not change before the transfer ended."""
-        return Moving(self._io.write(self.path, data, offset), self.folder)
+        return self._moving(lambda: self._io.write(self.path, data, offset))
+
+    def _moving(self, start: Callable[[], Transfer]) -> Moving:
+        return Moving(start(), self.folder, start)
 
     def close(self) -> None:
         """Wait for transfers and free the file's space. Failures that nobody waited for are of no interest any more."""

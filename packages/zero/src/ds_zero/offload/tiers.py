@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_zero.offload.memory import host_bytes
 from ds_zero.offload.placement import Placement
 from ds_zero.offload.ring import Record, Ring
+from ds_zero.part import Part
 from ds_zero.tiers import Tier, tier_of
 
 __all__ = ["FileRest", "FileTier", "HostRest", "HostTier", "made", "rest_of"]
@@ -94,7 +95,7 @@ class FileTier(Tier):
         """Tensors that have the elements of their part: (key, where they start in the shard, the tensor)."""
         for part in self.unit.parts:
             for key, value in self.states(part).items():
-                if isinstance(value, Tensor) and value.dim() and value.numel() == part.stop - part.start:
+                if _per_element(value, part):
                     yield key, part.start, value
 
     def _take_in(self) -> None:
@@ -105,10 +106,15 @@ class FileTier(Tier):
         moved = self.regions.of(memory, _MASTER)
         if moved.data_ptr() != self.unit.shard.data_ptr():
             moved.copy_(self.unit.shard)
-        for key, start, value in self._state():
-            place = self.regions.of(memory, key)[start : start + value.numel()]
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value.detach().view(-1))
+        for part in self.unit.parts:
+            states = self.states(part)
+            for key in [key for key, value in states.items() if _per_element(value, part)]:
+                value, place = states[key], self.regions.of(memory, key)[part.start : part.stop]
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value.detach().view(-1))
+                    # Not `value.data = place`: a view of an optimizer's arena would keep that arena alive.
+                    states[key] = nowhere((0,), value.dtype)
+                    states[key].data = place.view(value.shape)
 
     def _point(self, memory: Tensor | None) -> None:
         """Every tensor to its range of `memory`; None: to none."""
@@ -155,9 +161,13 @@ class Regions:
         return memory[start : start + self.numel * dtype.itemsize].view(dtype)
 
 
+def _per_element(value: Any, part: Part) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim()) and value.numel() == part.stop - part.start
+
+
 def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of a shape that has no memory; only its shape and dtype may be read."""
-    made = torch.empty(tuple(shape), dtype=dtype)
+    made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
     made.untyped_storage().resize_(0)
     return made
 
