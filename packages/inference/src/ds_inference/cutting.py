@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_comm import Group, as_group
+from ds_comm import Group, as_group, init_distributed
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.spec import Attention, Experts, Layer, Mlp, Spec
 from ds_parallel.heads import HeadCounts, Stretch, spread
@@ -147,14 +147,14 @@ class Cut:
 
 
 def ranks_of(size: int, group: Any = None) -> Group | None:
-    """The group of `size` ranks that hold each layer together: `group`, or all ranks; None for one.
+    """The group of `size` ranks that hold each layer together: `group`, or all ranks, which meet here if they did not; None for one.
 
     Raises:
         PlanError: there are more or fewer ("inference-ranks").
     """
     if size == 1:
         return None
-    found = as_group(group)
+    found = init_distributed() if group is None else as_group(group)
     if found.size != size:
         raise PlanError(
             f"layers over {size} ranks, and {found.size} ranks are there",

@@ -110,3 +110,10 @@ def test_deepspeed_s_calls() -> None:
         assert (logits[0] - model(ids[:1]).logits[0, -1]).abs().max() < 1e-4
     with pytest.raises(PlanError, match="3 ranks"):
         init_inference(families._tiny("gpt2"), dtype="fp32", tensor_parallel={"tp_size": 3})
+
+
+@world(2, backend=None)
+def test_ranks_that_did_not_meet_yet_do() -> None:
+    engine = init_inference(families._tiny("gpt2"), dtype="fp32", tensor_parallel={"tp_size": 2})
+    assert torch.distributed.get_world_size() == 2
+    assert engine.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 4)
