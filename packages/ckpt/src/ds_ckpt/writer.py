@@ -117,12 +117,6 @@ class Pool:
             self._limit = max(self._limit, -(-nbytes // SLAB_BYTES))
             self._changed.notify_all()
 
-    def reserve(self, nbytes: int) -> None:
-        """Make slabs for `nbytes` (within the limit) now, so that no later save waits for page faults."""
-        with self._changed:
-            while self._made < min(self._limit, -(-nbytes // SLAB_BYTES)):
-                self._free.append(self._new())
-
     def acquire(self, stop: Callable[[], bool]) -> mmap.mmap | None:
         """A free slab; None when `stop()` says that nobody will drain."""
         with self._changed:

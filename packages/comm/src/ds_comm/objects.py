@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_comm.call import Call
 from ds_comm.collectives import all_gather_single, broadcast, gather, scatter
 from ds_comm.groups import Group, GroupLike, as_group
+from ds_comm.metadata import metadata_device
 from ds_comm.p2p import recv, send
 
 __all__ = [
@@ -97,7 +98,7 @@ def scatter_object_list(
     call = Call("scatter_object_list", group, unit)
     root = call.root(src, group_src, default=0)
     parts: list[Tensor] | None = None
-    sizes = torch.zeros(group.size, dtype=torch.int64, device=_device(group))
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=metadata_device(group))
     if group.rank == root:
         given = list(scatter_object_input_list or ())
         call.check_count("scatter_object_input_list", given)
@@ -136,7 +137,7 @@ def recv_object_list(
 ) -> None:
     """Fill the list with what rank `src` sends; it has as many places as objects come."""
     group = as_group(group)
-    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    size = torch.zeros(1, dtype=torch.int64, device=metadata_device(group))
     recv(size, src, group, group_src=group_src, unit=unit)
     packed = torch.empty(int(size), dtype=torch.uint8, device=size.device)
     recv(packed, src, group, group_src=group_src, unit=unit)
@@ -145,16 +146,9 @@ def recv_object_list(
     object_list[:] = received
 
 
-def _device(group: Group) -> torch.device:
-    kinds = {} if group.order is None else group.order.transports
-    if not kinds or "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(next(iter(kinds)), torch.accelerator.current_device_index())
-
-
 def _pack(obj: Any, group: Group, device: torch.device | None = None) -> Tensor:
     data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
-    return torch.frombuffer(data, dtype=torch.uint8).to(device if device is not None else _device(group))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device if device is not None else metadata_device(group))
 
 
 def _unpack(packed: Tensor) -> Any:

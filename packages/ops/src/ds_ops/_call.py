@@ -78,7 +78,7 @@ def finish(op: str, status: int) -> None:
         )
 
 
-def refuse(message: str, fix: str) -> KernelError:
+def refuse(message: str, fix: str = "Give tensors the shapes, dtypes and devices of the docstring.") -> KernelError:
     """An argument is not what the kernel can take."""
     return KernelError(message, code="kernel-argument", fix=fix)
 

@@ -12,7 +12,6 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]
@@ -29,7 +28,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Cost: two reads and two writes of x; the backward keeps x + bias.
     """
     if bias.shape != x.shape[-1:] or bias.dtype != x.dtype or bias.device != x.device:
-        raise _bad(f"bias: expected one for {_call.describe(x)}; found {_call.describe(bias)}.")
+        raise _call.refuse(f"bias: expected one for {_call.describe(x)}; found {_call.describe(bias)}.")
     out: Tensor = choose(_BIAS_GELU, x.device.type, x.dtype).backend.run(x, bias)
     return out
 
@@ -52,13 +51,9 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _gated(gate, up, functional.gelu)
 
 
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give both the same dtype and device, and shapes that fit.")
-
-
 def _gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
     if (gate.shape, gate.dtype, gate.device) != (up.shape, up.dtype, up.device):
-        raise _bad(f"up: expected one like gate, {_call.describe(gate)}; found {_call.describe(up)}.")
+        raise _call.refuse(f"up: expected one like gate, {_call.describe(gate)}; found {_call.describe(up)}.")
     if torch.compiler.is_compiling():
         product: Tensor = activation(gate) * up
         return product

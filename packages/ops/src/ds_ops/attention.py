@@ -7,7 +7,6 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register, torch_backend
 
 __all__ = ["evoformer_attention", "masked_softmax"]
@@ -27,7 +26,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float =
     Cost: about five passes; use torch's scaled_dot_product_attention where the probabilities themselves are not needed.
     """
     if scores.dim() < 2 or not scores.is_floating_point():
-        raise _bad(f"scores: expected floats [..., queries, keys]; found {_call.describe(scores)}.")
+        raise _call.refuse(f"scores: expected floats [..., queries, keys]; found {_call.describe(scores)}.")
     if mask is not None:
         _require_mask(scores, mask)
     out: Tensor = choose(_SOFTMAX, scores.device.type, scores.dtype).backend.run(scores, mask, scale, causal)
@@ -54,16 +53,12 @@ def evoformer_attention(
     return out
 
 
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
-
-
 def _require_mask(scores: Tensor, mask: Tensor) -> None:
     fits = len(mask.shape) <= scores.dim() and all(
         m in (1, s) for m, s in zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     )
     if not fits or mask.device != scores.device or not (mask.dtype is torch.bool or mask.is_floating_point()):
-        raise _bad(
+        raise _call.refuse(
             f"mask: expected booleans or floats that broadcast to {_call.describe(scores)}; found {_call.describe(mask)}."
         )
 
@@ -72,12 +67,12 @@ def _require_evoformer(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None
     same = all((t.shape, t.dtype, t.device) == (q.shape, q.dtype, q.device) for t in (k, v))
     if q.dim() != 5 or not q.is_floating_point() or not same:
         shown = "; ".join(map(_call.describe, (q, k, v)))
-        raise _bad(f"q, k, v: expected floats of one shape of five dims; found {shown}.")
+        raise _call.refuse(f"q, k, v: expected floats of one shape of five dims; found {shown}.")
     batch, rows, length, heads, _ = q.shape
     wanted = {"mask_bias": [batch, rows, 1, 1, length], "pair_bias": [batch, 1, heads, length, length]}
     for name, t in (("mask_bias", mask_bias), ("pair_bias", pair_bias)):
         if t is not None and (list(t.shape) != wanted[name] or t.device != q.device or not t.is_floating_point()):
-            raise _bad(f"{name}: expected floats {wanted[name]} on {q.device}; found {_call.describe(t)}.")
+            raise _call.refuse(f"{name}: expected floats {wanted[name]} on {q.device}; found {_call.describe(t)}.")
 
 
 def _reference_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

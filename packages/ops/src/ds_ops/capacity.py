@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.routing import sort_slots
 
 __all__ = ["padded_rows", "within_capacity"]
@@ -31,11 +30,13 @@ def within_capacity(
     Cost: one counting sort of T * k slots, with scores a sort of them before it.
     """
     if capacity < 0:
-        raise _bad(f"capacity {capacity} is negative.")
+        raise _call.refuse(f"capacity {capacity} is negative.")
     if scores is not None and (scores.shape != experts.shape or scores.device != experts.device):
-        raise _bad(f"scores: expected {list(experts.shape)} on {experts.device}; found {_call.describe(scores)}.")
+        raise _call.refuse(
+            f"scores: expected {list(experts.shape)} on {experts.device}; found {_call.describe(scores)}."
+        )
     if experts.dim() != 2:
-        raise _bad(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
+        raise _call.refuse(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
     # In the order in which experts take slots.
     turned = experts.t() if first_choices else experts
     asking = turned.reshape(-1)
@@ -61,12 +62,8 @@ def padded_rows(ends: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     Returns: index int64: rows, 0 where there is none; valid bool. `y[index] * valid[..., None]` is the padded layout.
     """
     if ends.dim() != 1 or ends.dtype is not torch.int64 or capacity < 0:
-        raise _bad(f"ends: expected int64 [experts]; found {_call.describe(ends)}; capacity {capacity}.")
+        raise _call.refuse(f"ends: expected int64 [experts]; found {_call.describe(ends)}; capacity {capacity}.")
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: len(ends)]
     index = starts[:, None] + torch.arange(capacity, device=ends.device)
     valid = index < ends[:, None]
     return index.masked_fill(~valid, 0), valid
-
-
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")

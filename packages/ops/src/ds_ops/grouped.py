@@ -16,7 +16,6 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_config.errors import KernelError
 from ds_ops.registry import Backend, Obstacle, Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
@@ -55,7 +54,7 @@ def grouped_matmul(
     if out is not None:
         _require_out(out, [x.shape[0], weights.shape[1 if transpose else 2]], x, (x, weights, bias), "x's dtype")
     elif accumulate:
-        raise _bad("accumulate=True without a tensor to add to.", "Pass out=.")
+        raise _call.refuse("accumulate=True without a tensor to add to.", "Pass out=.")
     if out is not None:
         y: Tensor = choose(_MATMUL, x.device.type, x.dtype).backend.run(x, weights, ends, bias, out, job)
     elif torch.compiler.is_compiling():
@@ -81,13 +80,13 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, *, out: Tensor | None = No
     Cost: one product per group that has rows, into one tensor; fp32 `out` of 16-bit rows converts both once.
     """
     if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0] or not _alike(x, y) or not x.is_floating_point():
-        raise _bad(f"x [T, K] {_call.describe(x)} and y [T, N] {_call.describe(y)} do not fit.")
+        raise _call.refuse(f"x [T, K] {_call.describe(x)} and y [T, N] {_call.describe(y)} do not fit.")
     _require_ends(ends, x)
     if out is not None:
         _require_out(out, [ends.shape[0], x.shape[1], y.shape[1]], x, (x, y), "x's dtype or fp32")
         made: Tensor = choose(_OUTER, x.device.type, x.dtype).backend.run(x, y, ends, out, accumulate)
     elif accumulate:
-        raise _bad("accumulate=True without a tensor to add to.", "Pass out=.")
+        raise _call.refuse("accumulate=True without a tensor to add to.", "Pass out=.")
     elif torch.compiler.is_compiling():
         made = torch.ops.ds_ops.grouped_outer(x, y, ends)
     elif torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
@@ -108,10 +107,6 @@ class _Job:
     accumulate: bool = False
 
 
-def _bad(message: str, fix: str = "Give tensors the shapes and dtypes of the docstring.") -> KernelError:
-    return KernelError(message, code="kernel-argument", fix=fix)
-
-
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and a.device == b.device
 
@@ -120,34 +115,36 @@ def _require(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, job:
     fits = x.dim() == 2 and weights.dim() == 3 and weights.shape[2 if job.transpose else 1] == x.shape[1]
     if not fits or not _alike(x, weights) or not x.is_floating_point():
         layout = "[E, N, K]" if job.transpose else "[E, K, N]"
-        raise _bad(f"x [T, K] {_call.describe(x)} and weights {layout} {_call.describe(weights)} do not fit.")
+        raise _call.refuse(f"x [T, K] {_call.describe(x)} and weights {layout} {_call.describe(weights)} do not fit.")
     if bias is not None:
         wanted = [weights.shape[0], weights.shape[1 if job.transpose else 2]]
         if list(bias.shape) != wanted or not _alike(bias, x):
-            raise _bad(f"bias: expected {wanted} {x.dtype} on {x.device}; found {_call.describe(bias)}.")
+            raise _call.refuse(f"bias: expected {wanted} {x.dtype} on {x.device}; found {_call.describe(bias)}.")
     if ends.shape != weights.shape[:1]:
-        raise _bad(f"ends: expected [{weights.shape[0]}], one a group; found {_call.describe(ends)}.")
+        raise _call.refuse(f"ends: expected [{weights.shape[0]}], one a group; found {_call.describe(ends)}.")
     _require_ends(ends, x)
 
 
 def _require_ends(ends: Tensor, x: Tensor) -> None:
     if ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or ends.device != x.device or ends.is_meta:
-        raise _bad(f"ends: expected int32 or int64 [E] on {x.device}; found {_call.describe(ends)}.")
+        raise _call.refuse(f"ends: expected int32 or int64 [E] on {x.device}; found {_call.describe(ends)}.")
 
 
 def _require_out(out: Tensor, shape: list[int], x: Tensor, inputs: tuple[Tensor | None, ...], kinds: str) -> None:
     allowed = (x.dtype, torch.float32) if "fp32" in kinds else (x.dtype,)
     if list(out.shape) != shape or out.device != x.device or out.dtype not in allowed:
-        raise _bad(f"out: expected {shape} of {kinds} on {x.device}; found {_call.describe(out)}.")
+        raise _call.refuse(f"out: expected {shape} of {kinds} on {x.device}; found {_call.describe(out)}.")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out)):
-        raise _bad("out= was given where autograd records: it cannot see that write.", "Call under torch.no_grad().")
+        raise _call.refuse(
+            "out= was given where autograd records: it cannot see that write.", "Call under torch.no_grad()."
+        )
 
 
 def group_bounds(ends: Tensor, rows: int) -> list[int]:
     """`ends` as numbers, checked. On the CPU that is a look into memory; on a device it waits."""
     bounds: list[int] = ends.detach().numpy().tolist() if ends.device.type == "cpu" else ends.tolist()
     if bounds and (bounds[-1] > rows or any(b < a for a, b in zip([0, *bounds], bounds, strict=False))):
-        raise _bad(f"ends {bounds} do not cut {rows} rows.", "Pass the cumulative sum of the groups' sizes.")
+        raise _call.refuse(f"ends {bounds} do not cut {rows} rows.", "Pass the cumulative sum of the groups' sizes.")
     return bounds
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.reference import norms as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 
@@ -78,22 +77,17 @@ def add_layer_norm(
     return layer_norm(total, weight, bias, eps=eps), total
 
 
-def _bad(message: str) -> KernelError:
-    fix = "Give every tensor the shape, dtype and device of its docstring."
-    return KernelError(message, code="kernel-argument", fix=fix)
-
-
 def _require_like(x: Tensor, residual: Tensor) -> None:
     if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
-        raise _bad(f"residual: expected one like x, {_call.describe(x)}; found {_call.describe(residual)}.")
+        raise _call.refuse(f"residual: expected one like x, {_call.describe(x)}; found {_call.describe(residual)}.")
 
 
 def _require_vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.dim() < 1 or not x.is_floating_point():
-        raise _bad(f"x: expected floats [..., n]; found {_call.describe(x)}.")
+        raise _call.refuse(f"x: expected floats [..., n]; found {_call.describe(x)}.")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and (t.shape != x.shape[-1:] or t.device != x.device or not t.is_floating_point()):
-            raise _bad(f"{name}: expected floats [{x.shape[-1]}] on {x.device}; found {_call.describe(t)}.")
+            raise _call.refuse(f"{name}: expected floats [{x.shape[-1]}] on {x.device}; found {_call.describe(t)}.")
 
 
 def _reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_config.errors import KernelError
 from ds_ops.registry import Backend, Obstacle, Op, choose, reference_backend, register
 from ds_ops.sparse_attention import Sparsity
 
@@ -87,11 +86,11 @@ def partial_attention_grad(
     _require(q, k, v, view)
     if out.shape != q.shape or dout.shape != q.shape or lse.shape != q.shape[:-1]:
         shown = "; ".join(f"{n} {_call.describe(t)}" for n, t in (("dout", dout), ("out", out), ("lse", lse)))
-        raise _bad(f"{shown} do not fit q {_call.describe(q)}.")
+        raise _call.refuse(f"{shown} do not fit q {_call.describe(q)}.")
     if any(t.dtype is not q.dtype or t.device != q.device for t in (dout, out)) or lse.device != q.device:
-        raise _bad(f"dout {dout.dtype} and out {out.dtype}: expected {q.dtype} on {q.device}.")
+        raise _call.refuse(f"dout {dout.dtype} and out {out.dtype}: expected {q.dtype} on {q.device}.")
     if lse.dtype is not torch.promote_types(q.dtype, torch.float32):
-        raise _bad(f"lse: expected fp32, or fp64 for fp64; found {lse.dtype}.")
+        raise _call.refuse(f"lse: expected fp32, or fp64 for fp64; found {lse.dtype}.")
     job = _job(q, k, view)
     return _attend_grad(dout, q, k, v, out, lse, job.mask, job.causal, job.scale)
 
@@ -109,7 +108,7 @@ def merge_partial(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tup
     """
     if out1.shape != out2.shape or lse1.shape != out1.shape[:-1] or lse2.shape != lse1.shape:
         shown = "; ".join(map(_call.describe, (out1, lse1, out2, lse2)))
-        raise _bad(f"expected two of out [..., D] and lse [...]; found {shown}.")
+        raise _call.refuse(f"expected two of out [..., D] and lse [...]; found {shown}.")
     top = torch.maximum(lse1, lse2).detach()
     top = top.masked_fill(top == -torch.inf, 0)
     one, two = (lse1 - top).exp(), (lse2 - top).exp()
@@ -133,16 +132,12 @@ class _Job:
     scale: float
 
 
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes and dtypes of the docstring.")
-
-
 def _require(q: Tensor, k: Tensor, v: Tensor, view: View) -> None:
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     alike = all(t.dtype is q.dtype and t.device == q.device for t in (k, v))
     if not fits or not alike or not q.is_floating_point() or (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]):
         shown = "; ".join(map(_call.describe, (q, k, v)))
-        raise _bad(f"q [B, H, Lq, D], k and v [B, G, Lk, D]: found {shown}.")
+        raise _call.refuse(f"q [B, H, Lq, D], k and v [B, G, Lk, D]: found {shown}.")
     mask = view.mask
     if mask is None:
         return
@@ -150,14 +145,16 @@ def _require(q: Tensor, k: Tensor, v: Tensor, view: View) -> None:
     if isinstance(mask, Sparsity):
         blocks = [-(-n // mask.block) for n in (queries, keys)] if mask.block > 0 else []
         if mask.layout.dtype is not torch.bool or list(mask.layout.shape) not in ([1, *blocks], [heads, *blocks]):
-            raise _bad(f"layout: expected bool [1 or {heads}, *{blocks}]; found {_call.describe(mask.layout)}.")
+            raise _call.refuse(f"layout: expected bool [1 or {heads}, *{blocks}]; found {_call.describe(mask.layout)}.")
         return
     whole = (batch, heads, queries, keys)
     fits = mask.dim() <= 4 and all(m in (1, w) for m, w in zip(reversed(mask.shape), reversed(whole), strict=False))
     if not fits or mask.device != q.device or not (mask.dtype is torch.bool or mask.is_floating_point()):
-        raise _bad(f"mask: expected booleans or floats that broadcast to {list(whole)}; found {_call.describe(mask)}.")
+        raise _call.refuse(
+            f"mask: expected booleans or floats that broadcast to {list(whole)}; found {_call.describe(mask)}."
+        )
     if mask.requires_grad and torch.is_grad_enabled():
-        raise _bad("mask: it requires a gradient, and has none here.")
+        raise _call.refuse("mask: it requires a gradient, and has none here.")
 
 
 def _job(q: Tensor, k: Tensor, view: View) -> _Job:

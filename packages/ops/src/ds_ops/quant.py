@@ -84,7 +84,7 @@ def quantize(
     _call.require("x", x)
     count = rows.rows if isinstance(rows, Swizzle) else rows
     if count < 1 or x.numel() % count:
-        raise _bad(
+        raise _call.refuse(
             f"{_call.describe(x)} is not {count} equal rows.", "Pad it, or choose rows that divide its elements."
         )
     cols = x.numel() // count
@@ -190,13 +190,9 @@ def quantize_with_feedback(
     return q
 
 
-def _bad(message: str, fix: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix=fix)
-
-
 def _require_rows(name: str, q: QuantTensor, spec: QuantSpec, rows: int, cols: int) -> None:
     if (q.spec, q.rows, q.cols) != (spec, rows, cols):
-        raise _bad(
+        raise _call.refuse(
             f"{name}: expected {rows} rows of {cols} as {spec}; found {q.rows} rows of {q.cols} as {q.spec}.",
             "Allocate it with QuantTensor.empty(...).",
         )
@@ -208,12 +204,14 @@ def _require_index(rows: Tensor, q: QuantTensor) -> None:
         return
     least, most = int(rows.numpy().min()), int(rows.numpy().max())
     if least < 0 or most >= q.rows:
-        raise _bad(f"rows: {least}..{most} is outside 0..{q.rows - 1}.", "Pass rows that exist.")
+        raise _call.refuse(f"rows: {least}..{most} is outside 0..{q.rows - 1}.", "Pass rows that exist.")
 
 
 def _rows_after(q: QuantTensor, sources: int) -> int:
     if sources < 1 or q.rows % sources:
-        raise _bad(f"{q.rows} rows are not from {sources} sources.", "Pass a number of sources that divides the rows.")
+        raise _call.refuse(
+            f"{q.rows} rows are not from {sources} sources.", "Pass a number of sources that divides the rows."
+        )
     return q.rows // sources
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import group_bounds
 from ds_ops.quant import dequantize, native_rows, native_spec, quantize
@@ -35,7 +34,7 @@ def quantize_weight(weight: Tensor, kind: Format = INT8, *, group: int = 128, sy
         KernelError: "quant-spec" for a group that is not whole bytes; "kernel-argument" for other shapes.
     """
     if weight.dim() not in (2, 3):
-        raise _bad(f"weight: expected [N, K] or [E, N, K]; found {_call.describe(weight)}.")
+        raise _call.refuse(f"weight: expected [N, K] or [E, N, K]; found {_call.describe(weight)}.")
     rows = weight.shape[:-1].numel()
     if not rows:
         return QuantTensor.empty(
@@ -57,14 +56,14 @@ def quantized_linear(x: Tensor, weight: QuantTensor, bias: Tensor | None = None)
         formats' (OCP 2023); the order of work is that of any matrix-vector product.
     """
     if len(weight.shape) != 2:
-        raise _bad(f"weight: expected [N, K]; found {list(weight.shape)}.")
+        raise _call.refuse(f"weight: expected [N, K]; found {list(weight.shape)}.")
     _require(x, weight)
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y = _multiplied(flat, weight, None).view(*x.shape[:-1], weight.shape[0])
     if bias is None:
         return y
     if bias.shape != y.shape[-1:] or bias.device != x.device or not bias.is_floating_point():
-        raise _bad(f"bias: expected floats [{y.shape[-1]}]; found {_call.describe(bias)}.")
+        raise _call.refuse(f"bias: expected floats [{y.shape[-1]}]; found {_call.describe(bias)}.")
     return y + bias.to(y.dtype)
 
 
@@ -82,20 +81,18 @@ def quantized_grouped_matmul(x: Tensor, weights: QuantTensor, ends: Tensor) -> T
         `ends` is read on the host, on a device too.
     """
     if len(weights.shape) != 3 or x.dim() != 2 or ends.shape != weights.shape[:1]:
-        raise _bad(f"x {_call.describe(x)}, weights {list(weights.shape)}, ends {_call.describe(ends)} do not fit.")
+        raise _call.refuse(
+            f"x {_call.describe(x)}, weights {list(weights.shape)}, ends {_call.describe(ends)} do not fit."
+        )
     _require(x, weights)
     if ends.dtype not in (torch.int32, torch.int64) or ends.device != x.device:
-        raise _bad(f"ends: expected int32 or int64 on {x.device}; found {_call.describe(ends)}.")
+        raise _call.refuse(f"ends: expected int32 or int64 on {x.device}; found {_call.describe(ends)}.")
     return _multiplied(x, weights, ends)
-
-
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes and dtypes of the docstring.")
 
 
 def _require(x: Tensor, weight: QuantTensor) -> None:
     if x.dim() < 1 or x.shape[-1] != weight.cols or x.dtype not in _call.DTYPES or x.device != weight.wire.device:
-        raise _bad(
+        raise _call.refuse(
             f"x: expected fp32, bf16 or fp16 [..., {weight.cols}] on {weight.wire.device}; found {_call.describe(x)}."
         )
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_config.errors import KernelError, UnsupportedError
+import ds_ops._call as _call
+from ds_config.errors import UnsupportedError
 
 __all__ = ["Frequencies", "Rope", "rotary_frequencies"]
 
@@ -59,7 +60,7 @@ def rotary_frequencies(rope: Rope, length: int = 0) -> Frequencies:
     given = dict(rope.scaling or {})
     kind = str(given.get("rope_type", given.get("type", "default")))
     if rope.dim < 2 or rope.dim % 2:
-        raise _bad(f"dim {rope.dim} is not a positive even number.", "Turn whole pairs.")
+        raise _call.refuse(f"dim {rope.dim} is not a positive even number.", "Turn whole pairs.")
     if kind not in _KINDS:
         raise UnsupportedError(
             f"rope_type {kind!r} is not known.",
@@ -74,12 +75,10 @@ def rotary_frequencies(rope: Rope, length: int = 0) -> Frequencies:
     ]
     if missing or wrong:
         said = [f"{', '.join(missing)} missing"] if missing else []
-        raise _bad(f"rope_type {kind!r}: {'; '.join(said + wrong)}.", "Give positive numbers for all of its keys.")
+        raise _call.refuse(
+            f"rope_type {kind!r}: {'; '.join(said + wrong)}.", "Give positive numbers for all of its keys."
+        )
     return make(rope, given, length)
-
-
-def _bad(message: str, fix: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix=fix)
 
 
 def _plain(dim: int, base: float) -> Tensor:
@@ -141,7 +140,7 @@ def _longrope(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
     key = "long_factor" if length > trained else "short_factor"
     stretch = torch.tensor(given[key], dtype=torch.float64)
     if stretch.shape != (rope.dim // 2,):
-        raise _bad(
+        raise _call.refuse(
             f"{key}: expected {rope.dim // 2} numbers, one a pair; found {list(stretch.shape)}.", "Check head_dim."
         )
     factor = given.get("factor") or (rope.max_positions or trained) / trained
@@ -156,7 +155,7 @@ def _llama3(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
     plain, trained = _plain(rope.dim, rope.base), _trained(rope, given)
     slow, fast = given["low_freq_factor"], given["high_freq_factor"]
     if slow >= fast:
-        raise _bad(f"low_freq_factor {slow} is not below high_freq_factor {fast}.", "Swap or correct them.")
+        raise _call.refuse(f"low_freq_factor {slow} is not below high_freq_factor {fast}.", "Swap or correct them.")
     turns = trained * plain / (2 * math.pi)
     kept = ((turns - slow) / (fast - slow)).clamp(0, 1)
     return Frequencies(plain * kept + plain / given["factor"] * (1 - kept))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_config.errors import KernelError
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["Gating", "Permutation", "permute", "regroup", "sort_slots", "top_k_gating", "unpermute"]
@@ -57,7 +56,7 @@ def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating
     Cost: a softmax (two passes) and a stable sort of [T, E]. Source: Shazeer et al. 2017, without its noise.
     """
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
-        raise _bad(f"{k} of the experts of logits [tokens, experts] {_call.describe(logits)} cannot be chosen.")
+        raise _call.refuse(f"{k} of the experts of logits [tokens, experts] {_call.describe(logits)} cannot be chosen.")
     out: Gating = choose(_GATING, logits.device.type, logits.dtype).backend.run(logits, k, renormalize)
     return out
 
@@ -74,16 +73,16 @@ def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None)
     Cost: two passes over T * k integers (counting sort); in plain torch a sort of them. Source: as torch.sort defines stable.
     """
     if experts.dim() != 2 or experts.dtype is not torch.int64:
-        raise _bad(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
+        raise _call.refuse(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
     if keep is not None and (keep.shape != experts.shape or keep.dtype is not torch.bool):
-        raise _bad(f"keep: expected bool {list(experts.shape)}; found {_call.describe(keep)}.")
+        raise _call.refuse(f"keep: expected bool {list(experts.shape)}; found {_call.describe(keep)}.")
     if keep is not None and keep.device != experts.device:
-        raise _bad(f"keep: expected it on {experts.device}; found {_call.describe(keep)}.")
+        raise _call.refuse(f"keep: expected it on {experts.device}; found {_call.describe(keep)}.")
     # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
     if experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling():
         least, most = int(experts.numpy().min()), int(experts.numpy().max())
         if not 0 <= least <= most < num_experts:
-            raise _bad(f"experts: {least}..{most} is outside 0..{num_experts - 1}.")
+            raise _call.refuse(f"experts: {least}..{most} is outside 0..{num_experts - 1}.")
     out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts, keep)
     return out
 
@@ -112,7 +111,7 @@ def regroup(counts: Tensor, rows: int) -> Permutation:
     Cost: sums of S * E integers and two searches among them for each row, on the device.
     """
     if counts.dim() != 2 or counts.dtype is not torch.int64 or rows < 0:
-        raise _bad(f"counts: expected int64 [sources, experts]; found {_call.describe(counts)}; rows {rows}.")
+        raise _call.refuse(f"counts: expected int64 [sources, experts]; found {_call.describe(counts)}; rows {rows}.")
     sources, experts = counts.shape
     arrived = counts.flatten().cumsum(0) - counts.flatten()  # first row of each chunk, as it came
     sizes = counts.t().flatten()
@@ -159,13 +158,9 @@ def unpermute(y: Tensor, p: Permutation, weights: Tensor | None = None) -> Tenso
     if weights is None:
         weights = torch.ones(p.rows.shape, device=y.device)
     if weights.shape != p.rows.shape or weights.device != y.device or not weights.is_floating_point():
-        raise _bad(f"weights: expected floats {list(p.rows.shape)}; found {_call.describe(weights)}.")
+        raise _call.refuse(f"weights: expected floats {list(p.rows.shape)}; found {_call.describe(weights)}.")
     out: Tensor = choose(_UNPERMUTE, y.device.type, y.dtype).backend.run(y, p, weights)
     return out
-
-
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
 
 
 def _require_permutation(x: Tensor, p: Permutation, *, tokens: bool) -> None:
@@ -174,7 +169,7 @@ def _require_permutation(x: Tensor, p: Permutation, *, tokens: bool) -> None:
     kinds = all(t.dtype is torch.int64 and t.device == x.device for t in (p.slots, p.rows))
     wanted = p.rows.shape[:1] if tokens else p.slots.shape
     if not whole or not kinds or x.dim() != 2 or x.shape[:1] != wanted:
-        raise _bad(
+        raise _call.refuse(
             f"x {_call.describe(x)} and the permutation, slots {_call.describe(p.slots)}, rows {_call.describe(p.rows)},"
             " do not fit."
         )

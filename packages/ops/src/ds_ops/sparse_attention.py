@@ -213,18 +213,14 @@ def _require(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor | No
     same = all((t.shape, t.dtype, t.device) == (q.shape, q.dtype, q.device) for t in (k, v))
     if q.dim() != 4 or not q.is_floating_point() or not same:
         shown = "; ".join(map(_call.describe, (q, k, v)))
-        raise _bad(f"q, k, v: expected floats of one shape [batch, heads, length, d]; found {shown}.")
+        raise _call.refuse(f"q, k, v: expected floats of one shape [batch, heads, length, d]; found {shown}.")
     batch, heads, length, _ = q.shape
     blocks = -(-length // s.block) if s.block > 0 else -1
     if s.layout.dtype is not torch.bool or list(s.layout.shape) not in ([1, blocks, blocks], [heads, blocks, blocks]):
         wanted = f"bool [1 or {heads}, {blocks}, {blocks}] for {length} tokens in blocks of {s.block}"
-        raise _bad(f"layout: expected {wanted}; found {_call.describe(s.layout)}.")
+        raise _call.refuse(f"layout: expected {wanted}; found {_call.describe(s.layout)}.")
     if key_mask is not None and (key_mask.dtype is not torch.bool or list(key_mask.shape) != [batch, length]):
-        raise _bad(f"key_mask: expected bool {[batch, length]}; found {_call.describe(key_mask)}.")
-
-
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
+        raise _call.refuse(f"key_mask: expected bool {[batch, length]}; found {_call.describe(key_mask)}.")
 
 
 def _reference_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor | None) -> Tensor:

@@ -56,24 +56,22 @@ def scatter_tokens(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
     """
     _require(x, index)
     if part.shape != (*index.shape, x.shape[2]) or part.dtype != x.dtype or part.device != x.device:
-        raise _bad(f"part: expected {x.dtype} {[*index.shape, x.shape[2]]}; found {_call.describe(part)}.")
+        raise _call.refuse(f"part: expected {x.dtype} {[*index.shape, x.shape[2]]}; found {_call.describe(part)}.")
     out: Tensor = choose(_SCATTER, x.device.type, x.dtype).backend.run(x, part, index)
     return out
-
-
-def _bad(message: str) -> KernelError:
-    return KernelError(message, code="kernel-argument", fix="Give tensors the shapes of the docstring.")
 
 
 def _require(x: Tensor, index: Tensor) -> None:
     fits = x.dim() == 3 and index.dim() == 2 and index.shape[0] == x.shape[0] and index.device == x.device
     if not fits or index.dtype is not torch.int64:
-        raise _bad(f"x [batch, length, n] {_call.describe(x)} and index int64 [batch, keep] {_call.describe(index)}.")
+        raise _call.refuse(
+            f"x [batch, length, n] {_call.describe(x)} and index int64 [batch, keep] {_call.describe(index)}."
+        )
     # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
     if torch.compiler.is_compiling():
         return
     if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[1]:
-        raise _bad(f"index has {int(index.min())}..{int(index.max())}, of {x.shape[1]} tokens.")
+        raise _call.refuse(f"index has {int(index.min())}..{int(index.max())}, of {x.shape[1]} tokens.")
 
 
 def _reference_gather(x: Tensor, index: Tensor) -> Tensor:
