@@ -480,6 +480,32 @@ def test_several_backwards_and_one_reduction(stage):
 
 
 @world(2, backend=None)
+def test_state_on_the_host():
+    import deepspeed
+
+    model = Net()
+    config = settings(2, gradient_accumulation_steps=2)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    del config["optimizer"]
+    foreign = torch.optim.Adam(model.parameters())
+    with pytest.raises(deepspeed.runtime.zero.utils.ZeRORuntimeException, match="Adam of another library"):
+        deepspeed.initialize(model=model, optimizer=foreign, config=config | {"zero_force_ds_cpu_optimizer": True})
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=foreign, config=config)
+    sums = []
+    for micro in range(2):
+        engine.backward(loss_of(engine, micro, engine.mesh.rank))
+        grads = optimizer.accumulated_grads_in_cpu
+        sums.append(sum(grad.double().square().sum().item() for grad in grads.values()))
+        engine.step()
+    assert 0 < sums[0] != sums[1]
+    engine.destroy()
+    engine, optimizer, *_ = start(2)
+    assert not hasattr(optimizer, "accumulated_grads_in_cpu")
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_whole_weights(tmp_path):
     import deepspeed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError
-from ds_zero import ShardedOptimizer, Sharding, ShardOptions
+from ds_zero import ShardedOptimizer, Sharding, ShardOptions, safe_get_local_grad
 
 __all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of"]
 
@@ -117,6 +117,19 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         for unit in trained:
             unit.tier.fetch()
         return [unit.shard for unit in trained]
+
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
+        """This rank's elements of the gradients so far, by number of the parameter, where state is offloaded; copies.
+
+        Raises:
+            AttributeError: it is not, as upstream has it.
+        """
+        trained = [unit for unit in self.sharding.units if unit.spec.trained]
+        if all(unit.plan.tier == "device" for unit in trained):
+            raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
+        found = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
+        return {number: grad for number, grad in found if grad is not None}
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:

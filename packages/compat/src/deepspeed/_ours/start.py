@@ -26,7 +26,7 @@ from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
 from ds_comm import as_group, world_group
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_config.reading import Source
 from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.build import Parts, assemble, shapes_of
@@ -91,6 +91,7 @@ def initialize(
     ):
         mesh_param = (mpu.get_data_parallel_world_size(), mpu.get_sequence_parallel_world_size())
     resolved = with_degrees(resolved, mesh_param, mpu)
+    _check_host_optimizer(raw, resolved, optimizer)
     tell_steps()
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -110,6 +111,20 @@ def initialize(
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
+    """Every optimizer works with offloaded state; one that the configuration insists on refusing is refused."""
+    offload = config.zero_optimization.offload_optimizer
+    if raw.get("zero_force_ds_cpu_optimizer") is not True or offload is None or offload.device == "none":
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and not type(optimizer).__module__.startswith("ds_ops"):
+        raise ConfigError(
+            f"zero_force_ds_cpu_optimizer is true, optimizer state is offloaded, and the optimizer is a {type(optimizer).__name__} "
+            "of another library",
+            code="compat-host-optimizer",
+            fix="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer = false: it works all the same.",
+        )
 
 
 def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:

@@ -548,13 +548,16 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.runtime.tensor_parallel.config": from_(
         _AUTOTP, "TPConfig", "TPTrainingConfig", "_get_hf_tp_plan", "get_tensor_parallel_config",
     ),
-    "deepspeed.sequence": {**not_(SEQUENCE, "fpdt_layer", "cross_entropy", "auto_sp")},
+    "deepspeed.sequence": {**not_(SEQUENCE, "cross_entropy", "auto_sp")},
     "deepspeed.sequence.layer": {
         **from_("ds_parallel.sequence", "DistributedAttention"),
         **from_(_TENSORS, "apply_rotary_pos_emb", "single_all_to_all", _SeqAllToAll="SeqAllToAll", _rotate_half="rotate_half"),
         **values({"_torchembed_available": False}),
     },
-    "deepspeed.sequence.fpdt_layer": {**not_(SEQUENCE, "FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")},
+    "deepspeed.sequence.fpdt_layer": from_(
+        "deepspeed._ours.fpdt", FPDT_Attention="FpdtAttention", FPDT_FFN="FpdtFfn", FPDT_InputConstruct="FpdtInput",
+        FPDT_LogitsLoss="FpdtLogitsLoss", _FPDTGPUOffloadingAttentionImpl_="FpdtFunction",
+    ),
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         **from_("deepspeed._ours.sequences", "initialize_sequence_parallel"),
