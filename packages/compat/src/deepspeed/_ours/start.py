@@ -35,7 +35,7 @@ from ds_engine.degrees import with_degrees
 from ds_engine.loader import ResumableLoader
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
-from ds_parallel.sequence.hf import SequenceRanks
+from ds_parallel.tensor import facts_of
 from ds_zero.sharding import sharding_of
 
 __all__ = [
@@ -84,17 +84,16 @@ def initialize(
         set_log_level_from_string(level)
     asked: _Asked | None = vars(model).get(_ASKED)
     resolved = _with_asked(load_config(accepted(raw)), asked, mpu)
-    if (
-        isinstance(mpu, SequenceRanks)
-        and mesh_param is None
-        and "sequence_parallel_size" not in resolved.model_fields_set
-    ):
-        mesh_param = (mpu.get_data_parallel_world_size(), mpu.get_sequence_parallel_world_size())
-    resolved = with_degrees(resolved, mesh_param, mpu)
-    _check_host_optimizer(raw, resolved, optimizer)
-    tell_steps()
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    shared = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+    if shared > 1 and mesh_param is None and "sequence_parallel_size" not in resolved.model_fields_set:
+        mesh_param = (world_group().size // shared, shared)
+    resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu)
+    if resolved.sequence_parallel_size > 1:
+        _let_share(model)
+    _check_host_optimizer(raw, resolved, optimizer)
+    tell_steps()
     _give_back(model)
     if resolved.zero_optimization.stage == 3:
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
@@ -125,6 +124,28 @@ def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any
             code="compat-host-optimizer",
             fix="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer = false: it works all the same.",
         )
+
+
+def _is_of_sequences(mpu: Any, shared: int) -> bool:
+    """Whether what `mpu` calls model parallelism is sequences (deepspeed.runtime.sequence_parallel.parallel_state_sp)."""
+    of_models = getattr(mpu, "get_model_parallel_world_size", None)
+    return (
+        shared > 1
+        and of_models is not None
+        and not hasattr(mpu, "get_tensor_model_parallel_world_size")
+        and of_models() == shared
+    )
+
+
+def _let_share(model: nn.Module) -> None:
+    """A model of no known attention is taken to exchange over a sequence by itself, as upstream takes every model."""
+    facts = facts_of(model)
+    if facts is not None and not facts.shares_sequences and not facts.attention:
+        logger.warning(
+            "ranks share sequences, and nothing in %s says that it exchanges over them: it is taken to do so by itself, or to need none",
+            type(model).__name__,
+        )
+        model.shares_sequences = True  # type: ignore[assignment]
 
 
 def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:

@@ -565,6 +565,13 @@ SURFACE: Mapping[str, Rows] = {
             _GROUPS, get_sequence_parallel_group="_get_sequence_parallel_group",
             get_sequence_parallel_rank="_get_sequence_parallel_rank",
             get_sequence_parallel_world_size="_get_sequence_parallel_world_size",
+            # There, who shares a sequence is who upstream's engine asks for under these names.
+            get_model_parallel_group="_get_sequence_parallel_group",
+            get_model_parallel_rank="_get_sequence_parallel_rank",
+            get_model_parallel_world_size="_get_sequence_parallel_world_size",
+            get_sequence_data_parallel_group="_get_sequence_data_parallel_group",
+            get_sequence_data_parallel_rank="_get_sequence_data_parallel_rank",
+            get_sequence_data_parallel_world_size="_get_sequence_data_parallel_world_size",
         ),
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
