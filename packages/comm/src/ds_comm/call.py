@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 import ds_monitor
@@ -175,7 +176,8 @@ class Call:
         span = self._span(tensor, nbytes)
         span.__enter__()
         try:
-            started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
+            with torch.no_grad():  # `differentiable` is what autograd sees; here a tensor with a history is its values
+                started = launch(transport(pg, mark, self.unit, async_op or not host_waits))
         except RuntimeError as error:
             recorder.ended(slot)
             span.__exit__(None, None, None)

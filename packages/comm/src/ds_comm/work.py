@@ -81,7 +81,8 @@ class Pending:
         try:
             self._wait_for(started, timeout)
             if started.finish is not None:
-                started.finish()
+                with torch.no_grad():
+                    started.finish()
             if _time_device[0] and not self._host_waits:
                 torch.accelerator.synchronize()
         finally:

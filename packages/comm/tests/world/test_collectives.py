@@ -153,3 +153,16 @@ def test_spans_are_reported_with_what_was_sent() -> None:
         ds_monitor.configure([])
     (span,) = [record for record in sink.records if record.name == "comm/all_gather_single"]
     assert span.attrs == {"unit": "layers.0", "group": "world", "ranks": 2, "nbytes": 16, "dtype": "float32"}
+
+
+@world(2)
+def test_a_tensor_with_a_history_is_its_values_here() -> None:
+    rank = dist.get_rank()
+    leaf = torch.tensor([rank + 1.0], requires_grad=True)
+    loss, parts = leaf * 1.0, torch.zeros(2)
+    ds_comm.all_gather_single(parts, loss)
+    ds_comm.all_reduce(loss)
+    assert (loss.item(), parts.tolist()) == (3.0, [1.0, 2.0])
+    (loss / 2).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.item() == 0.5
