@@ -43,7 +43,7 @@ def alone(steps: int) -> list[float]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) for s in (0, 2, 3)])
 def test_it_trains_saves_and_goes_on_where_it_stopped(tmp_path, stage):
     config = tmp_path / "x.json"
     optimizer = {"type": "AdamW", "params": {"lr": 0.02}}

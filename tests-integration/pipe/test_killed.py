@@ -50,7 +50,11 @@ def clock(output: str, word: str) -> float:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case[1:3] == ("1f1b", 3) else pytest.mark.slow) for case in CASES],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_the_others_name_it(forked: Any, case: tuple[str, str, int, int, str], tmp_path: Path) -> None:
     backend, schedule, ranks, who, moment = case
     if backend == "shm" and (missing := shm.available()):

@@ -102,6 +102,14 @@ def test_patience_holds_the_alarm_back(tmp_path: Path) -> None:
         ranks[0].ring.ended(slot)
 
 
+def test_patience_is_no_error_where_the_store_is_gone(tmp_path: Path) -> None:
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        for rank in ranks:
+            rank.watchdog._side._open = None
+        with ranks[0].watchdog.patience(60):  # a save goes on
+            assert not ranks[0].codes
+
+
 def test_a_goodbye_ends_who_waits_before_the_deadline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with job(3, tmp_path, deadline_s=300) as ranks:
         for rank in ranks:

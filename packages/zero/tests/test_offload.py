@@ -217,7 +217,14 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_folder(tmp_path: Path) ->
     scratch.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),  # test_offload_limits.py kills as well
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        None,
+    ],
+)
 def test_nothing_is_left_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> None:
     code = f"""
         import os, torch

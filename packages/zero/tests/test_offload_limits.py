@@ -92,7 +92,8 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "file"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "file"])
 def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
     """RssAnon above what the imports took: at most 1.10 x the plan's, and the same after 4 steps and after 16."""
     place = 'Placement("host")' if tier == "host" else f'Placement("file", {str(tmp_path)!r}, buffers=2)'
@@ -123,6 +124,7 @@ def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
     assert growth <= 1.02
 
 
+@pytest.mark.slow
 def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
@@ -201,6 +203,7 @@ def test_a_run_that_is_killed_leaves_no_file(tmp_path: Path, how: signal.Signals
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_drawn_sizes_interrupted_beside_another_process(tmp_path: Path) -> None:
     """Two processes in one folder that is not there yet, each interrupted by a timer every half millisecond."""
     code = """

@@ -45,7 +45,9 @@ def _heeds_interrupts() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left(tmp_path, number):
     (tmp_path / "test_waits.py").write_text(TEXT)
     files = [tmp_path / "rank-0", tmp_path / "rank-1"]

@@ -134,14 +134,23 @@ class Watchdog:
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
         """Let the others wait for this rank that long."""
-        before, self._pause_until_s = self._pause_until_s, time.time() + seconds
-        self._publish()
+        before = self._pause_until_s
+        self._ask_until(time.time() + seconds)
         try:
             yield
         finally:
             # Who waited that long is past its deadline, and this rank needs a moment to come.
-            self._pause_until_s = max(before, time.time() + self._settings.deadline_s)
-            self._publish()
+            self._ask_until(max(before, time.time() + self._settings.deadline_s))
+
+    def _ask_until(self, when_s: float) -> None:
+        self._pause_until_s = when_s
+        if self.watching:  # when the process groups are gone, nobody waits for this rank
+            try:
+                self._publish()
+            except (
+                RuntimeError
+            ) as error:  # as in _run: a store that is gone is no reason to end what works, such as a save
+                self._store_error = str(error).splitlines()[0]
 
     def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None:
         """An operation of group `key` whose end only the device knows: stamp it when `done` says so."""

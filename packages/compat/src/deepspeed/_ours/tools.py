@@ -84,8 +84,10 @@ class _Steps(logging.Handler):
         self.addFilter(lambda record: record.getMessage().startswith("[Rank "))
 
     def emit(self, record: logging.LogRecord) -> None:
+        already = logging.getLogger().handlers
         for handler in logger.handlers:
-            handler.handle(record)
+            if handler not in already:
+                handler.handle(record)
 
 
 def tell_steps() -> None:
