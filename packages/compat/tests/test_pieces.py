@@ -428,8 +428,35 @@ def test_tiles_of_a_linear_layer():
     tiled = deepspeed.zero.TiledLinear(10, 6, in_splits=3, out_splits=2, init_linear=whole)
     x = torch.randn(4, 10)
     torch.testing.assert_close(tiled(x), whole(x))
-    with pytest.raises(UnsupportedError, match="input_is_already_split=True"):
-        deepspeed.zero.TiledLinear(10, 6, input_is_already_split=True)
+    apart = deepspeed.zero.TiledLinear(
+        10, 6, True, 3, 2, input_is_already_split=True, combine_out_splits=False, init_linear=whole
+    )
+    parts = apart(x.split(apart.in_sizes, -1))
+    assert [part.shape[-1] for part in parts] == [3, 3]
+    torch.testing.assert_close(torch.cat(parts, -1), whole(x))
+    with pytest.raises(PlanError, match="1 parts"):
+        apart([x])
+
+
+class ReturnsBias(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_that_return_their_bias(bias):
+    whole = ReturnsBias(10, 7, bias=bias)
+    tiled = deepspeed.zero.TiledLinearReturnBias(10, 7, bias, 2, 3, linear_cls=ReturnsBias, init_linear=whole)
+    x = torch.randn(4, 10)
+    (product, added), (expected, held) = tiled(x), whole(x)
+    torch.testing.assert_close(product, expected)
+    assert (added is None) == (held is None) == (not bias)
+    (product if added is None else product + added).sum().backward()
+    (expected if held is None else expected + held).sum().backward()
+    for row in range(3):
+        for column in range(2):
+            rows, columns = slice(*tiled.out_parts[row : row + 2]), slice(*tiled.in_parts[column : column + 2])
+            torch.testing.assert_close(tiled.linears[row][column].weight.grad, whole.weight.grad[rows, columns])
 
 
 def test_inference_is_ds_inference():

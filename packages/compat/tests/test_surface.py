@@ -117,8 +117,8 @@ def test_a_missing_name_answers_hasattr_getattr_and_import():
     assert getattr(deepspeed, "DeepSpeedTransformerLayer", None) is None
     with pytest.raises(UnsupportedNameError, match=r"deepspeed\.DeepSpeedTransformerLayer is not here"):
         _ = deepspeed.DeepSpeedTransformerLayer
-    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.TiledLinearReturnBias is not here"):
-        from deepspeed.zero import TiledLinearReturnBias  # noqa: F401
+    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.DeepSpeedZeRoOffload is not here"):
+        from deepspeed.zero import DeepSpeedZeRoOffload  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):
         from deepspeed.moe.layer import TopKGate  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.autotuning"):

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from deepspeed._ours.comm import init_distributed
 from deepspeed._ours.params import mark_scattered
 from ds_comm import as_group
 from ds_config import read
-from ds_config.errors import ConfigError, ShardedAccessError, UnsupportedError
+from ds_config.errors import ConfigError, ShardedAccessError
 
 __all__ = [
     "GatheredParameters",
@@ -151,9 +152,10 @@ class TiledLinear(ds_zero.TiledLinear):
     """`ds_zero.TiledLinear` with upstream's arguments.
 
     Args:
+        input_is_already_split: The input is a list of `in_splits` tensors.
+        combine_out_splits: The output is one tensor, not a list of `out_splits`.
+        linear_cls: Class of a tile; called with `linear_kwargs`.
         init_linear: A whole layer to take the values of.
-    Raises:
-        UnsupportedError: inputs or outputs that stay split, another class of tiles ("compat-argument").
     """
 
     def __init__(
@@ -167,15 +169,18 @@ class TiledLinear(ds_zero.TiledLinear):
         combine_out_splits: bool = True,
         linear_cls: type[nn.Module] = nn.Linear,
         init_linear: nn.Linear | None = None,
+        **linear_kwargs: Any,
     ) -> None:
-        if input_is_already_split or not combine_out_splits or linear_cls is not nn.Linear:
-            raise UnsupportedError(
-                f"TiledLinear(input_is_already_split={input_is_already_split}, combine_out_splits={combine_out_splits}, "
-                f"linear_cls={linear_cls.__name__})",
-                code="compat-argument",
-                fix="Give and take whole tensors, and tiles of torch.nn.Linear.",
-            )
-        super().__init__(in_features, out_features, bias, in_splits, out_splits)
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            in_splits,
+            out_splits,
+            layer=partial(linear_cls, **linear_kwargs),
+            split_input=input_is_already_split,
+            join_output=combine_out_splits,
+        )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 

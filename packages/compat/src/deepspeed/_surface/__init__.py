@@ -25,7 +25,6 @@ from deepspeed._surface.refusals import (
     MISSING_ATTRIBUTES,
     MOE,
     PRESETS,
-    RETURN_BIAS,
     ROLLOUT,
     ROUTED,
     SEQUENCE,
@@ -122,7 +121,7 @@ _ZERO_ROWS: dict[str, Row] = {
     ),
     **from_("ds_zero", "unwrap_model_for_generation"),
     **from_(_PARAMS, "ZeroParamStatus", "ZeroParamType"),
-    **not_(RETURN_BIAS, "TiledLinearReturnBias"),
+    **from_(_ZERO, TiledLinearReturnBias="TiledLinear"),
     **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
 }
 _ZERO_OPTIMIZER = "deepspeed._ours.optimizer:DeepSpeedZeroOptimizer"
@@ -259,6 +258,7 @@ SURFACE: Mapping[str, Rows] = {
         **_ZERO_ROWS,
         **from_(_PARAMS, "is_zero_param"),
         **from_(_ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor"),
+        **values({"partitioned_param_data_shape": [0]}),
         **from_("deepspeed._ours.accelerator", "get_accelerator"),
         **from_(_TOOLS, "see_memory_usage"),
         **from_(_TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
@@ -273,7 +273,7 @@ SURFACE: Mapping[str, Rows] = {
         _TENSORS, "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap",
     ),
     "deepspeed.runtime.sparse_tensor": from_(_TENSORS, "SparseTensor"),
-    "deepspeed.runtime.zero.tiling": {**from_(_ZERO, "TiledLinear"), **not_(RETURN_BIAS, "TiledLinearReturnBias")},
+    "deepspeed.runtime.zero.tiling": from_(_ZERO, "TiledLinear", TiledLinearReturnBias="TiledLinear"),
     "deepspeed.runtime.zero.utils": {
         **from_(_PARAMS, "is_zero_param"),
         **from_(_TOOLS, "is_zero_supported_optimizer"),

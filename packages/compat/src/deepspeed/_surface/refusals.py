@@ -38,7 +38,6 @@ TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.Tra
 COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
 IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
 TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
-RETURN_BIAS = Missing("layers that return their bias belong to Megatron", "deepspeed.zero.TiledLinear")
 MICS = Missing(
     "ds-zero cuts for replicas, too", "mics_shard_size of the configuration, or ds_zero.shard(shard_size=...)"
 )
