@@ -28,6 +28,12 @@ def test_unknown_top_level_keys_are_left_out_with_one_warning_each(said):
     assert "'train_batch_size'" in said.messages[1]
 
 
+def test_unknown_keys_of_sections_that_upstream_reads_key_by_key_are_left_out_with_a_warning(said):
+    raw = {"flops_profiler": {"enabled": True, "step": 2}, "optimizer": {"type": "Adam", "torch_adam": True}}
+    assert accepted(raw) == {"flops_profiler": {"enabled": True}, "optimizer": {"type": "Adam"}}
+    assert ["'flops_profiler.step'" in said.messages[0], "'optimizer.torch_adam'" in said.messages[1]] == [True, True]
+
+
 def test_auto_inside_zero_is_the_default(said):
     raw = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}}
     assert accepted(raw) == {"zero_optimization": {"stage": 3, "offload_param": {}}}

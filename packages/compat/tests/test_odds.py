@@ -101,3 +101,42 @@ def test_names_of_chunked_attention_can_be_imported_and_refuse_to_work():
         with pytest.raises(UnsupportedError, match=r"deepspeed\.sequence\.fpdt_layer\.FPDT_\w+ is not built") as caught:
             use(1, 2)
         assert caught.value.code == "compat-missing"
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "kind"), [("AdamW", "none", "FusedAdam"), ("Adam", "cpu", "DeepSpeedCPUAdam")]
+)
+def test_an_engine_answers_what_programs_ask_of_its_optimizer_and_profile(name, offload, kind):
+    import deepspeed
+    import deepspeed.ops.adam as adam
+
+    config = {
+        "train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": 0.1, "adam_w_mode": True}},
+        "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": offload}},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+    }  # fmt: skip
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    assert isinstance(optimizer.optimizer, getattr(adam, kind))
+    assert optimizer.optimizer.adam_w_mode is True
+    told = optimizer.loss_scaler
+    assert (told.dynamic, told.cur_scale, told.scale_window, told.cur_iter) == (True, 16.0, 2, 0)
+    for bad in (False, True):
+        x = torch.full((1, 3), float("inf") if bad else 1.0, dtype=torch.half)
+        engine.backward(engine(x).float().sum())
+        engine.step()
+    assert (optimizer.loss_scale_config.cur_scale, told.cur_iter, told.last_overflow_iter) == (8.0, 2, 1)
+    assert (engine.flops_profiler.flops, engine.flops_profiler.params) == (2 * 3 * 2, 8)
+    engine.destroy()
+
+
+def test_an_untested_optimizer_is_refused_where_the_configuration_insists():
+    import deepspeed
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(3, 2)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        deepspeed.initialize(model=model, optimizer=Mine(model.parameters(), lr=0.1), config=config)

@@ -29,6 +29,44 @@ from ds_config.errors import CheckpointError, ConfigError, PlanError, Unsupporte
 # ---- optimizers and schedules
 
 
+def test_a_part_of_a_model_is_stepped_by_number_and_taken_back():
+    torch.manual_seed(3)
+    start, grads = torch.randn(7), torch.randn(3, 7)
+    param, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    ours, theirs = DeepSpeedCPUAdam([param], lr=0.01), torch.optim.AdamW([plain], lr=0.01, weight_decay=0.0)
+    kept = []
+    for grad in grads:
+        kept.append(param.detach().clone())
+        param.grad, plain.grad = grad.clone(), grad.clone()
+        ours.step_subgroup(4)
+        theirs.step()
+    torch.testing.assert_close(param, plain)
+    assert ours.state[4]["step"] == 3
+    for grad, before in zip(grads.flip(0), reversed(kept), strict=True):
+        param.grad = grad.clone()
+        ours.rollback_subgroup(4)
+        torch.testing.assert_close(param.detach(), before, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="step count is 0"):
+        ours.rollback_subgroup(4)
+    with pytest.raises(RuntimeError, match="sub_group_id 5"):
+        ours.rollback_subgroup(5)
+
+
+def test_several_gradients_are_no_one_part():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ConfigError, match=r"\(2,\), \(3,\)"):
+        DeepSpeedCPUAdam(params).step_subgroup(0)
+
+
+def test_a_group_that_is_said_to_exist_and_does_not():
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    with pytest.raises(AssertionError, match="dist_init_required"):
+        deepspeed.init_distributed(dist_init_required=False)
+
+
 def stepped(kind, **options):
     torch.manual_seed(3)
     param = nn.Parameter(torch.randn(7))

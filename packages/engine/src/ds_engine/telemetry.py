@@ -72,6 +72,9 @@ class Telemetry:
         lead: Whether this is rank 0, the only one that logs.
         device: Waited for where a clock is read that must not run ahead of it.
         comms: Collects what collectives cost; its summary is logged at the end.
+
+    Attributes:
+        counter: Holds the operations of the profiled step's forward; None where nothing is counted.
     """
 
     def __init__(self, telling: Telling, lead: bool, device: Device, comms: CommsLogger | None = None) -> None:
@@ -79,7 +82,7 @@ class Telemetry:
         self._timers = Timers(enabled=telling.phases, synchronize=device.synchronize)
         self._meter = ThroughputMeter() if telling.speed else None
         self._memory: dict[str, MemoryStats] = {}
-        self._counter = ForwardCounter() if telling.flops is not None and lead else None
+        self.counter = ForwardCounter() if telling.flops is not None and lead else None
         self._steps = 0
         self._plain = not (telling.phases or telling.memory or telling.flops)
 
@@ -92,14 +95,14 @@ class Telemetry:
         with ExitStack() as stack:
             stack.enter_context(ds_monitor.span(f"engine/{name}"))
             if model is not None and self._counts():
-                stack.enter_context(self._counter.watch(model))  # type: ignore[union-attr]
+                stack.enter_context(self.counter.watch(model))  # type: ignore[union-attr]
             stack.enter_context(self._timers.time(name))
             yield
         if self._telling.memory:
             self._memory[name] = self._device.memory()
 
     def _counts(self) -> bool:
-        flops, counter = self._telling.flops, self._counter
+        flops, counter = self._telling.flops, self.counter
         due = flops is not None and self._steps + 1 == flops.profile_step
         return due and counter is not None and not counter.modules
 
@@ -165,7 +168,7 @@ class Telemetry:
             tell(_log, f"[Rank 0] {where}, {speed}, {used}")
 
     def _tell_more(self, result: StepResult) -> None:
-        flops, counter = self._telling.flops, self._counter
+        flops, counter = self._telling.flops, self.counter
         if self._lead and result.step % (self._telling.every or 1) == 0:
             if self._telling.breakdown and result.timings:
                 times = " | ".join(f"{_SHORT.get(name, name)}: {s * 1e3:.2f}" for name, s in result.timings.items())

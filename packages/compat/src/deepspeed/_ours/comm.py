@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 import ds_comm
 from deepspeed._ours.comms_log import collected, collector, print_collected, switch
+from deepspeed._ours.raising import also
 from ds_accel import get_accelerator
 from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list, destroy_process_group
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.init import DEFAULT_TIMEOUT
+from ds_config.errors import CommError
 
 __all__ = [
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
@@ -114,12 +116,18 @@ def init_distributed(
         distributed_port: Of the rendezvous, where no launcher gave one.
         timeout: Of the rendezvous and of torch's collectives; default ten minutes, or DEEPSPEED_TIMEOUT minutes.
         init_method, rank, world_size: As for torch.distributed.init_process_group, where given.
-        dist_init_required: False never makes a group.
+        dist_init_required: False says that a group exists.
         config: Not read.
+    Raises:
+        CommError: `dist_init_required=False` and there is no group ("comm-world"); an AssertionError, too.
     """
     del auto_mpi_discovery, verbose, config
     if dist_init_required is False and not dist.is_initialized():
-        return
+        raise also(CommError, AssertionError)(
+            "dist_init_required=False, and torch.distributed has no process group",
+            code="comm-world",
+            fix="Call torch.distributed.init_process_group first, or leave dist_init_required out.",
+        )
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     limit = timeout or (timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT)
     if not dist.is_initialized() and init_method is not None:

@@ -29,6 +29,7 @@ __all__ = [
     "ssh",
     "to_universal",
     "tune",
+    "universal_arguments",
 ]
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
@@ -135,15 +136,25 @@ def elastic(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def to_universal(args: Sequence[str] | None = None) -> int:
-    """`ds_to_universal.py --input_folder TAG --output_folder OUT`: upstream's checkpoint, or ours, in its universal layout."""
+def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `ds_to_universal.py` was given."""
     parser = argparse.ArgumentParser(
         prog="ds_to_universal.py", description="Convert a checkpoint to the universal layout."
     )
     parser.add_argument("--input_folder", required=True)
     parser.add_argument("--output_folder", required=True)
     known, _ = parser.parse_known_args(args)  # upstream's other options speak of workers and of what is kept meanwhile
-    out = Path(known.output_folder)
-    source = open_training(known.input_folder, allow_pickle=True)
+    return known
+
+
+def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
+    """`ds_to_universal.py --input_folder TAG --output_folder OUT`: upstream's checkpoint, or ours, in its universal layout.
+
+    Args:
+        args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.
+    """
+    given = args if hasattr(args, "input_folder") else universal_arguments(args)
+    out = Path(given.output_folder)
+    source = open_training(given.input_folder, allow_pickle=True)
     write_universal(source, out.parent, out.name, allow_pickle=True)
     return 0

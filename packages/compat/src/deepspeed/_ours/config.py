@@ -1,6 +1,7 @@
 """The configuration as clients give it: upstream's laxness in, ds-engine's strictness out.
 
-Upstream takes unknown top-level keys and "auto" left inside `zero_optimization`; clients rely on it (TRL adds dotted keys).
+Upstream takes unknown top-level keys, unknown keys of sections that it reads one key at a time, and "auto" left inside
+`zero_optimization`; clients rely on it (TRL adds dotted keys).
 Each is dropped with one warning that names the key, the nearest known one and what was assumed. Everything else is checked
 by `ds_engine.load_config`, which refuses what it does not know.
 """
@@ -64,14 +65,10 @@ def _path(source: Any) -> Source:
 
 def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` without what upstream would not have looked at, each with one warning; 0 and 1 are truth values where those belong."""
-    known = {str(key.path[0]) for key in keys(Config)}
-    raw = _with_truth(raw, ())
-    kept = {key: value for key, value in raw.items() if key in known}
-    for key in raw:
-        if key not in known:
-            close = nearest(key.rpartition(".")[2], known)
-            hint = f" (nearest known key: {close[0]!r})" if close else ""
-            _log.warning("configuration key %r is unknown%s and was left out, as upstream does", key, hint)
+    kept = _known_of(_with_truth(raw, ()), "")
+    for section in [name for name in kept if name in _LAX]:
+        if isinstance(kept[section], Mapping):
+            kept[section] = _known_of(kept[section], section)
     if isinstance(kept.get("zero_optimization"), Mapping):
         kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
     if isinstance(kept.get("tensor_parallel"), Mapping) and "tp_overlap_comm" in kept["tensor_parallel"]:
@@ -88,6 +85,32 @@ def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "gradient_allreduce_op" in kept:
         kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
     return kept
+
+
+# Sections that upstream reads one key at a time, without a look at the others.
+_LAX = frozenset({
+    "activation_checkpointing", "aio", "checkpoint", "curriculum_learning", "data_types", "elasticity", "flops_profiler",
+    "optimizer", "pipeline", "progressive_layer_drop", "scheduler", "sparse_attention", "torch_autocast",
+})  # fmt: skip
+
+
+def _known_of(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`section` without the keys that nothing knows, each with a warning; `name` is empty for the whole configuration."""
+    known = _keys_of(name)
+    for key in section:
+        if key not in known:
+            close = nearest(key.rpartition(".")[2], known)
+            hint = f" (nearest known key: {close[0]!r})" if close else ""
+            there = f"{name}.{key}" if name else key
+            _log.warning("configuration key %r is unknown%s and was left out, as upstream does", there, hint)
+    return {key: value for key, value in section.items() if key in known}
+
+
+@cache
+def _keys_of(section: str) -> frozenset[str]:
+    if not section:
+        return frozenset(str(key.path[0]) for key in keys(Config))
+    return frozenset(str(key.path[1]) for key in keys(Config) if len(key.path) > 1 and key.path[0] == section)
 
 
 @cache

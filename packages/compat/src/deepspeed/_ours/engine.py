@@ -21,6 +21,7 @@ from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours import groups
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.config import DeepSpeedConfig
+from deepspeed._ours.flops import FlopsProfiler
 from deepspeed._ours.layers import undress
 from deepspeed._ours.monitors import MonitorMaster
 from deepspeed._ours.optimizer import OffloadsStates
@@ -194,6 +195,14 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     def config(self) -> dict[str, Any]:
         """The configuration as it was given."""
         return self._config.raw
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What `flops_profiler` of the configuration counted; None where it is not enabled. Counts are rank 0's."""
+        section = self.plan.telling.flops
+        if section is None:
+            return None
+        return FlopsProfiler(self.module, self, section.recompute_fwd_factor, counter=self._telemetry.counter)
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:

@@ -28,12 +28,36 @@ class FlopsProfiler:
         model: The module; an engine's model, where it has one.
         ds_engine: Its engine, for the number of samples.
         recompute_fwd_factor: Share of the forward that backward computes again.
+        counter: What counts; one of its own by default.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ds_engine: Any = None,
+        recompute_fwd_factor: float = 0.0,
+        *,
+        counter: ForwardCounter | None = None,
+    ) -> None:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started, self._open = False, ExitStack()
         self.reset_profile()
+        self._counter = counter or self._counter
+
+    @property
+    def flops(self) -> int:
+        """Operations that were counted last."""
+        return int(self.get_total_flops())
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds that were counted last."""
+        return int(self.get_total_macs())
+
+    @property
+    def params(self) -> int:
+        """Elements of the model's parameters."""
+        return int(self.get_total_params())
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
         """Count from here on. Slows the model down several times.

@@ -423,7 +423,7 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     """What programs keep beside universal checkpoints: which parameters are cut by rows, which are whole on every rank."""
     rows: list[str] = []
     whole: list[str] = []
-    vocabulary: list[str] = []
+    vocabulary: dict[str, int] = {}  # with its tokens
     cut = cut_of(model)
     held: dict[str, Any] = {} if cut is None else dict(cut.held)
     for path, module in model.named_modules():
@@ -433,13 +433,17 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
             pattern = rf"^{re.escape(full)}$"
             if dim is None:
                 whole.append(pattern)
-            elif dim == 1 or isinstance(module, nn.Embedding):
-                (rows if dim == 1 else vocabulary).append(pattern)
+            elif dim == 1:
+                rows.append(pattern)
+            elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
+                vocabulary[pattern] = held[full].shape[0] if full in held else len(param)
+    sizes = {str(CHECKPOINT["ORIGINAL_VOCAB_SIZE"]): max(vocabulary.values())} if vocabulary else {}
     return {
         str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
         str(CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]): rows,
         str(CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]): whole,
-        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): vocabulary,
+        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): list(vocabulary),
+        **sizes,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed._ours.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
 from ds_zero import ShardedOptimizer, Sharding, ShardOptions, safe_get_local_grad
 
@@ -71,12 +72,15 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
 
     Attributes:
         parameter_offload: At stage 3, what clients take the forward hooks away with; there is none at other stages.
+        loss_scaler, loss_scale_config: The loss scale, and the rule by which it changes.
     """
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
         super().__init__(model, inner, options)
         if options.residency.shard_params:
             self.parameter_offload = ParameterOffload(self)
+        self.loss_scaler = EngineLossScaler(self.sharding.precision.scale, lambda: self._scale)
+        self.loss_scale_config = self.loss_scaler
 
     def _holder(self) -> ShardedOptimizer:
         return self
@@ -142,6 +146,12 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         return [list(unit.params) for unit in self.sharding.units if unit.spec.trained]
 
     bit16_groups = fp16_groups
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Nothing: the state of `optimizer` can always be read. Programs that look at it at stage 3 call this before."""
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Nothing. Called after; see `_set_fp32_optimizer_param_groups`."""
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""

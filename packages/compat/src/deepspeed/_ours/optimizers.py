@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ds_config.errors import UnsupportedError
-from ds_ops.optim import Adagrad, Adam, Lamb, Lion
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
 from ds_ops.optim.base import Params
+from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
+from ds_ops.updating import update
 
 __all__ = [
     "ADAM_OPTIMIZER",
@@ -21,6 +23,7 @@ __all__ = [
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
+    "dress_optimizer",
 ]
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
@@ -60,6 +63,11 @@ class _Adam(Adam):
         self.decoupled = adamw_mode  # type: ignore[misc]
         super().__init__(params, **options)
 
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether decay shrinks the parameter, not the gradient."""
+        return self.decoupled
+
 
 class DeepSpeedCPUAdam(_Adam):
     """`ds_ops.optim.Adam` or `AdamW` with upstream's arguments. The dicts of `model_params` stay the same objects.
@@ -95,6 +103,72 @@ class DeepSpeedCPUAdam(_Adam):
             weight_decay=weight_decay,
             state_dtype=_states(fp32_optimizer_states, params),
         )
+
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+        """Step what has a gradient with the state of a part of a model, kept as `state[subgroup_id]`, not by parameter.
+
+        Programs that bring one part after another into the same parameter step like this.
+
+        Raises:
+            ConfigError: another tensor than before has a gradient, or several ("optimizer-subgroup").
+        """
+        loss = closure() if closure is not None else None
+        for hyper, param in self._of_subgroup(subgroup_id):
+            state = self.state[subgroup_id]  # type: ignore[index]
+            if not state:
+                like = {"dtype": self.state_dtype, "memory_format": torch.preserve_format}
+                state.update(
+                    step=0, exp_avg=torch.zeros_like(param, **like), exp_avg_sq=torch.zeros_like(param, **like)
+                )
+            state["step"] += 1
+            _update(Rule.ADAM, adam_coefficients(hyper, state["step"]), param, state)
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+        """Take the last `step_subgroup` back, from the same gradient: parameter and moments to rounding, the count exactly.
+
+        Raises:
+            RuntimeError: it was not stepped, or every step was taken back.
+            UnsupportedError: decay is not decoupled ("optimizer-undo").
+        """
+        if subgroup_id not in self.state:
+            raise RuntimeError(
+                f"Cannot rollback optimizer state for sub_group_id {subgroup_id} as it has not been initialized"
+            )
+        if self.state[subgroup_id]["step"] == 0:  # type: ignore[index]
+            raise RuntimeError(f"Cannot rollback sub_group_id {subgroup_id}: step count is 0")
+        loss = closure() if closure is not None else None
+        for hyper, param in self._of_subgroup(subgroup_id):
+            state = self.state[subgroup_id]  # type: ignore[index]
+            if hyper.weight_decay and not hyper.decoupled:
+                raise UnsupportedError(
+                    "rollback_subgroup() needs decoupled weight decay: L2 decay mixes the old parameter into both moments",
+                    code="optimizer-undo",
+                    fix="Use adamw_mode=True.",
+                )
+            _update(Rule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"]), param, state)
+            state["step"] -= 1
+        return loss
+
+    def _of_subgroup(self, subgroup_id: int) -> list[tuple[AdamHyper, torch.Tensor]]:
+        found = [(self._hyper(g), p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        kept = self.state[subgroup_id].get("exp_avg") if subgroup_id in self.state else None  # type: ignore[index]
+        if len(found) > 1 or (found and kept is not None and kept.shape != found[0][1].shape):
+            shapes = ", ".join(str(tuple(param.shape)) for _, param in found)
+            raise ConfigError(
+                f"subgroup {subgroup_id} is one tensor{'' if kept is None else f' of shape {tuple(kept.shape)}'}; "
+                f"gradients are there for shapes {shapes}",
+                code="optimizer-subgroup",
+                fix="Leave a gradient on the parameter that is the subgroup, and on no other.",
+            )
+        return found
+
+
+def _update(rule: Rule, coefficients: tuple[float, ...], param: torch.Tensor, state: dict[str, Any]) -> None:
+    moments = ([state["exp_avg"]], [state["exp_avg_sq"]])
+    update(UpdateSpec(rule, coefficients), UpdateTensors([param.detach()], [param.grad], moments, []))  # type: ignore[list-item]
 
 
 class FusedAdam(_Adam):
@@ -229,3 +303,17 @@ class FusedLamb(Lamb):
             min_coeff=min_coeff,
             eps_inside_sqrt=eps_inside_sqrt,
         )
+
+
+_ON_HOST = {Adam: DeepSpeedCPUAdam, AdamW: DeepSpeedCPUAdam, Lion: DeepSpeedCPULion, Adagrad: DeepSpeedCPUAdagrad}
+_ON_DEVICE = {Adam: FusedAdam, AdamW: FusedAdam, Lion: FusedLion, Lamb: FusedLamb}
+
+
+def dress_optimizer(made: torch.optim.Optimizer, offloaded: bool) -> None:
+    """Let an optimizer that the configuration named have upstream's class; what it does stays."""
+    kind = (_ON_HOST if offloaded else _ON_DEVICE).get(type(made))  # type: ignore[arg-type,attr-defined]
+    if kind is None:
+        return
+    if isinstance(made, AdamW):
+        made.decoupled = made.decoupled  # type: ignore[misc]  # of its present class
+    made.__class__ = kind

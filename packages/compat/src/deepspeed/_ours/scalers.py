@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_zero.precision import LossScale, next_scale
+from ds_zero.precision import LossScale, ScaleState, next_scale
 
-__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"]
+__all__ = ["CreateLossScaler", "DynamicLossScaler", "EngineLossScaler", "LossScaler", "LossScalerBase"]
 
 
 class LossScalerBase:
@@ -117,6 +118,79 @@ class DynamicLossScaler(LossScalerBase):
             )
         self._state = next_scale(self._rule, replace(self._state, scale=self.cur_scale), overflow)
         self.cur_scale = self._state.scale
+
+
+class EngineLossScaler:
+    """The loss scale of a sharded optimizer as programs look at it: `optimizer.loss_scaler`, `optimizer.loss_scale_config`.
+
+    Attributes:
+        scale_factor: What the scale is multiplied or divided by when it changes.
+    """
+
+    scale_factor = 2.0
+
+    def __init__(self, rule: LossScale | None, state: Callable[[], ScaleState | None]) -> None:
+        self._rule, self._state = rule or LossScale(static=1.0), state
+
+    @property
+    def _now(self) -> ScaleState:
+        return self._state() or self._rule.start()
+
+    @property
+    def cur_scale(self) -> float:
+        """What a loss is multiplied by."""
+        return self._now.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes."""
+        return self._rule.static is None
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self._now.step
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The step that overflowed last; -1 for none."""
+        return self._now.last_overflow
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows left before the scale halves."""
+        return self._now.tolerance
+
+    @property
+    def init_scale(self) -> float:
+        """The first scale."""
+        return self._rule.start().scale
+
+    @property
+    def scale_window(self) -> int:
+        """Clean steps before the scale doubles."""
+        return self._rule.window
+
+    @property
+    def min_scale(self) -> float:
+        """The scale never falls below it."""
+        return self._rule.minimum
+
+    min_loss_scale = min_scale
+
+    @property
+    def delayed_shift(self) -> int:
+        """Overflows to tolerate before the scale halves."""
+        return self._rule.hysteresis
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        """Whether every clean step refills `cur_hysteresis`."""
+        return self._rule.consecutive
 
 
 def CreateLossScaler(  # noqa: N802  upstream's spelling

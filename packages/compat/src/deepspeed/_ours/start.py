@@ -17,14 +17,16 @@ from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distribute
 from deepspeed._ours.config import accepted, get_log_level, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.hybrid import DeepSpeedHybridEngine
-from deepspeed._ours.layers import dress, set_autotp_mode
+from deepspeed._ours.layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
+from deepspeed._ours.optimizers import dress_optimizer
 from deepspeed._ours.pipeline import PipelineEngine
 from deepspeed._ours.raising import also, raising
 from deepspeed._ours.sections import get_zero_config
 from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string, tell_steps
 from deepspeed._ours.version import version
 from deepspeed._ours.zero import restore_init_context, shutdown_init_context
+from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import as_group, world_group
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_config.reading import Source
@@ -93,6 +95,7 @@ def initialize(
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
     _check_host_optimizer(raw, resolved, optimizer)
+    _check_untested_optimizer(raw, resolved, optimizer)
     tell_steps()
     _give_back(model)
     if resolved.zero_optimization.stage == 3:
@@ -107,6 +110,9 @@ def initialize(
     finally:
         restore_init_context()
     _note_layers(engine, model, asked)
+    offload = resolved.zero_optimization.offload_optimizer
+    if optimizer is None and engine.optimizer is not None:
+        dress_optimizer(engine.optimizer.inner, offload is not None and offload.device != "none")
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
@@ -123,6 +129,20 @@ def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any
             "of another library",
             code="compat-host-optimizer",
             fix="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer = false: it works all the same.",
+        )
+
+
+def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
+    """Any optimizer works that keeps no state across parameters; one that the configuration insists on refusing is refused."""
+    if raw.get("zero_allow_untested_optimizer") is not False or config.zero_optimization.stage == 0:
+        return
+    home = type(optimizer).__module__.partition(".")[0]
+    if isinstance(optimizer, torch.optim.Optimizer) and home not in ("torch", "ds_ops", "deepspeed"):
+        raise ConfigError(
+            f"zero_allow_untested_optimizer is false, ZeRO stage {config.zero_optimization.stage} is asked for, and the optimizer "
+            f"is a {type(optimizer).__name__} of {type(optimizer).__module__}",
+            code="compat-untested-optimizer",
+            fix="Leave the key out, or set it to true: an optimizer that cannot be sharded is refused by name.",
         )
 
 
@@ -239,6 +259,7 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _Asked | None
         return
     set_autotp_mode(training=True)
     dress(model)
+    model.__dict__[str(CHECKPOINT["UNIVERSAL_CHECKPOINT_INFO"])] = collect_autotp_universal_checkpoint_info(model)
     ours = engine.mesh["tensor"].ranks
     if asked is not None and asked.group is not None and as_group(asked.group).ranks != ours:
         raise _conflict(

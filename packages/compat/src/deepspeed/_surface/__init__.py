@@ -459,7 +459,8 @@ SURFACE: Mapping[str, Rows] = {
     },
     "deepspeed.checkpoint.deepspeed_checkpoint": from_(_GRIDS, "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.ds_to_universal": {
-        **from_("deepspeed._ours.commands", main="to_universal"), **from_(_GRIDS, _aggregate_autoep_zero12_metadata="expert_layers"),
+        **from_("deepspeed._ours.commands", main="to_universal", parse_arguments="universal_arguments"),
+        **from_(_GRIDS, _aggregate_autoep_zero12_metadata="expert_layers"),
     },
     "deepspeed.checkpoint.reshape_3d_utils": from_(_GRIDS, "get_model_3d_descriptor", "model_3d_desc"),
     "deepspeed.checkpoint.reshape_meg_2d": from_(_GRIDS, meg_2d_parallel_map="model_2d_descriptor"),

@@ -81,7 +81,6 @@ TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the conf
 MISSING_ATTRIBUTES: Mapping[str, Missing] = {
     "timers": TIMERS,
     "tput_timer": TIMERS,
-    "flops_profiler": Missing("the section of the configuration runs it", "deepspeed.profiling.flops_profiler"),
     "checkpoint_engine": Missing("checkpoints are ds-ckpt's", "save_checkpoint and load_checkpoint"),
     "curriculum_scheduler": DATA,
     "data_sampler": DATA,
