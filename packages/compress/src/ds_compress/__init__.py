@@ -11,6 +11,7 @@ from ds_compress.compress import (
     is_compressed,
 )
 from ds_compress.distillation import Distillation, Distiller, TeacherCache, attention_loss, hidden_loss, logit_loss
+from ds_compress.divergence import Divergence, generalized_divergence
 from ds_compress.eigenvalues import Curvature, block_eigenvalues, slow_down
 from ds_compress.exporting import export_compressed_tensors, export_gguf, export_gptq
 from ds_compress.posttraining import Codes, Scheme, codes_of_training, gptq, round_to_nearest
@@ -23,6 +24,7 @@ __all__ = [
     "Curvature",
     "Distillation",
     "Distiller",
+    "Divergence",
     "Scheme",
     "TeacherCache",
     "attention_loss",
@@ -38,6 +40,7 @@ __all__ = [
     "export_gptq",
     "fit_to",
     "folds_of",
+    "generalized_divergence",
     "gptq",
     "hidden_loss",
     "init_compression",

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed._ours.engine import DeepSpeedEngine
+from deepspeed._ours.raising import raising
+from ds_compress import generalized_divergence
 from ds_config.errors import UnsupportedError
 from ds_engine.generating import GeneratingMethods
 
 __all__ = [
     "DeepSpeedHybridEngine",
     "HybridEngineRollout",
+    "HybridEngineRolloutConfig",
+    "JSDLossOutput",
+    "ResponseTokenBatch",
     "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
     "RolloutRequest",
     "SamplingConfig",
     "build_rollout",
+    "generalized_jsd_loss",
 ]
 
 
@@ -39,13 +45,14 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are drawn; temperature 0 takes the likeliest. top_k -1: all tokens."""
+    """How tokens are drawn; temperature 0 takes the likeliest. top_k -1: all tokens. See `HybridEngineRollout` for the last."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     n_samples_per_prompt: int = 1
+    continuous_batch_size: int | None = None
 
 
 @dataclass
@@ -57,21 +64,31 @@ class RolloutRequest:
 
     def __post_init__(self) -> None:
         if self.prompt_ids.dim() != 2:
-            raise ValueError(f"prompt_ids has shape {tuple(self.prompt_ids.shape)}; [batch, tokens] is expected")
-        if self.prompt_attention_mask.shape != self.prompt_ids.shape:
-            raise ValueError(
-                f"prompt_attention_mask has shape {tuple(self.prompt_attention_mask.shape)}, prompt_ids "
-                f"{tuple(self.prompt_ids.shape)}"
-            )
+            raise ValueError(f"prompt_ids must be 2-D, [batch, tokens]; found {tuple(self.prompt_ids.shape)}")
+        _same_shape("prompt_attention_mask", self.prompt_attention_mask, "prompt_ids", self.prompt_ids)
+
+
+def _same_shape(name: str, mask: Tensor, other: str, ids: Tensor) -> None:
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} of shape {tuple(mask.shape)} does not match {other} of shape {tuple(ids.shape)}")
 
 
 @dataclass
 class RolloutBatch:
-    """Prompts and answers: [batch x samples, prompt + answer]; the answers begin at `response_start_idx`."""
+    """Prompts and answers: [batch x samples, prompt + answer]; answer i begins at `response_start_idx[i]`."""
 
     input_ids: Tensor
     attention_mask: Tensor
-    response_start_idx: int
+    response_start_idx: Tensor
+
+    def __post_init__(self) -> None:
+        if self.input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be 2-D, [batch, tokens]; found {tuple(self.input_ids.shape)}")
+        _same_shape("attention_mask", self.attention_mask, "input_ids", self.input_ids)
+        if self.response_start_idx.shape != (rows := len(self.input_ids),):
+            raise ValueError(
+                f"response_start_idx must be 1-D of length {rows}; found {tuple(self.response_start_idx.shape)}"
+            )
 
     @property
     def batch_size(self) -> int:
@@ -87,6 +104,8 @@ class RolloutBatch:
 class RolloutEngine(ABC):
     """Answers prompts by weights that training brings up to date."""
 
+    name = "base"
+
     @abstractmethod
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Answer a batch of prompts."""
@@ -95,32 +114,68 @@ class RolloutEngine(ABC):
     def sync_weights(self, step: int) -> None:
         """Use the weights as they are after `step`."""
 
-    @abstractmethod
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027  an engine may hold nothing
         """Nothing follows."""
 
 
+@dataclass
+class HybridEngineRolloutConfig:
+    """How `HybridEngineRollout` answers. Everything but the defaults speaks of upstream's own decoding loop, see there."""
+
+    use_graph_capture: bool = False
+    enable_profiling: bool = False
+    use_shared_prefill: bool = False
+    align_decode_fronts: bool = False
+    enable_cache_trimming: bool = False
+    continuous_cache_capacity: int | None = None
+
+
 class HybridEngineRollout(RolloutEngine):
-    """Answers by the engine that trains; its weights are always the present ones.
+    """Answers by the engine that trains; its weights are always the present ones. The model's own `generate` decodes.
 
     Args:
         engine: Made with `hybrid_engine.enabled`.
         tokenizer: Says which tokens pad and end.
-    Raises:
-        UnsupportedError: graphs are asked for ("compat-argument").
+        cfg: What it says is kept; `generate` refuses what is about another decoding loop.
     """
 
-    def __init__(self, engine: DeepSpeedHybridEngine, tokenizer: Any, cfg: RolloutConfig | None = None) -> None:
-        self.engine, self.tokenizer, self.cfg = engine, tokenizer, cfg or RolloutConfig()
-        if self.cfg.use_graph_capture:
+    name = "hybrid_engine"
+
+    def __init__(
+        self,
+        engine: DeepSpeedHybridEngine,
+        tokenizer: Any,
+        cfg: RolloutConfig | HybridEngineRolloutConfig | None = None,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        for field in fields(HybridEngineRolloutConfig):
+            setattr(self, field.name, getattr(cfg, field.name, field.default))
+
+    def _check(self, sampling: SamplingConfig) -> None:
+        asked = [field.name for field in fields(HybridEngineRolloutConfig) if getattr(self, field.name)]
+        if sampling.continuous_batch_size is not None:
+            asked.append("continuous_batch_size")
+        if asked:
             raise UnsupportedError(
-                "RolloutConfig(use_graph_capture=True)",
+                f"HybridEngineRollout with {', '.join(asked)}: answers are decoded by the model's own generate",
                 code="compat-argument",
-                fix="Leave it out; ds_engine.Rollout answers by ds-inference's own loop.",
+                fix="Leave it out; ds_engine.Rollout(engine) batches continuously and shares prefixes by itself.",
             )
 
+    @staticmethod
+    def _sample_top_p(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+        """One token a row, [rows, 1], drawn among the likeliest that together reach `top_p`; [rows, vocabulary] in."""
+        likely, order = torch.softmax(logits / temperature, -1).sort(-1, descending=True)
+        likely = likely.masked_fill(likely.cumsum(-1) - likely >= top_p, 0)
+        return order.gather(-1, torch.multinomial(likely, 1))
+
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Answer a batch of prompts. Collective at stage 3."""
+        """Answer a batch of prompts. Collective at stage 3.
+
+        Raises:
+            UnsupportedError: something of another decoding loop is asked for ("compat-argument").
+        """
+        self._check(sampling)
         drawn = sampling.temperature > 0
         how: dict[str, Any] = {"do_sample": drawn}
         if drawn:
@@ -139,7 +194,8 @@ class HybridEngineRollout(RolloutEngine):
         )
         start = request.prompt_ids.shape[1]
         prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
-        return RolloutBatch(found, torch.cat([prompts, _answered(found[:, start:], end).to(prompts)], 1), start)
+        mask = torch.cat([prompts, _answered(found[:, start:], end).to(prompts)], 1)
+        return RolloutBatch(found, mask, torch.full((len(found),), start, device=found.device))
 
     def sync_weights(self, step: int) -> None:
         """Nothing: they are the same."""
@@ -157,17 +213,92 @@ def _answered(tokens: Tensor, end: int | None) -> Tensor:
     return (ends.cumsum(1) - ends.long() == 0).long()
 
 
-def build_rollout(engine: DeepSpeedHybridEngine, tokenizer: Any, cfg: RolloutConfig | None = None) -> RolloutEngine:
-    """The rollout engine that `cfg` names.
+def build_rollout(
+    rollout_cfg: RolloutConfig,
+    student_engine: DeepSpeedHybridEngine | None = None,
+    tokenizer: Any = None,
+    **kwargs: Any,
+) -> RolloutEngine:
+    """The rollout engine that `rollout_cfg.engine` names.
 
     Raises:
-        UnsupportedError: it is not `hybrid_engine` ("compat-argument").
+        ValueError: it is not "hybrid_engine", or what that needs is missing.
     """
-    cfg = cfg or RolloutConfig()
-    if cfg.engine != "hybrid_engine":
-        raise UnsupportedError(
-            f"RolloutConfig(engine={cfg.engine!r})",
-            code="compat-argument",
-            fix='Use "hybrid_engine", or ds_engine.Rollout.',
-        )
-    return HybridEngineRollout(engine, tokenizer, cfg)
+    del kwargs  # upstream takes and drops them
+    if rollout_cfg.engine != "hybrid_engine":
+        raise ValueError(f"Unknown rollout engine {rollout_cfg.engine!r}: use 'hybrid_engine', or ds_engine.Rollout")
+    if student_engine is None or tokenizer is None:
+        raise ValueError("hybrid_engine rollout needs both student_engine and tokenizer")
+    return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
+
+
+# ---- distillation on what was answered
+
+
+@dataclass(frozen=True)
+class ResponseTokenBatch:
+    """What logits of a rollout are compared at: logits at i predict `target_ids[:, i]`, which counts by `response_mask[:, i]`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    target_ids: Tensor
+    response_mask: Tensor
+
+    @classmethod
+    def from_rollout(cls, rollout: RolloutBatch) -> ResponseTokenBatch:
+        """Targets are the answers' tokens; nothing of prompts and padding counts.
+
+        Raises:
+            ValueError: tensors on several devices, or starts that are no places of the rows.
+        """
+        ids, mask, starts = rollout.input_ids, rollout.attention_mask, rollout.response_start_idx
+        if {mask.device, starts.device} != {ids.device}:
+            raise ValueError(
+                f"a rollout's tensors must be on the same device: {ids.device}, {mask.device}, {starts.device}"
+            )
+        if starts.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"response_start_idx must use an integer dtype, it is {starts.dtype}")
+        if bool(((starts < 1) | (starts > ids.shape[1])).any()):
+            raise ValueError(f"response_start_idx must be in [1, sequence_length] = [1, {ids.shape[1]}]")
+        places = torch.arange(1, ids.shape[1], device=ids.device)
+        counted = mask[:, 1:].bool() & (places >= starts.unsqueeze(1))
+        return cls(ids, mask, ids[:, 1:], counted)
+
+    def select_causal_logits(self, logits: Tensor) -> Tensor:
+        """[batch, tokens, vocabulary] without the last token's, which predict what is not there.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if logits.dim() != 3:
+            raise ValueError(f"logits must be 3-D, [batch, tokens, vocabulary]; found {tuple(logits.shape)}")
+        if logits.shape[:2] != self.input_ids.shape:
+            raise ValueError(f"logits {tuple(logits.shape)} must match input_ids {tuple(self.input_ids.shape)}")
+        return logits[:, :-1]
+
+
+@dataclass(frozen=True)
+class JSDLossOutput:
+    """A mean, and the sum and the number of tokens that ranks add up."""
+
+    loss: Tensor
+    loss_sum: Tensor
+    valid_token_count: Tensor
+
+
+@raising(ValueError)
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    response_mask: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_top_k: int | None = None,
+    pointwise_clip: float | None = None,
+) -> JSDLossOutput:
+    """`ds_compress.generalized_divergence` of answers' tokens."""
+    found = generalized_divergence(
+        student_logits, teacher_logits, response_mask,
+        beta=beta, temperature=temperature, top_k=teacher_top_k, clip=pointwise_clip,
+    )  # fmt: skip
+    return JSDLossOutput(found.mean, found.total, found.count)

@@ -25,7 +25,6 @@ from deepspeed._surface.refusals import (
     MISSING_ATTRIBUTES,
     MOE,
     PRESETS,
-    ROLLOUT,
     ROUTED,
     SEQUENCE,
     SERIAL,
@@ -68,7 +67,8 @@ _LINEAR = "deepspeed._ours.linear"
 _TORCH = "deepspeed._ours.torch_versions"
 _HYBRID = "deepspeed._ours.hybrid"
 _ROLLOUT_BASE = from_(_HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
-_ROLLOUT = {**_ROLLOUT_BASE, **from_(_HYBRID, "HybridEngineRollout", "build_rollout")}
+_DIVERGENCE = from_(_HYBRID, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
+_ROLLOUT = {**_ROLLOUT_BASE, **_DIVERGENCE, **from_(_HYBRID, "HybridEngineRollout", "build_rollout")}
 
 _ACCESS = from_(
     "ds_zero",
@@ -680,13 +680,11 @@ SURFACE: Mapping[str, Rows] = {
     "deepspeed.profiling.flops_profiler.profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.rollout": {
-        **not_(
-            ROLLOUT, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss",
-        ),
         **_ROLLOUT,
     },
     "deepspeed.runtime.rollout.base": {**_ROLLOUT_BASE},
-    "deepspeed.runtime.rollout.hybrid_engine_rollout": from_(_HYBRID, "HybridEngineRollout"),
+    "deepspeed.runtime.rollout.hybrid_engine_rollout": from_(_HYBRID, "HybridEngineRollout", "HybridEngineRolloutConfig"),
+    "deepspeed.runtime.rollout.opsd": _DIVERGENCE,
     "deepspeed.runtime.hybrid_engine": from_(_HYBRID, "DeepSpeedHybridEngine"),
     "deepspeed.runtime.domino": {**not_(TENSOR, "transformer")},
     "deepspeed.domino": {**not_(TENSOR, "DominoTransformerLayer")},

@@ -12,9 +12,6 @@ INFERENCE = Missing(
 HYBRID_GRAPH = Missing(
     "generation runs the model's own code, without captured graphs", "engine.generate, or ds_engine.Rollout(engine)"
 )
-ROLLOUT = Missing(
-    "losses of on-policy distillation are not built", "ds_compress.logit_loss, of a teacher's and a student's logits"
-)
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
