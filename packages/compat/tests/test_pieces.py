@@ -29,6 +29,20 @@ from ds_config.errors import CheckpointError, ConfigError, PlanError, Unsupporte
 # ---- optimizers and schedules
 
 
+def test_a_schedule_shows_its_parameters_and_takes_an_unknown_shape_for_log():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    odd = lr_schedules.WarmupCosineLR(optimizer, total_num_steps=100, warmup_num_steps=10, warmup_type="odd")
+    assert (odd.warmup_type, odd.warmup_num_steps, odd.get_lr_ratio()) == ("log", 10, 0.0)
+    cycle = lr_schedules.OneCycle(
+        optimizer, cycle_min_lr=[0.001], cycle_max_lr=0.1, cycle_first_step_size=30, cycle_second_step_size=10
+    )
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.001], [0.1], 0.75)
+    with pytest.raises(AttributeError):
+        _ = cycle.warmup_type
+    with pytest.raises(ValueError, match="cycle_min_lr"):
+        lr_schedules.OneCycle(optimizer, cycle_min_lr=[0.1, 0.2], cycle_max_lr=1.0)
+
+
 def test_a_part_of_a_model_is_stepped_by_number_and_taken_back():
     torch.manual_seed(3)
     start, grads = torch.randn(7), torch.randn(3, 7)

@@ -160,7 +160,7 @@ def test_the_first_two_updates_run_at_the_minimum() -> None:
 def test_momentum_goes_only_where_there_are_betas() -> None:
     both = groups()
     Scheduler(ALL[1], both)
-    assert both[0]["betas"] == (0.9, 0.99)
+    assert both[0]["betas"] == (0.8, 0.99)
     assert "betas" not in both[1]
 
 
@@ -199,3 +199,18 @@ def test_bad_parameters_are_refused(cls: type[Schedule], params: dict[str, Any])
 
 def test_the_table_is_complete() -> None:
     assert set(SCHEDULES) == {type(schedule).__name__ for schedule in ALL}
+
+
+def test_one_cycle_of_each_group():
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.9, 0.99)}]
+    params = {"cycle_min_lr": (0.001, 0.002), "cycle_max_lr": (0.01, 0.02), "cycle_min_mom": (0.8, 0.85)}
+    scheduler = Scheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), groups)
+    assert [group["betas"] for group in groups] == [(0.8, 0.99), (0.85, 0.99)]  # the first update
+    scheduler.step(4)
+    assert scheduler.get_lr() == pytest.approx([0.01, 0.02])
+    assert [beta for beta, _ in scheduler.get_mom()] == pytest.approx([0.8, 0.85])
+    scheduler.step(9)
+    assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.002])
+    assert [group["betas"][0] for group in groups] == pytest.approx([0.95, 0.95])
+    assert OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
+    assert Scheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None

@@ -45,9 +45,9 @@ class Schedule(StrictModel):
         """The learning rate of parameter group number `group` at scheduler step t."""
         raise ConfigError(f"{type(self).__name__} defines no learning rate", code="schedule-type", fix="Override lr().")
 
-    def momentum(self, t: int) -> tuple[float, float] | None:
-        """The betas at scheduler step t, or None when the schedule leaves them alone."""
-        del t
+    def momentum(self, t: int, group: int = 0) -> tuple[float, float] | None:
+        """The betas of parameter group number `group` at scheduler step t, or None when the schedule leaves them alone."""
+        del t, group
         return None
 
     def groups(self) -> dict[str, int]:
@@ -72,12 +72,12 @@ class LRRangeTest(Schedule):
 class OneCycle(Schedule):
     """One cycle up and down, then decay: Smith, arXiv:1803.09820. Momentum (beta1) moves the other way; beta2 is 0.99."""
 
-    cycle_min_lr: float = Field(description="Lowest rate of the cycle.")
-    cycle_max_lr: float = Field(description="Highest rate of the cycle.")
+    cycle_min_lr: PerGroup = Field(description="Lowest rate of the cycle; one value, or one per group.")
+    cycle_max_lr: PerGroup = Field(description="Highest rate of the cycle; one value, or one per group.")
     decay_lr_rate: float = Field(default=0.0, description="Decay after the cycle: lr = min / (1 + rate k).")
     cycle_first_step_size: Steps = Field(default=2000, description="Steps of the rising half.")
-    cycle_second_step_size: Steps | None = Field(
-        None, description="Steps of the falling half; the first half's if null."
+    cycle_second_step_size: int | None = Field(
+        None, ge=0, description="Steps of the falling half; the first half's if null."
     )
     cycle_first_stair_count: int = Field(default=0, ge=0, description="Stairs in the rising half; 0 is continuous.")
     cycle_second_stair_count: int | None = Field(
@@ -85,27 +85,30 @@ class OneCycle(Schedule):
     )
     decay_step_size: int = Field(default=0, ge=0, description="Steps of one decay interval; 0 does not decay.")
     cycle_momentum: bool = Field(default=True, description="Whether the betas follow the cycle.")
-    cycle_min_mom: float = Field(default=0.8, description="beta1 at the highest rate.")
-    cycle_max_mom: float = Field(default=0.9, description="beta1 at the lowest rate.")
+    cycle_min_mom: PerGroup = Field(default=0.8, description="beta1 at the highest rate; one value, or one per group.")
+    cycle_max_mom: PerGroup = Field(default=0.9, description="beta1 at the lowest rate; one value, or one per group.")
     decay_mom_rate: float = Field(default=0.0, description="Growth of beta1 after the cycle: max (1 + rate k).")
 
     def lr(self, t: int, base_lr: float, group: int = 0) -> float:
+        low, high = _of(self.cycle_min_lr, group), _of(self.cycle_max_lr, group)
         if t < self._total:
-            return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._rise(t)
-        return self.cycle_min_lr / (1 + self.decay_lr_rate * self._decays(t))
+            return low + (high - low) * self._rise(t)
+        return low / (1 + self.decay_lr_rate * self._decays(t))
 
-    def momentum(self, t: int) -> tuple[float, float] | None:
+    def momentum(self, t: int, group: int = 0) -> tuple[float, float] | None:
         if not self.cycle_momentum:
             return None
+        low, high = _of(self.cycle_min_mom, group), _of(self.cycle_max_mom, group)
+        if t < 0:
+            return low, 0.99  # the first update is made with the lowest
         if t < self._total:
-            beta1 = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._rise(t)
-        else:
-            beta1 = self.cycle_max_mom * (1 + self.decay_mom_rate * self._decays(t))
-        return beta1, 0.99
+            return high - (high - low) * self._rise(t), 0.99
+        return high * (1 + self.decay_mom_rate * self._decays(t)), 0.99
 
     @property
     def _second(self) -> int:
-        return self.cycle_second_step_size or self.cycle_first_step_size
+        second = self.cycle_second_step_size
+        return self.cycle_first_step_size if second is None else second
 
     @property
     def _total(self) -> int:
@@ -166,9 +169,10 @@ class WarmupCosineLR(Schedule):
     warmup_type: WarmupType = Field(default="log", description="Shape of the rise: log(t+1)/log(N), or t/N.")
 
     def lr(self, t: int, base_lr: float, group: int = 0) -> float:
-        return base_lr * self._ratio(t)
+        return base_lr * self.ratio(t)
 
-    def _ratio(self, t: int) -> float:
+    def ratio(self, t: int) -> float:
+        """Share of the optimizer's lr at scheduler step t."""
         n, total = max(2, self.warmup_num_steps), self.total_num_steps
         if t < 0:
             return 0.0
@@ -240,6 +244,11 @@ class Scheduler:
         """What was last written; the same as `get_lr()`."""
         return self.get_lr()
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each parameter group at the current t; None where the schedule leaves them alone."""
+        betas = [self.schedule.momentum(self.last_batch_iteration, i) for i in range(len(self._groups))]
+        return None if None in betas else betas  # type: ignore[return-value]
+
     def state_dict(self) -> dict[str, int]:
         """All there is to resume from: t."""
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -252,9 +261,9 @@ class Scheduler:
         return self.schedule.lr(self.last_batch_iteration, self._groups[i]["initial_lr"], i)
 
     def _write(self) -> None:
-        betas = self.schedule.momentum(self.last_batch_iteration)
         set_rates(self._groups, self.get_lr())
-        for group in self._groups:
+        for i, group in enumerate(self._groups):
+            betas = self.schedule.momentum(self.last_batch_iteration, i)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
 

@@ -377,7 +377,14 @@ def _publish(param: Parameter) -> None:
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The averaged gradient in the accumulate format and true shape; None if no rank has one. Collective."""
+    """The averaged gradient in the accumulate format and true shape; None if no rank has one. Collective.
+
+    Before anything of a step was reduced (inside `no_sync`): this rank's own gradient, as if every rank had the same.
+    """
+    place = _place(param)
+    own = None if place is None else place.unit.gradients.own(place.member)
+    if own is not None and place is not None:
+        return _scaled(param, own.detach() * place.unit.seat.size)
     return _scaled(param, _get_full(param, _grad))
 
 

@@ -213,6 +213,12 @@ class Gradients:
         for held, more in zip(self.sums, outs, strict=True):
             held.add_(more)
 
+    def own(self, member: int) -> Tensor | None:
+        """What this rank has collected for a member and not reduced yet; None where nothing waits, or sums are there, too."""
+        if not self.open or self.sums is not None:
+            return None
+        return self._members.params[member].grad if self.arena is None else self._views[member]
+
     def view(self, start: int, stop: int) -> Tensor | None:
         """Elements [start, stop) of the shard of the sum, which lie in one range; None while there is none."""
         if self.sums is None:

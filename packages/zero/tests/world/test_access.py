@@ -159,6 +159,20 @@ def test_gradients_are_those_of_one_process(bench, stage):
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@world(2)
+def test_gradients_that_were_not_reduced_are_this_ranks_own(bench, stage):
+    net, optimizer = make(bench, stage)
+    twin = bench.model("plain")
+    with optimizer.no_sync():
+        for micro in range(2):
+            bench.loss(net, bench.batch(0, micro, dist.get_rank())).backward()
+            bench.loss(twin, bench.batch(0, micro, dist.get_rank())).backward()
+            for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ds_zero.safe_get_full_grad(a), b.grad, msg=name, rtol=1e-4, atol=1e-7)
+    optimizer.close()
+
+
 @STAGES
 @world(2)
 def test_optimizer_state_whole_and_local(bench, stage):

@@ -350,6 +350,9 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         self._scaled = True
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
+    def _backward_epilogue(self) -> None:
+        """Nothing: gradients of a plain `loss.backward()` are seen as they arrive. For losses that several engines share."""
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """The next backward, and the step after it, are (not) the last of a step; until this is called again."""
         if not self.plan.managed:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import ds_zero
 from deepspeed._ours.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
 from ds_zero import ShardedOptimizer, Sharding, ShardOptions, safe_get_local_grad
 
-__all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of"]
+__all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of", "unwrap_model_for_generation"]
 
 _KINDS = {
     "optim_states": "optimizer",
@@ -186,6 +187,21 @@ class ParameterOffload:
             hook.back()
         self.forward_hooks: list[Any] = [_Hooks(self._runtime.paused)]
         self._given = tuple(self.forward_hooks)  # clients reassign the list after removing
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """`ds_zero.unwrap_model_for_generation`; meanwhile an engine's optimizer shows no forward hooks."""
+    shown = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    hooks: list[Any] = [] if shown is None else shown.forward_hooks
+    with ds_zero.unwrap_model_for_generation(model) as plain:
+        if shown is not None:
+            shown.forward_hooks = []
+        try:
+            yield plain
+        finally:
+            if shown is not None:
+                shown.forward_hooks = hooks
 
 
 class ModuleView:

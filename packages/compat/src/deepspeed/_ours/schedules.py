@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import torch
 
+from deepspeed._ours.raising import raising
+from deepspeed._ours.tools import logger
 from ds_engine import schedules
 from ds_engine.schedules import SCHEDULES, Scheduler
 
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
+WARMUP_LOG_RATE = "log"
 
 
 class _ByKind(type):
@@ -44,16 +47,26 @@ class _Attached(Scheduler, metaclass=_ByKind):
     Args:
         optimizer: Any torch optimizer.
         last_batch_iteration: The t to begin after.
-        params: The schedule's own, as in the configuration.
+        params: The schedule's own, as in the configuration; they are attributes, too. An unknown `warmup_type` is "log".
     """
 
     kind: type[schedules.Schedule]
 
+    @raising(ValueError)
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **params: Any) -> None:
+        if (shape := params.get("warmup_type", WARMUP_LOG_RATE)) not in ("log", "linear"):
+            logger.warning("warmup_type %r is unknown (log, linear): the rate rises as with log", shape)
+            params["warmup_type"] = WARMUP_LOG_RATE
         super().__init__(self.kind(**params), optimizer.param_groups)
         self.optimizer = optimizer
         if last_batch_iteration >= 0:
             self.step(last_batch_iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        schedule = self.__dict__.get("schedule")
+        if schedule is None or name not in type(schedule).model_fields:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(schedule, name)
 
 
 class LRRangeTest(_Attached):
@@ -66,6 +79,30 @@ class OneCycle(_Attached):
     """`ds_engine.schedules.OneCycle` on an optimizer."""
 
     kind = schedules.OneCycle
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Lowest rate of each parameter group."""
+        return self._each(self.cycle_min_lr)
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Highest rate of each parameter group."""
+        return self._each(self.cycle_max_lr)
+
+    @property
+    def total_size(self) -> float:
+        """Steps of a cycle."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        return float(first + (first if second is None else second))
+
+    @property
+    def step_ratio(self) -> float:
+        """Share of the cycle in which the rate rises."""
+        return float(self.cycle_first_step_size / self.total_size)
+
+    def _each(self, value: float | tuple[float, ...]) -> list[float]:
+        return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)
 
 
 class WarmupLR(_Attached):
@@ -84,6 +121,10 @@ class WarmupCosineLR(_Attached):
     """`ds_engine.schedules.WarmupCosineLR` on an optimizer."""
 
     kind = schedules.WarmupCosineLR
+
+    def get_lr_ratio(self) -> float:
+        """Share of the optimizer's own rate at the current step."""
+        return float(self.schedule.ratio(self.last_batch_iteration))  # type: ignore[attr-defined]
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

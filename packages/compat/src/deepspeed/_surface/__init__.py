@@ -119,7 +119,7 @@ _ZERO_ROWS: dict[str, Row] = {
         "register_external_parameter",
         "unregister_external_parameter",
     ),
-    **from_("ds_zero", "unwrap_model_for_generation"),
+    **from_("deepspeed._ours.optimizer", "unwrap_model_for_generation"),
     **from_(_PARAMS, "ZeroParamStatus", "ZeroParamType"),
     **from_(_ZERO, TiledLinearReturnBias="TiledLinear"),
     **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
