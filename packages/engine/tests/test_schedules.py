@@ -212,5 +212,7 @@ def test_one_cycle_of_each_group():
     scheduler.step(9)
     assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.002])
     assert [group["betas"][0] for group in groups] == pytest.approx([0.95, 0.95])
-    assert OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
+    assert (
+        OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
+    )
     assert Scheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None
