@@ -28,7 +28,7 @@ class TiledLinear(nn.Module):
 
     Attributes:
         in_parts, out_parts: Where tiles begin, and the end.
-        linears: The tiles: `linears[row][column]`, rows along the outputs. The first of a row has the bias.
+        linears: The tiles: `linears[row][column]`, rows along the outputs. The last of a row has the bias.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TiledLinear(nn.Module):
         self.in_parts, self.out_parts = [0, *accumulate(self.in_sizes)], [0, *accumulate(self.out_sizes)]
         self.split_input, self.join_output = split_input, join_output
         self.linears = nn.ModuleList(
-            nn.ModuleList(layer(i, o, bias=bias and column == 0) for column, i in enumerate(self.in_sizes))
+            nn.ModuleList(layer(i, o, bias=bias and column == in_splits - 1) for column, i in enumerate(self.in_sizes))
             for o in self.out_sizes
         )
 
@@ -71,7 +71,7 @@ class TiledLinear(nn.Module):
             found = [tile(part) for tile, part in zip(tiles, parts, strict=True)]
             pairs = isinstance(found[0], tuple)
             if pairs:
-                biases.append(found[0][1])
+                biases.append(found[-1][1])
                 found = [product for product, _ in found]
             rows.append(sum(found[1:], start=found[0]))
         whole = torch.cat(rows, dim=-1) if self.join_output else rows
@@ -94,7 +94,7 @@ class TiledLinear(nn.Module):
                 tile.weight.copy_(part)
         if other.bias is not None:
             for tiles, bias in zip(self._rows(), other.bias.split(self.out_sizes), strict=True):
-                tiles[0].bias.copy_(bias)
+                tiles[-1].bias.copy_(bias)
 
 
 def _sizes(total: int, parts: int) -> list[int]:

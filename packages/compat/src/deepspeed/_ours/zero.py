@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 import ds_zero
 from deepspeed._ours.comm import init_distributed
 from deepspeed._ours.params import mark_scattered
+from deepspeed._ours.raising import raising
 from ds_comm import as_group
 from ds_config import read
 from ds_config.errors import ConfigError, ShardedAccessError
@@ -156,8 +157,11 @@ class TiledLinear(ds_zero.TiledLinear):
         combine_out_splits: The output is one tensor, not a list of `out_splits`.
         linear_cls: Class of a tile; called with `linear_kwargs`.
         init_linear: A whole layer to take the values of.
+    Raises:
+        PlanError: more tiles than features ("tiled-splits"); a RuntimeError, too.
     """
 
+    @raising(RuntimeError)
     def __init__(
         self,
         in_features: int,
