@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -124,6 +125,22 @@ def test_compressed_tensors_load_in_transformers(model, scheme, tmp_path):
     assert ratio == pytest.approx((scheme.bits / 8 + 4 / (32 if scheme.bits == 4 else 75)) / 4, rel=0.1)
 
 
+@pytest.mark.parametrize("scheme", [Scheme(4, 32, False), Scheme(8, -1, False)], ids=str)
+def test_asymmetric_codes_are_read_by_compressed_tensors(model, scheme, tmp_path):
+    """By the library's own reader: transformers 5 with compressed-tensors 0.20 expects zeros unpacked, and then unpacks them."""
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base", reason="the library that reads it")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    changed = copy.deepcopy(model)
+    export_compressed_tensors(changed, gptq(changed, batches(2), scheme), tmp_path)
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    read = quantization.QuantizationConfig.model_validate(section).config_groups["group_0"]
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, module in linears_of(changed).items():
+        own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
+        found = base.PackedQuantizationCompressor.decompress(own, read)["weight"]
+        torch.testing.assert_close(found, module.weight.detach(), atol=1e-6, rtol=1e-5)
+
+
 def test_what_was_trained_in_few_bits_is_exported_to_the_bit(tmp_path):
     changed, tokens = llama(), batches(1)[0]
     names = r"self_attn\.[qkvo]_proj"
@@ -139,9 +156,10 @@ def test_what_was_trained_in_few_bits_is_exported_to_the_bit(tmp_path):
         "different_groups": {"q": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["q_proj"]}}}}})  # fmt: skip
     with pytest.raises(PlanError, match="64 groups of 8 bits, asymmetric"):
         codes_of_training(broken)
-    with pytest.raises(PlanError, match="schemes in one file"):
-        export_compressed_tensors(changed, codes_of_training(changed), tmp_path)  # k and v have two scales a row
-    codes = {n: c for n, c in codes_of_training(changed).items() if c.scales.shape[1] == 1}
+    codes = codes_of_training(changed)
+    assert {c.scheme for c in codes.values()} == {Scheme(8, -1), Scheme(8, 32)}  # k and v have two scales a row
+    with pytest.raises(PlanError, match="2 schemes in one file"):
+        export_gptq(changed, codes, tmp_path)
     redundancy_clean(changed)
     for name, one in codes.items():
         assert torch.equal(one.weight(), changed.get_submodule(name).weight)
@@ -199,13 +217,47 @@ def test_what_a_format_cannot_say_is_refused(model, tmp_path):
     codes = round_to_nearest(copy.deepcopy(model), Scheme(3, 32))
     with pytest.raises(PlanError, match="3 bits"):
         export_compressed_tensors(model, codes, tmp_path)
-    with pytest.raises(PlanError, match="asymmetric"):
-        export_compressed_tensors(model, round_to_nearest(copy.deepcopy(model), Scheme(4, 32, False)), tmp_path)
+    with pytest.raises(PlanError, match="without codes"):
+        export_compressed_tensors(model, {}, tmp_path)
     with pytest.raises(PlanError, match="group_size is 48"):
         gptq(model, batches(1), Scheme(4, 48))
     with pytest.raises(PlanError, match="no calibration batch reached"):
         gptq(model, [], Scheme(4, 32))
     with pytest.raises(PlanError, match="9 bits"):
         Scheme(9)
-    with pytest.raises(UnsupportedError, match="GGUF names"):
+    with pytest.raises(UnsupportedError, match=r"GGUF names of a Linear model .* llama, mistral, qwen2"):
         export_gguf(nn.Linear(2, 2), tmp_path / "x.gguf")
+    for name, more, text in (
+        ("Mistral", {}, "sliding_window = 4096"),
+        ("Llama", {"attention_bias": True, "hidden_act": "gelu"}, "activation gelu and attention_bias"),
+        ("Gemma2", {"head_dim": 16}, "query_pre_attn_scalar = 256"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            export_gguf(family(name, **more), tmp_path / "x.gguf")
+
+
+def family(name, **more):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes, **more)
+    made = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for value in made.parameters():
+            if value.dim() == 1:  # norms and biases that say something
+                value.add_(torch.rand_like(value) / 2)
+    return made
+
+
+# Head sizes are the ones that transformers takes for granted, because its loader does not read them.
+@pytest.mark.parametrize(("name", "more"), [
+    ("Mistral", {"sliding_window": None}), ("Qwen2", {}), ("Qwen3", {"head_dim": 128}),
+    ("Gemma2", {"head_dim": 256, "sliding_window": 8}),
+])  # fmt: skip
+def test_gguf_of_other_families_loads_in_transformers(name, more, tmp_path):
+    pytest.importorskip("gguf", reason="the format is written with this library")
+    made, tokens = family(name, **more), batches(1)[0]
+    export_gguf(made, tmp_path / "model.gguf", "F32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**tokens).logits.float(), made(**tokens).logits, atol=1e-5, rtol=1e-5)

@@ -4,7 +4,7 @@
 |---|---|---|
 | `compressed_tensors` | 4, 8 | transformers with `compressed-tensors`, vLLM |
 | `gptq` | 2, 4, 8 | transformers with `gptqmodel`, vLLM |
-| `gguf` | 8 (Q8_0), 4 (Q4_0), 16 | llama.cpp, transformers with `gguf`; models of the Llama family |
+| `gguf` | 8 (Q8_0), 4 (Q4_0), 16 | llama.cpp, transformers with `gguf`; the families of `FAMILIES` |
 
 Only safetensors and JSON are written, no code and no pickle.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from ds_compress.posttraining import Codes, Scheme
 from ds_config.errors import PlanError, UnsupportedError
 
-__all__ = ["export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
+__all__ = ["FAMILIES", "Family", "export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
@@ -53,32 +54,47 @@ def export_compressed_tensors(
 
     Args:
         model: A transformers model (its `config` is written), or any module with `config` given.
-        codes: Of its linear layers, all of one scheme; other layers are written as they are.
+        codes: Of its linear layers; they may have different schemes. Other layers are written as they are. Asymmetric ones are
+            read by compressed-tensors itself; transformers 5 with compressed-tensors 0.20 refuses packed zeros.
     Returns:
         The folder.
     Raises:
-        PlanError: schemes differ, are asymmetric, or of other bits ("compress-export").
+        PlanError: codes of other than 4 or 8 bits, or no codes ("compress-export").
     """
-    scheme = _one_scheme(codes, (4, 8))
-    if not scheme.symmetric:
-        raise _export("asymmetric codes", "Use a symmetric scheme, or export_gptq.")
-    state = _plain_state(model, codes)
+    if not codes:
+        raise _export("a model without codes", "Quantise at least one layer.")
+    for one in codes.values():
+        if one.scheme.bits not in (4, 8):
+            raise _export(f"{one.scheme.bits} bits", "Use 4 or 8 bits.")
+    state, alike = _plain_state(model, codes), dict[Scheme, list[str]]()
     for name, one in codes.items():
-        state[f"{name}.weight_packed"] = pack_columns(one.codes, scheme.bits)
-        state[f"{name}.weight_scale"] = one.scales.contiguous()
+        alike.setdefault(one.scheme, []).append(name)
+        state[f"{name}.weight_packed"] = pack_columns(one.codes, one.scheme.bits)
+        state[f"{name}.weight_scale"] = one.scales.cpu().contiguous()
         state[f"{name}.weight_shape"] = torch.tensor(one.codes.shape, dtype=torch.int64)
+        if not one.scheme.symmetric:
+            state[f"{name}.weight_zero_point"] = pack_rows(one.zeros, one.scheme.bits)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in codes]
-    weights = {
-        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
-        "strategy": "channel" if scheme.group_size == -1 else "group",
-        "group_size": None if scheme.group_size == -1 else scheme.group_size,
+    groups = {
+        f"group_{number}": {
+            "targets": ["Linear"] if len(alike) == 1 else names,
+            "weights": _weights_section(scheme), "input_activations": None, "output_activations": None,
+        }
+        for number, (scheme, names) in enumerate(alike.items())
     }  # fmt: skip
     section = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
-        "ignore": ignored,
+        "config_groups": groups, "ignore": ignored,
     }  # fmt: skip
     return _write(model, state, folder, config, section)
+
+
+def _weights_section(scheme: Scheme) -> dict[str, Any]:
+    rows = scheme.group_size == -1
+    return {
+        "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False,
+        "strategy": "channel" if rows else "group", "group_size": None if rows else scheme.group_size,
+    }  # fmt: skip
 
 
 def export_gptq(
@@ -159,20 +175,48 @@ def _write(
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How GGUF says models of one `model_type`.
+
+    Attributes:
+        architecture: Its name in the file.
+        pairs: Rotary features lie side by side, (x0, x1), not in halves: rows of queries and keys are reordered.
+        norm_shift: Added to the weights of norms.
+        activation: What programs that read the file take for granted.
+    """
+
+    architecture: str
+    pairs: bool = False
+    norm_shift: float = 0.0
+    activation: str = "silu"
+
+
+# llama.cpp's own converter writes Mistral as Llama, too. Gemma's norms multiply by 1 + weight.
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", pairs=True),
+    "mistral": Family("llama", pairs=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "gemma2": Family("gemma2", norm_shift=1.0, activation="gelu_pytorch_tanh"),
+}
+
+
 def export_gguf(
     model: nn.Module,
     path: str | os.PathLike[str],
     kind: Literal["Q8_0", "Q4_0", "F16", "F32"] = "Q8_0",
     vocabulary: list[str] | None = None,
 ) -> Path:
-    """Write a GGUF file of a Llama model. Weights whose rows are no multiple of 32, and vectors, stay in 32 bits.
+    """Write a GGUF file of a causal language model of one of `FAMILIES`. Weights whose rows are no multiple of 32, and vectors, stay in 32 bits.
 
     Args:
-        model: A `LlamaForCausalLM` of transformers, its weights as they shall be (after `redundancy_clean`, or of `gptq`).
+        model: Of transformers, its weights as they shall be (after `redundancy_clean`, or of `gptq`).
         kind: Format of matrices: blocks of 32 with a scale, in 8 or 4 bits; or floats.
         vocabulary: The tokens, for programs that read text; numbers stand for them otherwise.
     Raises:
-        UnsupportedError: another family ("compress-export"), or the library `gguf` is missing.
+        UnsupportedError: another family, or the library `gguf` is missing ("compress-export").
+        PlanError: the model has what files of its family do not say ("compress-export").
     Cost: writes one tensor at a time.
     """
     try:
@@ -184,24 +228,17 @@ def export_gguf(
             fix="Install ds-compress[gguf].",
         ) from None
     config: Any = getattr(model, "config", None)
-    if getattr(config, "model_type", None) != "llama":
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None:
         raise UnsupportedError(
-            f"GGUF names of a {getattr(config, 'model_type', type(model).__name__)} model are not known here",
+            f"GGUF names of a {getattr(config, 'model_type', type(model).__name__)} model are not known here, those of "
+            f"{', '.join(FAMILIES)} are",
             code="compress-export",
             fix="Use export_compressed_tensors, or llama.cpp's own converter.",
         )
-    writer = gguf.GGUFWriter(str(path), "llama")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(_rope(config)))
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
+    _sayable(config, family)
+    writer = gguf.GGUFWriter(str(path), family.architecture)
+    _tell(writer, config)
     tokens = vocabulary or [f"<{number}>" for number in range(config.vocab_size)]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
@@ -211,15 +248,18 @@ def export_gguf(
         writer.add_bos_token_id(config.bos_token_id)
     if config.eos_token_id is not None:
         writer.add_eos_token_id(config.eos_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
     wanted = getattr(gguf.GGMLQuantizationType, kind)
     for name, value in _plain_state(model, {}).items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise _export(f"{name}", "Use a LlamaForCausalLM without further modules.")
+            raise _export(f"{name}", f"Use a causal {config.model_type} model of transformers without further modules.")
         data = value.float()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            data = _interleaved(data, heads if "q_proj" in name else kv_heads)
+        if family.pairs and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            data = _interleaved(data, heads)
+        if name.endswith("norm.weight"):
+            data = data + family.norm_shift
         plain = data.dim() < 2 or (data.shape[-1] % 32 != 0 and kind.startswith("Q"))
         form = gguf.GGMLQuantizationType.F32 if plain else wanted
         writer.add_tensor(target, gguf.quants.quantize(data.numpy(), form), raw_dtype=form)
@@ -228,6 +268,46 @@ def export_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _sayable(config: Any, family: Family) -> None:
+    """Refuse what readers of the format would take for something else."""
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", family.activation)
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    window = config.model_type != "gemma2" and getattr(config, "sliding_window", None)
+    wrong = [
+        text
+        for broken, text in (
+            (activation != family.activation, f"activation {activation}"),
+            (family.pairs and getattr(config, "attention_bias", False), "attention_bias"),
+            (window, f"sliding_window = {window}"),
+            (scalar not in (None, config.head_dim if scalar else None), f"query_pre_attn_scalar = {scalar}"),
+        )
+        if broken
+    ]
+    if wrong:
+        raise _export(" and ".join(wrong), "Use a model without it, or export_compressed_tensors.")
+
+
+def _tell(writer: Any, config: Any) -> None:
+    """The sizes of a model."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(_rope(config)))
+    writer.add_rope_dimension_count(head)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _rope(config: Any) -> float:
