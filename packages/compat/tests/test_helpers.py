@@ -136,6 +136,8 @@ def test_adam_by_its_functions_is_adamw():
 
 
 def test_hosts_and_filters(tmp_path):
+    from deepspeed.launcher import multinode_runner
+
     file = tmp_path / "hosts"
     file.write_text("one slots=2\ntwo slots=4\n")
     pool = runner.fetch_hostfile(str(file))
@@ -144,6 +146,19 @@ def test_hosts_and_filters(tmp_path):
     assert runner.parse_inclusion_exclusion(pool, "two:1,3@one", "") == {"two": [1, 3], "one": [0, 1]}
     assert runner.parse_inclusion_exclusion(pool, "", "two:0") == {"one": [0, 1], "two": [1, 2, 3]}
     assert runner.parse_resource_filter({"a": [0]}) == {"a": [0]}
+    assert runner.parse_resource_filter({"a": [0, 1]}, exclude_str="a") == {}
+    with pytest.raises(ValueError, match="include"):
+        runner.main(["--num_gpus", "1", "-i", "localhost", "foo.py"])
+    given = runner.parse_args(["--launcher_arg", "-mca btl_tcp_if_include eth1", "foo.py"])
+    for kind, way in (
+        ("MPICHRunner", "-ppn"),
+        ("IMPIRunner", "-ppn"),
+        ("MVAPICHRunner", "-ppn"),
+        ("OpenMPIRunner", "eth1"),
+    ):
+        made = getattr(multinode_runner, kind)(given, "", {"a": 2})
+        command = made.get_cmd({}, {"a": 2})
+        assert (command[0], way in command, "eth0" in command) == ("mpirun", True, False)
     with pytest.raises(ValueError):
         runner.parse_inclusion_exclusion(pool, "three", "")
     assert runner.decode_world_info(runner.encode_world_info(pool)) == pool

@@ -14,7 +14,7 @@ from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import Facts, make_launch, remote_hosts
-from ds_launcher.options import UNBUILT, RunOptions, options_of, parse_nnodes, register
+from ds_launcher.options import UNBUILT, RunOptions, joined, options_of, parse_nnodes, register
 from ds_launcher.plan import Launch, Process, describe, from_json, to_json
 
 FACTS = Facts(
@@ -27,7 +27,7 @@ CLUSTER = (Host("n1", (0, 1)), Host("n2", (0, 1, 2)))
 def asked(line: str) -> RunOptions:
     parser = argparse.ArgumentParser(exit_on_error=False)
     register(parser)
-    return options_of(parser.parse_args(shlex.split(line)))
+    return options_of(parser.parse_args(joined(shlex.split(line))))
 
 
 def launch(line: str, **facts: object) -> Launch:
@@ -143,10 +143,53 @@ def test_unbuilt_options_say_what_to_use(flag: str) -> None:
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["mpich", "impi", "mvapich"])
-def test_unbuilt_ways_to_reach_hosts(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=name):
-        asked(f"--launcher {name} t.py")
+@pytest.mark.parametrize("name", ["mpich", "impi", "MVAPICH"])
+def test_the_family_of_mpich_starts_one_task_a_host(name: str) -> None:
+    made = launch(f"--launcher {name} --launcher_args '-v' t.py a", hosts=CLUSTER, exports={"A": "1", "MY_TOKEN": "s"})
+    (process,) = made.processes
+    assert process.argv[:11] == (
+        "mpirun", "-n", "2", "-ppn", "1", "-hosts", "n1,n2", "-wdir", "/home/me/my job", "-genvlist", "MY_TOKEN",
+    )  # fmt: skip
+    assert process.argv[11:14] == ("-v", "env", "A=1")
+    assert process.argv[-2:] == ("t.py", "a")
+    assert (dict(process.env), "s" in process.argv) == ({"MY_TOKEN": "s"}, False)
+
+
+def test_arguments_for_the_launcher_may_begin_with_a_dash() -> None:
+    assert joined(["--launcher_args", "-mca b eth1", "t.py", "-m"]) == ["--launcher_args=-mca b eth1", "t.py", "-m"]
+    assert joined(["--launcher-args", "plain", "t.py", "--launcher-args"]) == [
+        "--launcher-args", "plain", "t.py", "--launcher-args",
+    ]  # fmt: skip
+
+
+def test_ranks_get_cores_of_their_own() -> None:
+    one, two = launch("--nproc 2 --bind_cores_to_rank t.py", core_ids=(0, 1, 2, 5, 6)).processes
+    assert (one.cores, two.cores) == ((0, 1), (2, 5))
+    assert (one.env["OMP_NUM_THREADS"], two.env["OMP_NUM_THREADS"]) == ("2", "2")
+    assert "(cores 2, 5)" in describe(Launch((two,)))
+    assert from_json(to_json(Launch((one, two)))).processes[1].cores == (2, 5)
+    (alone,) = launch("--core-list 4-6 t.py", core_ids=tuple(range(8))).processes
+    assert alone.cores == (4, 5, 6)
+    chosen = launch("--bind-cores t.py", core_ids=(0, 1), env={"OMP_NUM_THREADS": "1"}).processes[0]
+    assert ("OMP_NUM_THREADS" in chosen.env, chosen.cores) == (False, (0, 1))
+    remote = launch("--core-list 0-3 --bind-cores t.py", hosts=CLUSTER).processes[0]
+    assert "--bind-cores --core-list 0-3" in remote.argv[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "facts"),
+    [
+        ("--nproc 3 --bind-cores t.py", "3 ranks share 2 cores", {}),
+        ("--core-list 1,5 t.py", "has 5, which", {}),
+        ("--core-list 3-1 t.py", "bad range", {}),
+        ("--core-list 1,0 t.py", "ascend", {}),
+        ("--bind-cores t.py", "KMP_AFFINITY", {"env": {"KMP_AFFINITY": "x"}}),
+        ("--bind-cores --max-restarts 1 t.py", "fixed number of hosts", {}),
+    ],
+)
+def test_cores_that_cannot_be_given(line: str, said: str, facts: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=said):
+        launch(line, core_ids=(0, 1), **facts)
 
 
 @pytest.mark.parametrize(("text", "pair"), [("", (-1, -1)), ("-1", (-1, -1)), ("3", (3, 3)), ("1:4", (1, 4))])

@@ -35,6 +35,20 @@ def test_ranks_get_their_place_and_the_scripts_arguments(box: Sandbox) -> None:
     assert all(argv == ["--deepspeed_config", "cfg.json", "a b"] for _, argv in seen)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")
+def test_ranks_run_on_their_own_cores(box: Sandbox) -> None:
+    script = box.script("""
+        import os
+        with open(f"seen{os.environ['RANK']}", "w") as file:
+            file.write(f"{sorted(os.sched_getaffinity(0))} {os.environ['OMP_NUM_THREADS']}")
+    """)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    done = box.ds("run", "--nproc", "2", "--core-list", ",".join(map(str, cores)), script)
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = [box.file(f"seen{rank}").read_text().rpartition(" ")[0] for rank in range(2)]
+    assert seen == [f"[{core}]" for core in cores]
+
+
 def test_output_comes_in_whole_lines_with_the_rank_before_all_but_the_first(box: Sandbox) -> None:
     script = box.script("""
         import os, sys

@@ -126,9 +126,23 @@ def _openmpi(job: Job) -> tuple[Process, ...]:
     )
 
 
+def _hydra(job: Job) -> tuple[Process, ...]:
+    """MPICH's process manager, which is Intel MPI's and MVAPICH's, too."""
+    names = ",".join(host.name for host in job.inventory)
+    base = ("mpirun", "-n", str(len(job.inventory)), "-ppn", "1", "-hosts", names, "-wdir", job.cwd)
+    _, secrets = split_secrets(job.exports)
+    named = ("-genvlist", ",".join(secrets)) if secrets else ()  # mpirun takes their values from its own environment
+    return (
+        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto"))), secrets),
+    )
+
+
 BACKENDS: Mapping[str, Backend] = {
     "ssh": Backend("ssh", _ssh),
     "pdsh": Backend("pdsh", _pdsh),
     "slurm": Backend("srun", _slurm),
     "openmpi": Backend("mpirun", _openmpi),
+    "mpich": Backend("mpirun", _hydra),
+    "impi": Backend("mpirun", _hydra),
+    "mvapich": Backend("mpirun", _hydra),
 }

@@ -121,7 +121,7 @@ def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
         stdout=None if plain and log is None and screen.is_terminal("out") else subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=lambda: _before_exec(keeper),
+        preexec_fn=lambda: _before_exec(keeper, process.cores),
     )
     if process.secrets and popen.stdin is not None:
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code says why
@@ -142,7 +142,9 @@ def _stdin(kind: str) -> int | None:
     return subprocess.PIPE if kind == "hold" else subprocess.DEVNULL
 
 
-def _before_exec(keeper: int) -> None:
+def _before_exec(keeper: int, cores: tuple[int, ...]) -> None:
     die_with(keeper)
+    if cores:
+        os.sched_setaffinity(0, cores)
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)  # the keeper ignores some, and exec would keep that

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(known[name].module)
         parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
         module.register(parser)
-        status: int = module.main(parser.parse_args(rest))
+        words = module.prepare(rest) if hasattr(module, "prepare") else rest
+        status: int = module.main(parser.parse_args(words))
         return status
     except DsError as error:
         print(f"ds {name}: {type(error).__name__}: {error}", file=sys.stderr)

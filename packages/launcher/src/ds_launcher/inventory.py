@@ -110,9 +110,11 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
     return chosen
 
 
-def select(inventory: Inventory, include: str = "", exclude: str = "") -> Inventory:
+def select(inventory: Inventory, include: str = "", exclude: str = "", *, some: bool = True) -> Inventory:
     """Keep what `include` names, or drop what `exclude` names; the inventory's order stays.
 
+    Args:
+        some: Whether something must be left.
     Raises:
         ConfigError: both are given, they name a host or a slot that is not there, or nothing is left ("launch-filter").
     """
@@ -133,7 +135,7 @@ def select(inventory: Inventory, include: str = "", exclude: str = "") -> Invent
             slots = tuple(slot for slot in host.slots if host.name not in chosen or slot not in named)
         if slots:
             kept.append(Host(host.name, slots))
-    if not kept:
+    if some and not kept:
         raise ConfigError(
             f"the filter {include or exclude!r} leaves no slot of {_listed(inventory)}",
             code="launch-filter",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_config.errors import ConfigError
 from ds_launcher.backends import BACKENDS, Job
+from ds_launcher.cores import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
 from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select
 from ds_launcher.options import RunOptions, node_options, parse_nnodes
@@ -31,6 +32,7 @@ class Facts:
         exports: variables that would travel to other hosts.
         port: for rank 0; held by the caller while the job runs.
         secret: what only the ranks of this job are to know; empty: nothing.
+        core_ids: the numbers of the cores that this process may use.
     """
 
     env: Mapping[str, str]
@@ -44,6 +46,7 @@ class Facts:
     hosts: Inventory | None = None
     exports: Mapping[str, str] | None = None
     secret: str = ""
+    core_ids: tuple[int, ...] = ()
 
 
 def is_elastic(options: RunOptions) -> bool:
@@ -81,11 +84,35 @@ def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
         options.run_id or facts.run_id,
     )
     shared = _restricted(facts.devices, host) if _slots_matter(options, facts) else {}
-    if len(host.slots) > 1 and "OMP_NUM_THREADS" not in facts.env:
+    cores = _cores(options, facts, len(host.slots))
+    if "OMP_NUM_THREADS" not in facts.env and cores[0]:
+        shared["OMP_NUM_THREADS"] = str(len(cores[0]))
+    elif len(host.slots) > 1 and "OMP_NUM_THREADS" not in facts.env:
         shared["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, len(host.slots)))
     if len(inventory) == 1 and not options.world_info:
         shared.update(_secret(facts))
-    return tuple(_rank(options, facts, world, (local, shared)) for local in range(len(host.slots)))
+    made = [_rank(options, facts, world, (local, shared)) for local in range(len(host.slots))]
+    return tuple(replace(process, cores=own) for process, own in zip(made, cores, strict=True))
+
+
+def _cores(options: RunOptions, facts: Facts, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The cores of each rank of this host; empty where none are bound."""
+    if not (options.bind_cores or options.core_list):
+        return ((),) * ranks
+    if "KMP_AFFINITY" in facts.env:
+        raise ConfigError(
+            "KMP_AFFINITY is set and would move threads off the cores of their rank",
+            code="launch-cores",
+            fix="Unset it, or bind no cores.",
+        )
+    listed = parse_ranges(options.core_list) if options.core_list else facts.core_ids
+    if missing := sorted(set(listed) - set(facts.core_ids)):
+        raise ConfigError(
+            f"--core-list has {', '.join(map(str, missing))}, which this process may not use on {facts.hostname}",
+            code="launch-cores",
+            fix="Name cores of every host that are there and allowed (`taskset -p $$` tells).",
+        )
+    return share_cores(listed, ranks)
 
 
 def _secret(facts: Facts) -> dict[str, str]:
@@ -220,6 +247,12 @@ def _elastic(options: RunOptions, facts: Facts) -> Process:
             "them come and go",
             code="launch-options",
             fix="Leave one side out. Hosts that come and go start `ds run` themselves.",
+        )
+    if options.bind_cores or options.core_list:
+        raise ConfigError(
+            "--bind-cores and --core-list are for a fixed number of hosts; torch's elastic agent starts these ranks",
+            code="launch-options",
+            fix="Leave out --max-restarts, --rdzv-endpoint and MIN:MAX, or bind no cores.",
         )
     spec = {
         "min_nodes": max(low, 1),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.backends import BACKENDS
 
-__all__ = ["UNBUILT", "RunOptions", "node_options", "options_of", "parse_nnodes", "register"]
+__all__ = ["UNBUILT", "RunOptions", "joined", "node_options", "options_of", "parse_nnodes", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class RunOptions:
     world_info: str = ""
     stop_on_eof: bool = False
     secrets_on_stdin: bool = False
+    bind_cores: bool = False
+    core_list: str = ""
 
 
 # Options of DeepSpeed's launcher that are known and not built, and what to do without them.
@@ -52,12 +54,9 @@ UNBUILT: Mapping[str, str] = {
     "--elastic_training": "Give --nnodes MIN:MAX and --max-restarts.",
     "--min_elastic_nodes": "Give --nnodes MIN:MAX.",
     "--max_elastic_nodes": "Give --nnodes MIN:MAX.",
-    "--bind_cores_to_rank": "Start the script under numactl or taskset with --no-python.",
-    "--bind_core_list": "Start the script under numactl or taskset with --no-python.",
     "--save_pid": "The shell's $! is the launcher's process id, and ending it ends everything.",
     "--venv_script": "Start `ds` from the environment's own bin directory; nodes use the same interpreter.",
 }
-_UNBUILT_LAUNCHERS = ("mpich", "impi", "mvapich")
 
 
 class _Unbuilt(argparse.Action):
@@ -110,6 +109,17 @@ def register(parser: argparse.ArgumentParser) -> None:
     script.add_argument(
         "--no_local_rank", "--no-local-rank", action="store_false", dest="local_rank_arg", help=argparse.SUPPRESS
     )
+    cores = parser.add_argument_group("cores")
+    cores.add_argument(
+        "--bind-cores", "--bind_cores_to_rank", action="store_true", help="give each rank of a host cores of its own"
+    )
+    cores.add_argument(
+        "--core-list",
+        "--bind_core_list",
+        default="",
+        metavar="LIST",
+        help="these cores, as in 0,2-4 (default: all); binds",
+    )
     screen = parser.add_argument_group("output and end")
     screen.add_argument(
         "--log-dir", "--log_dir", "--enable_each_rank_log", default="", metavar="DIR",
@@ -152,6 +162,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--secrets-on-stdin", action="store_true", help=argparse.SUPPRESS)
+    for flags in (("--log_level",), ("--quiet", "-q")):  # nothing is told but failures
+        takes: dict[str, object] = {"action": "store_true"} if "-q" in flags else {"type": str}
+        parser.add_argument(*flags, help=argparse.SUPPRESS, **takes)  # type: ignore[arg-type]
     parser.add_argument("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # there is no check
     for flag in UNBUILT:
         parser.add_argument(flag, nargs="?", action=_Unbuilt, help=argparse.SUPPRESS)
@@ -159,23 +172,26 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
+def joined(words: Sequence[str]) -> list[str]:
+    """`words` with the value of `--launcher-args` joined to it by `=`: argparse takes "-mca ..." for an option else."""
+    found = list(words)
+    for i, word in enumerate(words[:-1]):
+        if word in ("--launcher-args", "--launcher_args") and words[i + 1].startswith("-"):
+            return [*found[:i], f"{word}={words[i + 1]}", *found[i + 2 :]]
+    return found
+
+
 def options_of(args: argparse.Namespace) -> RunOptions:
     """The parsed arguments as a record.
 
     Raises:
         ConfigError: options that contradict each other, or numbers out of range ("launch-options").
-        UnsupportedError: a way to reach hosts that is not built ("launch-unbuilt").
     """
     values = {field.name: getattr(args, field.name) for field in fields(RunOptions)}
     for name in ("script_args", "export"):
         values[name] = tuple(values[name])
+    values["launcher"] = values["launcher"].lower()
     options = RunOptions(**values)
-    if options.launcher in _UNBUILT_LAUNCHERS:
-        raise UnsupportedError(
-            f"hosts cannot be reached through {options.launcher}",
-            code="launch-unbuilt",
-            fix=f"Use one of {', '.join(BACKENDS)}; openmpi's mpirun options are close.",
-        )
     _check(options)
     return options
 
@@ -228,9 +244,11 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
             ("--module", options.module),
             ("--no-python", options.no_python),
             ("--local-rank-arg", options.local_rank_arg),
+            ("--bind-cores", options.bind_cores),
         )
         if given
     ]
+    flags += ["--core-list", options.core_list] if options.core_list else []
     log_dir = ["--log-dir", options.log_dir] if options.log_dir else []
     where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
     return (*where, "--grace", str(options.grace), *log_dir, *flags)

@@ -32,6 +32,7 @@ class Process:
         secrets: variables that it reads from its standard input ("hold"), one line of JSON; their values are never printed.
         group: whether polite signals go to its whole process group. For shells and wrappers, which do not pass them on;
             a Python rank takes care of its own workers.
+        cores: the processor cores it may use; empty: those of the keeper.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Process:
     stdin: str = "null"
     secrets: Mapping[str, str] = field(default_factory=dict)
     group: bool = False
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,10 @@ def to_json(launch: Launch) -> str:
 def from_json(text: str) -> Launch:
     """The launch that `to_json` wrote."""
     raw = json.loads(text)
-    processes = tuple(Process(**{**process, "argv": tuple(process["argv"])}) for process in raw.pop("processes"))
+    processes = tuple(
+        Process(**{**process, "argv": tuple(process["argv"]), "cores": tuple(process["cores"])})
+        for process in raw.pop("processes")
+    )
     return Launch(processes, **raw)
 
 
@@ -80,5 +85,6 @@ def describe(launch: Launch) -> str:
         command = shlex.join(["env", *settings, *process.argv] if settings else process.argv)
         log = f"  > {shlex.quote(process.log)}" if process.log else ""
         secrets = f"  # through standard input: {', '.join(process.secrets)}" if process.secrets else ""
-        lines.append(f"# {process.name}{'' if process.shown else ' (not shown)'}\n{command}{log}{secrets}")
+        cores = f" (cores {', '.join(map(str, process.cores))})" if process.cores else ""
+        lines.append(f"# {process.name}{'' if process.shown else ' (not shown)'}{cores}\n{command}{log}{secrets}")
     return "\n".join(lines)

@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed._ours.elasticity import compute_elastic_config
-from deepspeed._ours.launching import decode_world_info
+from deepspeed._ours.launching import decode_world_info, parse_args
+from deepspeed._ours.raising import raising
 from deepspeed._ours.version import version
 from ds_ckpt.convert.deepspeed import write_universal
 from ds_ckpt.convert.fp32 import open_training
@@ -38,7 +40,13 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """`ds run` with upstream's habit: the script gets `--local_rank=N` unless `--no_local_rank` is given."""
+    """`ds run` with upstream's habit: the script gets `--local_rank=N` unless `--no_local_rank` is given.
+
+    Raises:
+        ConfigError: `args` contradict each other ("launch-options"); a ValueError, too. The program says it and ends with 2.
+    """
+    if args is not None:
+        raising(ValueError)(parse_args)(args)
     return ds(["run", "--local-rank-arg", *(sys.argv[1:] if args is None else args)])
 
 
@@ -153,7 +161,7 @@ def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
     Args:
         args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.
     """
-    given = args if hasattr(args, "input_folder") else universal_arguments(args)
+    given: Any = args if hasattr(args, "input_folder") else universal_arguments(args)
     out = Path(given.output_folder)
     source = open_training(given.input_folder, allow_pickle=True)
     write_universal(source, out.parent, out.name, allow_pickle=True)

@@ -5,43 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
-from deepspeed._ours.raising import also
-from ds_config.errors import ConfigError, DsError
+from deepspeed._ours.raising import also, raising
+from ds_config.errors import ConfigError
+from ds_launcher import cores
 
 __all__ = ["check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]
 
 _NODES = Path("/sys/devices/system/node")
 
 
+@raising(ValueError)
 def parse_range(rng: str) -> range:
-    """The numbers of "3", or of "2-4", both ends among them.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    first, dash, last = rng.partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-        raise _bad(rng, "write a number, or two with a dash between, the smaller one first")
-    return range(int(first), int(last or first) + 1)
+    """The numbers of "3", or of "2-4", both ends among them; see `ds_launcher.cores`. Anything else is a ValueError."""
+    return cores.parse_range(rng)
 
 
+@raising(ValueError)
 def parse_range_list(range_str: str) -> list[int]:
-    """The numbers of "0,2-4": ranges in ascending order that do not overlap.
-
-    Raises:
-        ValueError: they are not.
-    """
-    ranges = [parse_range(part) for part in range_str.split(",")]
-    if any(after[0] <= before[-1] for before, after in pairwise(ranges)):
-        raise _bad(range_str, "ranges must ascend and not overlap")
-    return [number for part in ranges for number in part]
-
-
-def _bad(text: str, why: str) -> DsError:
-    return also(ConfigError, ValueError)(f"bad range {text!r}: {why}", code="compat-argument", fix='As in "0,2-4,6".')
+    """The numbers of "0,2-4": ranges in ascending order that do not overlap. Anything else is a ValueError."""
+    return list(cores.parse_ranges(range_str))
 
 
 def get_numa_cores() -> list[list[int]]:
@@ -70,20 +54,22 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
             code="compat-argument",
             fix="Unset it for this command.",
         )
-    cores = sorted(os.sched_getaffinity(0)) if bind_core_list is None else parse_range_list(bind_core_list)
-    each = len(cores) // num_local_procs
+    usable = sorted(os.sched_getaffinity(0)) if bind_core_list is None else parse_range_list(bind_core_list)
+    each = len(usable) // num_local_procs
     if each < 1:
         raise also(ConfigError, AssertionError)(
-            f"{num_local_procs} ranks share {len(cores)} cores", code="compat-argument", fix="Give a core to each rank."
+            f"{num_local_procs} ranks share {len(usable)} cores",
+            code="compat-argument",
+            fix="Give a core to each rank.",
         )
-    own = cores[each * local_rank : each * (local_rank + 1)]
+    own = usable[each * local_rank : each * (local_rank + 1)]
     return each, ["numactl", "-C", _text(own), *_memory(own)]
 
 
-def _text(cores: Sequence[int]) -> str:
+def _text(numbers: Sequence[int]) -> str:
     """Numbers as ranges: "0-3,8"."""
     parts: list[list[int]] = []
-    for core in cores:
+    for core in numbers:
         if parts and parts[-1][-1] == core - 1:
             parts[-1].append(core)
         else:
@@ -91,8 +77,8 @@ def _text(cores: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _memory(cores: Sequence[int]) -> list[str]:
+def _memory(own: Sequence[int]) -> list[str]:
     """The option that takes memory near the cores; none where all of it is as near."""
     nodes = get_numa_cores()
-    near = [number for number, node in enumerate(nodes) if set(node) & set(cores)]
+    near = [number for number, node in enumerate(nodes) if set(node) & set(own)]
     return ["-m", _text(near)] if near and len(nodes) > 1 else []

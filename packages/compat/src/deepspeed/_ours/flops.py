@@ -41,8 +41,8 @@ class FlopsProfiler:
     ) -> None:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started, self._open = False, ExitStack()
-        self.reset_profile()
-        self._counter = counter or self._counter
+        self._counter = counter or ForwardCounter()
+        self._seconds, self._begun = 0.0, 0.0
 
     @property
     def flops(self) -> int:
@@ -84,7 +84,8 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
-        self._counter, self._seconds, self._begun = ForwardCounter(), 0.0, 0.0
+        self._counter = ForwardCounter()
+        self._seconds, self._begun = 0.0, 0.0
 
     def end_profile(self) -> None:
         """`stop_profile`, and forget."""

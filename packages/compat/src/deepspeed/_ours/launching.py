@@ -21,10 +21,13 @@ from typing import Any
 from deepspeed._ours.raising import raising
 from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
-from ds_launcher.options import options_of, register
+from ds_launcher.options import joined, options_of, register
 from ds_launcher.plan import Process
 
 __all__ = [
+    "IMPIRunner",
+    "MPICHRunner",
+    "MVAPICHRunner",
     "MultiNodeRunner",
     "OpenMPIRunner",
     "PDSHRunner",
@@ -71,14 +74,14 @@ def _inventory(pool: Mapping[str, int | Sequence[int]]) -> Inventory:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The slots that a filter `host[:slot,slot]@host...` keeps, or leaves.
+    """The slots that a filter `host[:slot,slot]@host...` keeps, or leaves; none, where it leaves none.
 
     Raises:
         ConfigError: both are given, or they name what is not there ("launch-filter").
     """
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
-    kept = select(_inventory(host_info), include_str, exclude_str)
+    kept = select(_inventory(host_info), include_str, exclude_str, some=False)
     order = list(parse_filter(include_str)) if include_str else [host.name for host in kept]
     slots = {host.name: list(host.slots) for host in kept}
     return {name: slots[name] for name in order if name in slots}
@@ -104,7 +107,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of `deepspeed`: those of `ds run`, and the script as `user_script` with its `user_args`."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     register(parser)
-    given = parser.parse_args(args)
+    parser.allow_abbrev = True  # as upstream's
+    words = [
+        ("--launcher_args" if word == "--launcher_arg" else word) for word in (sys.argv[1:] if args is None else args)
+    ]
+    given = parser.parse_args(joined(words))
     options_of(given)
     given.user_script, given.user_args = given.script, list(given.script_args)
     return given
@@ -167,6 +174,9 @@ class _BackendRunner(MultiNodeRunner):
     def name(self) -> str:
         return self.BACKEND
 
+    def _launcher_args(self, given: list[str]) -> tuple[str, ...]:
+        return tuple(given)
+
     def _process(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Process:
         del environment
         given = options_of(self.args)
@@ -179,7 +189,7 @@ class _BackendRunner(MultiNodeRunner):
             inventory=_inventory(active_resources), python=sys.executable, cwd=os.getcwd(),
             options=tuple(flag for flag, on in flags if on),
             command=(self.user_script, *map(str, self.args.user_args)), exports=self.exports,
-            launcher_args=tuple(shlex.split(given.launcher_args)),
+            launcher_args=self._launcher_args(shlex.split(given.launcher_args)),
             ssh_port=given.ssh_port if given.ssh_port > 0 else None,
         )  # fmt: skip
         return BACKENDS[self.BACKEND].build(job)[0]
@@ -200,9 +210,30 @@ class PDSHRunner(_BackendRunner):
 
 
 class OpenMPIRunner(_BackendRunner):
-    """Hosts reached by Open MPI's mpirun."""
+    """Hosts reached by Open MPI's mpirun, by the interface eth0 unless `launcher_args` say another, as upstream's are."""
 
     BACKEND = "openmpi"
+
+    def _launcher_args(self, given: list[str]) -> tuple[str, ...]:
+        return (*(() if "btl_tcp_if_include" in given else ("--mca", "btl_tcp_if_include", "eth0")), *given)
+
+
+class MPICHRunner(_BackendRunner):
+    """Hosts reached by MPICH's mpirun."""
+
+    BACKEND = "mpich"
+
+
+class IMPIRunner(_BackendRunner):
+    """Hosts reached by Intel MPI's mpirun."""
+
+    BACKEND = "impi"
+
+
+class MVAPICHRunner(_BackendRunner):
+    """Hosts reached by MVAPICH's mpirun."""
+
+    BACKEND = "mvapich"
 
 
 class SlurmRunner(_BackendRunner):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -117,10 +117,8 @@ class DeepSpeedCPUAdam(_Adam):
         for hyper, param in self._of_subgroup(subgroup_id):
             state = self.state[subgroup_id]  # type: ignore[index]
             if not state:
-                like = {"dtype": self.state_dtype, "memory_format": torch.preserve_format}
-                state.update(
-                    step=0, exp_avg=torch.zeros_like(param, **like), exp_avg_sq=torch.zeros_like(param, **like)
-                )
+                moments = {name: torch.zeros_like(param, dtype=self.state_dtype) for name in self.state_names}
+                state.update(step=0, **moments)
             state["step"] += 1
             _update(Rule.ADAM, adam_coefficients(hyper, state["step"]), param, state)
         return loss
@@ -305,13 +303,23 @@ class FusedLamb(Lamb):
         )
 
 
-_ON_HOST = {Adam: DeepSpeedCPUAdam, AdamW: DeepSpeedCPUAdam, Lion: DeepSpeedCPULion, Adagrad: DeepSpeedCPUAdagrad}
-_ON_DEVICE = {Adam: FusedAdam, AdamW: FusedAdam, Lion: FusedLion, Lamb: FusedLamb}
+_ON_HOST: Mapping[type, type[torch.optim.Optimizer]] = {
+    Adam: DeepSpeedCPUAdam,
+    AdamW: DeepSpeedCPUAdam,
+    Lion: DeepSpeedCPULion,
+    Adagrad: DeepSpeedCPUAdagrad,
+}
+_ON_DEVICE: Mapping[type, type[torch.optim.Optimizer]] = {
+    Adam: FusedAdam,
+    AdamW: FusedAdam,
+    Lion: FusedLion,
+    Lamb: FusedLamb,
+}
 
 
 def dress_optimizer(made: torch.optim.Optimizer, offloaded: bool) -> None:
     """Let an optimizer that the configuration named have upstream's class; what it does stays."""
-    kind = (_ON_HOST if offloaded else _ON_DEVICE).get(type(made))  # type: ignore[arg-type,attr-defined]
+    kind = (_ON_HOST if offloaded else _ON_DEVICE).get(type(made))
     if kind is None:
         return
     if isinstance(made, AdamW):

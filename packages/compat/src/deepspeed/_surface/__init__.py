@@ -482,10 +482,9 @@ SURFACE: Mapping[str, Rows] = {
     },
     "deepspeed.launcher.launch": from_("deepspeed._ours.commands", main="launch"),
     "deepspeed.launcher.multinode_runner": {
-        **from_(_LAUNCHING, "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner"),
-        **not_(
-            Missing("ds-launcher reaches hosts by other ways", "`ds run --launcher ssh|pdsh|slurm|openmpi`"),
-            "IMPIRunner", "MPICHRunner", "MVAPICHRunner",
+        **from_(
+            _LAUNCHING, "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner", "IMPIRunner", "MPICHRunner",
+            "MVAPICHRunner",
         ),
     },
     # -- not here

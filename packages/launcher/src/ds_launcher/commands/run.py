@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from ds_launcher.devices import find_devices
 from ds_launcher.exports import collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
-from ds_launcher.options import RunOptions, options_of
+from ds_launcher.options import RunOptions, joined, options_of
 from ds_launcher.options import register as register_options
 from ds_launcher.plan import describe
 from ds_launcher.ports import hold_port
 from ds_launcher.supervise import supervise
 
-__all__ = ["HELP", "main", "register"]
+__all__ = ["HELP", "main", "prepare", "register"]
 
 HELP = "start a training script on several ranks, here or on many hosts"
 
@@ -35,6 +36,11 @@ HELP = "start a training script on several ranks, here or on many hosts"
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     register_options(parser)
+
+
+def prepare(words: Sequence[str]) -> list[str]:
+    """The command line as argparse reads it right."""
+    return joined(words)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -74,10 +80,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _facts(options: RunOptions) -> Facts:
     env = dict(os.environ)
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return Facts(
         env=env,
         hostname=socket.gethostname(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(cores) or os.cpu_count() or 1,
+        core_ids=cores,
         devices=find_devices(env),
         python=sys.executable,
         cwd=os.getcwd(),
