@@ -10,6 +10,8 @@ from deepspeed.compression.helper import convert_conv1d_to_linear
 from deepspeed.compression.scheduler import compression_scheduler
 from torch import nn
 
+from ds_config.errors import UnsupportedError
+
 CONFIG = {
     "train_batch_size": 4,
     "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
@@ -55,6 +57,38 @@ def test_an_engine_compresses_by_itself_too() -> None:
     assert compression_scheduler(model).layers == engine.compression_scheduler.layers
     engine.close()
     assert convert_conv1d_to_linear(nn.ReLU()) is not None
+
+
+def test_moq_is_asked_for_by_quantize_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "quantize_training": {
+            "enabled": True,
+            "quantize_groups": 4,
+            "quantize_bits": {"start_bits": 10, "target_bits": 7},
+            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+            "quantize_algo": {"q_type": "asymmetric", "rounding": "nearest"},
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    told = []
+    for _ in range(6):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+        told.append(model[2].compression.bits.bits)
+    assert told == [10, 9, 8, 8, 7, 7]  # the first bit after one step, the next after two more, then four
+    engine.close()
+    redundancy_clean(model)
+    rows = model[2].weight.detach().view(4, -1)
+    assert all(len(row.unique()) <= 2**7 for row in rows)
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        deepspeed.initialize(
+            model=nn.Linear(2, 2),
+            config={**config, "quantize_training": {"enabled": True, "eigenvalue": {"enabled": True}}},
+        )
 
 
 def test_classes_of_layers_are_refused_by_name() -> None:

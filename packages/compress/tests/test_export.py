@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ds_compress import compression_scheduler, init_compression, redundancy_clean
 from ds_compress.exporting import export_compressed_tensors, export_gguf, export_gptq, pack_columns, pack_rows
 from ds_compress.posttraining import Scheme, codes_of_training, gptq, linears_of, round_to_nearest
+from ds_compress.report import report_of
 from ds_compress.smoothing import folds_of, scale_salient, smooth
 from ds_config.errors import PlanError, UnsupportedError
 
@@ -261,3 +262,36 @@ def test_gguf_of_other_families_loads_in_transformers(name, more, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(**tokens).logits.float(), made(**tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_of_torchao_are_reported_and_exported_but_not_compressed_again(model, tmp_path):
+    quantization = pytest.importorskip("torchao.quantization", reason="the library whose tensors are looked at")
+    changed, tokens = copy.deepcopy(model), batches(1)[0]
+    whole = {layer.name: layer for layer in report_of(changed)}
+    quantization.quantize_(changed.model, quantization.Int8WeightOnlyConfig())
+    told = {layer.name: layer for layer in report_of(changed)}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert whole[name].bits == 32
+    assert 8 < told[name].bits < 9
+    with torch.no_grad():
+        wanted = changed(**tokens).logits
+    export_gguf(changed, tmp_path / "model.gguf", "F32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**tokens).logits.float(), wanted, atol=1e-4, rtol=1e-4)
+    section = {"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True},
+        "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["up_proj"]}}}}}  # fmt: skip
+    for refused in (
+        lambda: init_compression(changed, section),
+        lambda: round_to_nearest(changed, Scheme(4, 32)),
+        lambda: gptq(changed, batches(1), Scheme(4, 32)),
+    ):
+        with pytest.raises(UnsupportedError, match="quantised already"):
+            refused()
+    up = changed.model.layers[0].mlp.up_proj
+    up.weight = nn.Parameter(up.weight.dequantize())
+    init_compression(changed, {"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True}, "different_groups": {"one": {
+            "params": {"start_bits": 8, "target_bits": 8}, "modules": [r"layers\.0\.mlp\.up_proj"]}}}}})  # fmt: skip
+    assert changed(**tokens).logits.shape == wanted.shape

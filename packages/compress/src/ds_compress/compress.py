@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer import Compression, attach, attached, detach
+from ds_compress.quantised import refuse_quantised
 from ds_compress.recipe import Kind, Layer, Recipe, make_recipe
 from ds_compress.students import student_initialization
 from ds_config.errors import PlanError, UnsupportedError
@@ -122,6 +123,8 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
             code="compress-twice",
             fix="Call init_compression once, or decompress first.",
         )
+    for name in recipe.layers:
+        refuse_quantised(name, model.get_submodule(name))
     for outer, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue

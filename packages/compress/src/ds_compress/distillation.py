@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_comm import Group, ReduceOp, all_reduce, world_group
 from ds_config.errors import PlanError
 
 __all__ = ["Distillation", "Distiller", "TeacherCache", "attention_loss", "hidden_loss", "logit_loss"]
@@ -116,17 +117,25 @@ class TeacherCache:
     A folder belongs to one teacher; nothing checks that. Ranks write whole files, so they may share one.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def has(self, inputs: Any) -> bool:
+        """Whether it is there."""
+        return self._path(inputs).exists()
+
+    def __init__(self, folder: str | os.PathLike[str], group: Group | None = None) -> None:
+        """`group`: ranks that ask the teacher together; None is all ranks."""
+        self.folder, self.group = Path(folder), group
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, inputs: Any, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What was computed for such inputs, on their device; computed now if it is not there."""
-        tensors = _leaves(inputs)
-        path = self.folder / f"{_digest(inputs)}.safetensors"
-        device = next((t.device for t in tensors), torch.device("cpu"))
-        if path.exists():
-            return load_file(path, device=str(device))
+    def _path(self, inputs: Any) -> Path:
+        return self.folder / f"{_digest(inputs)}.safetensors"
+
+    def get(
+        self, inputs: Any, compute: Callable[[], Mapping[str, Tensor]], *, again: bool = False
+    ) -> dict[str, Tensor]:
+        """What was computed for such inputs, on their device; computed now if it is not there, or `again`."""
+        path = self._path(inputs)
+        if path.exists() and not again:
+            return load_file(path, device=str(_device(inputs)))
         made = {name: value.detach() for name, value in compute().items()}
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         save_file({name: value.contiguous().cpu() for name, value in made.items()}, draft)
@@ -140,6 +149,10 @@ def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         return [t for item in value.values() for t in _leaves(item)]
     return [t for item in value for t in _leaves(item)] if isinstance(value, list | tuple) else []
+
+
+def _device(inputs: Any) -> torch.device:
+    return next((t.device for t in _leaves(inputs)), torch.device("cpu"))
 
 
 def _digest(value: Any) -> str:
@@ -171,7 +184,8 @@ class Distiller:
         outputs = student(**batch)
         loss = distiller.loss(outputs, **batch)
 
-    It listens to the student's last forward; `close` takes its hooks away.
+    It listens to the student's last forward; `close` takes its hooks away. With a cache `loss` is collective: the teacher may be sharded,
+    so all ranks ask it where one of them lacks its batch.
     """
 
     def __init__(
@@ -245,7 +259,10 @@ class Distiller:
     def _teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Tensor]:
         if self.cache is None:
             return self._compute(args, kwargs)
-        return self.cache.get((args, dict(kwargs)), lambda: self._compute(args, kwargs))
+        inputs = (args, dict(kwargs))
+        # A sharded teacher computes on all ranks or on none: a rank that has its batch computes along with those that have not.
+        again = not _all_true(self.cache.has(inputs), _device(inputs), self.cache.group or world_group())
+        return self.cache.get(inputs, lambda: self._compute(args, kwargs), again=again)
 
     @torch.no_grad()
     def _compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -263,6 +280,14 @@ class Distiller:
         """Stop listening."""
         for handle in self._handles:
             handle.remove()
+
+
+def _all_true(mine: bool, device: torch.device, group: Group) -> bool:
+    if group.size == 1:
+        return mine
+    found = torch.tensor(mine, dtype=torch.int32, device=device)
+    all_reduce(found, ReduceOp.MIN, group)
+    return bool(found)
 
 
 def _logits(outputs: Any) -> Tensor:

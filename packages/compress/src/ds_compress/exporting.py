@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_compress.posttraining import Codes, Scheme
+from ds_compress.quantised import is_quantised, values_of
 from ds_config.errors import PlanError, UnsupportedError
 
 __all__ = ["FAMILIES", "Family", "export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
@@ -145,8 +146,9 @@ def _plain_state(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Tens
     """What is not quantised, each tensor once (tied ones under their first name)."""
     state, seen = {}, set()
     left_out = {f"{name}.weight" for name in codes}
-    for name, value in model.state_dict().items():
-        key = (value.data_ptr(), value.shape)
+    for name, held in model.state_dict().items():
+        value = values_of(held)
+        key = (id(held) if is_quantised(held) else held.data_ptr(), held.shape)
         if name in left_out or ".compression." in name or (value.numel() and key in seen):
             continue
         seen.add(key)

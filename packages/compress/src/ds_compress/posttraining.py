@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_compress.compress import compressed_layers
+from ds_compress.quantised import refuse_quantised
 from ds_config.errors import PlanError
 
 __all__ = [
@@ -161,6 +162,7 @@ def round_to_nearest(
     scheme, made = scheme or Scheme(), {}
     layers = linears_of(model, exclude)
     for name, module in layers.items():
+        refuse_quantised(name, module)
         scheme.size(module.in_features, name)
     for name, module in layers.items():
         size = scheme.size(module.in_features, name)
@@ -200,6 +202,7 @@ def gptq(
     """
     scheme, layers = scheme or Scheme(), linears_of(model, exclude)
     for name, module in layers.items():
+        refuse_quantised(name, module)
         scheme.size(module.in_features, name)
     products: dict[str, Tensor] = {}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ds_compress.quantised import bytes_of, values_of
 from ds_config.errors import PlanError
 
 __all__ = ["LayerReport", "picture", "report_of", "table_of", "total_of"]
@@ -64,8 +65,8 @@ def report_of(model: nn.Module | str | os.PathLike[str]) -> list[LayerReport]:
         if part in _PARTS:
             layers.setdefault(owner, {})[part] = tensor
             continue
-        zeros = float((tensor == 0).float().mean()) if tensor.numel() else 0.0
-        order.append(LayerReport(name, tensor.numel(), tensor.nbytes, zeros))
+        zeros = float((values_of(tensor) == 0).float().mean()) if tensor.numel() else 0.0
+        order.append(LayerReport(name, tensor.numel(), bytes_of(tensor), zeros))
     packed = [
         LayerReport(n, _weights(parts), sum(t.nbytes for t in parts.values()), None) for n, parts in layers.items()
     ]

@@ -1,0 +1,48 @@
+"""Weights that are quantised already: tensors of classes of their own, as torchao makes them.
+
+They are read (reports, exports) by the values they stand for. They cannot be compressed: they have neither groups of elements nor gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ds_compress._torch import parts_of
+from ds_config.errors import UnsupportedError
+
+__all__ = ["bytes_of", "is_quantised", "refuse_quantised", "values_of"]
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class of its own that can be dequantised."""
+    return callable(getattr(type(tensor), "dequantize", None)) and parts_of(tensor)[0] is not tensor
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The values that a tensor stands for, as a plain one."""
+    if not is_quantised(tensor):
+        return tensor
+    made: Tensor = tensor.dequantize()
+    return made
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """What it takes in memory."""
+    return sum(part.nbytes for part in parts_of(tensor)) if is_quantised(tensor) else tensor.nbytes
+
+
+def refuse_quantised(name: str, module: Any) -> None:
+    """Raise if the weight of a layer is quantised already.
+
+    Raises:
+        UnsupportedError: it is ("compress-quantised").
+    """
+    weight = module.weight
+    if isinstance(weight, Tensor) and is_quantised(weight):
+        raise UnsupportedError(
+            f"{name}.weight is a {type(weight).__module__}.{type(weight).__name__}, which is quantised already",
+            code="compress-quantised",
+            fix="Compress the model before torchao quantises it; or set the weight to weight.dequantize() first.",
+        )
