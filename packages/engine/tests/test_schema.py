@@ -28,6 +28,7 @@ from ds_pipe import Staging
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
+    "tensor_parallel.own_layers",
     "activation_checkpointing.modules",
     "checkpoint.layout",
     "checkpoint.saving",

@@ -97,6 +97,7 @@ def test_the_list_has_the_order_of_the_contract() -> None:
     order = [
         "pipeline stages",
         "tensor parallel",
+        "layers of the model's own",
         "expert parallel",
         "sequence parallel",
         "compression",
@@ -237,7 +238,7 @@ class Mpu:
         ({"mesh_param": (1, 0)}, r"mesh_param = \(1, 0\)"),
         ({"mesh_param": (1,)}, r"mesh_param = \(1,\)"),
         ({"mpu": object()}, "says no degree"),
-        ({"mpu": Mpu(model=2, data=1)}, "mpu says tensor 2, the configuration 1"),
+        ({"mpu": Mpu(model=2, data=1)}, "tensor 2 = 2, world size 1"),
     ],
 )
 def test_degrees_beside_the_configuration_are_checked(

@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_config.errors import PlanError
 from ds_engine.config import Config
+from ds_parallel.config import TensorParallelConfig
 
 __all__ = ["degrees_of", "with_degrees"]
 
@@ -41,15 +42,29 @@ def with_degrees(config: Config, mesh_param: tuple[int, int] | None = None, mpu:
 
     Args:
         mesh_param: (data, sequence).
-        mpu: An object of another library that says what degrees there are; they must be the configuration's.
+        mpu: An object of another library that says what degrees there are; they must be the configuration's. Tensor-parallel
+            ranks of which the configuration says nothing are those of the model's own layers.
     Raises:
         PlanError: they are no degrees, or others than the configuration's ("mesh-param", "mesh-mpu").
     """
     if mesh_param is not None:
         config = _with_param(config, mesh_param)
     if mpu is not None:
+        config = _with_own_layers(config, mpu)
         _check_mpu(config, mpu)
     return config
+
+
+def _with_own_layers(config: Config, mpu: Any) -> Config:
+    tensor = _of_mpu(mpu).get("tensor", 1)
+    if tensor == 1 or config.tensor_parallel is not None:
+        return config
+    return config.model_copy(update={"tensor_parallel": TensorParallelConfig(autotp_size=tensor, own_layers=True)})
+
+
+def _of_mpu(mpu: Any) -> dict[str, int]:
+    found = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
+    return {axis: n for axis, n in found.items() if n is not None}
 
 
 def _with_param(config: Config, mesh_param: tuple[int, int]) -> Config:
@@ -73,8 +88,7 @@ def _with_param(config: Config, mesh_param: tuple[int, int]) -> Config:
 
 def _check_mpu(config: Config, mpu: Any) -> None:
     ours = degrees_of(config) | {"data": config.data_parallel_size}
-    found = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
-    said = {axis: n for axis, n in found.items() if n is not None}
+    said = _of_mpu(mpu)
     if not said:
         raise PlanError(
             f"mpu is a {type(mpu).__name__} that says no degree: it has none of {_OF_MPU['tensor']} and their like",

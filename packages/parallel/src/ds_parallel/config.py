@@ -129,6 +129,10 @@ class TensorParallelConfig(StrictModel):
     ] = False
     tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
     injection_policy_tuple: Annotated[tuple[str, ...] | None, Unbuilt("partition_config.layer_specs")] = None
+    own_layers: bool = Field(
+        default=False,
+        description="The model's layers are parallel by themselves (Megatron's): nothing is cut; marked parameters are parts.",
+    )
     preset_model: str | None = Field(
         default=None,
         description="Use the rules of this family (llama, phi3, ...) instead of those of the model's type.",

@@ -311,7 +311,7 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
     @contextmanager
     def _without_reducing(self, name: str) -> Iterator[None]:
         if self._open is not None:
-            raise _order(f"{name} context manager reentry is unsupported: {self._open} is open", "Leave that first.")
+            raise _order(f"{name} context manager reentry is unsupported: nested in {self._open}", "Leave that first.")
         self._open = name
         try:
             with super().no_sync():
@@ -602,7 +602,9 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         """End a microbatch; at the boundary, update. Collective there."""
         if self._open is not None:
             raise _order(
-                f"It is illegal to call Engine.step() inside {self._open} context manager", "Leave the context first."
+                "It is illegal to call Engine.step() inside no_sync context manager"
+                + (f": {self._open} is one" if self._open != "no_sync" else ""),
+                "Leave the context first.",
             )
         held = None if self.optimizer is None else self.optimizer._scale
         result = super().step(lr_kwargs)

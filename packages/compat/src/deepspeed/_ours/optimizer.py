@@ -154,6 +154,10 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Nothing. Called after; see `_set_fp32_optimizer_param_groups`."""
 
+    def needs_scaler(self) -> bool:
+        """Whether a loss must go through `engine.scale` before a plain `backward()`."""
+        return self.sharding.precision.scale is not None
+
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.param_groups]

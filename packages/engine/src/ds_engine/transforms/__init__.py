@@ -10,6 +10,7 @@ from ds_engine.transforms.activations import Activations
 from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
 from ds_engine.transforms.compression import Compression
 from ds_engine.transforms.experts import Experts
+from ds_engine.transforms.own_layers import OwnTensor
 from ds_engine.transforms.sequence import Sequence
 from ds_engine.transforms.stages import Stages
 from ds_engine.transforms.tensor import Tensor
@@ -20,6 +21,7 @@ __all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "
 TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     Stages(),
     Tensor(),
+    OwnTensor(),
     Experts(),
     Sequence(),
     Compression(),

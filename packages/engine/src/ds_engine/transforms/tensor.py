@@ -26,7 +26,7 @@ class Tensor(Transform[TensorPlan, CutModel]):
 
     def decide(self, asked: Asked) -> TensorPlan | None:
         section = asked.config.tensor_parallel
-        if section is None or asked.mesh.tensor == 1:
+        if section is None or section.own_layers or asked.mesh.tensor == 1:
             return None
         if asked.shapes.facts is None:
             raise UnsupportedError(
