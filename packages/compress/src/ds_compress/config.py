@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ds_config import Alias, Dead, StrictModel, validate
+from ds_config.errors import UnsupportedError
 from ds_config.reading import Source, read_all
 
 __all__ = [
@@ -478,6 +479,7 @@ def compression_of(source: Source | CompressionConfig) -> CompressionConfig:
         source: A dict, the path of a JSON or HJSON file, its text; or the section, checked already.
     Raises:
         ConfigError: every problem of the section at once. Without the section nothing is compressed.
+        UnsupportedError: eigenvalues are asked for by a configuration ("compress-eigenvalue").
     """
     if isinstance(source, CompressionConfig):
         return source
@@ -486,6 +488,12 @@ def compression_of(source: Source | CompressionConfig) -> CompressionConfig:
         name: document.data[name] for name in ("compression_training", "quantize_training") if name in document.data
     }
     sections = validate(_Sections, replace(document, data=ours))
+    if sections.quantize_training.enabled and sections.quantize_training.eigenvalue.enabled:
+        raise UnsupportedError(
+            "quantize_training.eigenvalue is enabled: eigenvalues need a loss, which a configuration has not",
+            code="compress-eigenvalue",
+            fix="Leave it off here, and call ds_compress.Curvature(model, EigenvalueConfig(...)).step(loss) before each schedule's step.",
+        )
     if sections.quantize_training.enabled and not sections.compression_training.weight_quantization.enabled:
         weights = sections.quantize_training.as_compression().weight_quantization
         return sections.compression_training.model_copy(update={"weight_quantization": weights})

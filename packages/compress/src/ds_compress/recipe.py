@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,7 @@ from ds_config.errors import PlanError
 
 __all__ = ["Inputs", "Kind", "Layer", "LayerRecipe", "Pruned", "Recipe", "Sparse", "Weights", "found_by", "make_recipe"]
 
+_log = logging.getLogger("ds_compress")
 Kind = Literal["linear", "conv", "embedding", "norm"]
 
 
@@ -196,6 +198,10 @@ class _Making:
                     f"({', '.join(able[:3])}{', ...' if len(able) > 3 else ''})",
                     code="compress-no-module",
                     fix="Use names of the model's layers; GPT-2's Conv1D must be converted by convert_conv1d_to_linear first.",
+                )
+            if related and technique in ("weights", "inputs", "sparse"):
+                _log.warning(
+                    "compression_training.%s.related_modules has no effect: no layer shrinks by this technique", place
                 )
             others = [found_by(one, self.recipes) for one in related]
             for one, row in zip(related, others, strict=True):
