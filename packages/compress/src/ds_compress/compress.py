@@ -124,7 +124,15 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
             fix="Call init_compression once, or decompress first.",
         )
     for name in recipe.layers:
-        refuse_quantised(name, model.get_submodule(name))
+        module = model.get_submodule(name)
+        refuse_quantised(name, module)
+        part = vars(module).get("_ds_part")  # what ds-parallel leaves on a layer that it cut
+        if part is not None and part.group.size > 1:
+            raise UnsupportedError(
+                f"{name} is cut over {part.group.size} ranks: groups and ranges of a part are not those of the whole layer",
+                code="compress-degrees",
+                fix="Leave it out by its name, or compress a model that is not cut.",
+            )
     for outer, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue

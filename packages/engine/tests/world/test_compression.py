@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import ds_comm
 import ds_engine
-from ds_compress import compression_scheduler, init_compression, redundancy_clean
+from ds_compress import compression_scheduler, init_compression, is_compressed, redundancy_clean
 from ds_config.errors import PlanError, UnsupportedError
+from ds_parallel.tensor import TensorOptions, cut_model, facts_of, make_tensor_plan
 from ds_testing import world
 
 
@@ -110,6 +114,37 @@ def test_what_an_engine_cannot_do_is_refused_by_name():
     refused(PlanError, "both quantise weights", config=config(0, quantize_training={"enabled": True}))
     curved = {"enabled": True, "eigenvalue": {"enabled": True}}
     refused(UnsupportedError, "second derivatives", config=config(0, compression_training={}, quantize_training=curved))
+
+
+class Stack(nn.Module):
+    """A feed-forward that ds-parallel cuts, and a head that it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(x + self.body(x)))
+
+
+@world(2)
+def test_a_layer_that_is_cut_is_refused_and_those_beside_it_are_compressed():
+    torch.manual_seed(0)
+    whole = Stack()
+    net = copy.deepcopy(whole)
+    plan = make_tensor_plan(facts_of(net), TensorOptions(degree=2))
+    cut_model(net, plan, ds_comm.world_group())
+    assert net.body[0].weight.shape == (8, 8)
+    params = {"start_bits": 4, "target_bits": 4}
+    with pytest.raises(UnsupportedError, match=r"body\.0 is cut over 2 ranks"):
+        init_compression(net, {"compression_training": {"weight_quantization": technique(params, ["*"])}})
+    assert not is_compressed(net)
+    section = {"compression_training": {"weight_quantization": technique(params, ["head"], quantize_groups=5)}}
+    x = torch.randn(3, 8)
+    wanted, plain = init_compression(whole, section)(x), net(x)
+    torch.testing.assert_close(init_compression(net, section)(x), wanted, atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(plain, wanted, atol=1e-3)
 
 
 @world(1)
