@@ -67,3 +67,37 @@ def test_train_and_evaluate():
         engine(torch.zeros(2, 6))
     optimizer.close()
     engine.close()
+
+
+class Noting(nn.Module):
+    """Notes the first number of every microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((float(x[0, 0]), len(x[0])))
+        return x
+
+
+@world(2, backend=None)
+def test_training_data_is_read_in_its_own_order_with_shapes_of_its_own():
+    deepspeed.init_distributed("gloo")
+    first = Noting()
+    net = PipelineModule(
+        layers=[first, nn.PReLU(), nn.ReLU(), lambda x: x.mean(-1, keepdim=True), nn.Linear(1, 1)],
+        num_stages=2, loss_fn=nn.MSELoss(), dynamic_shape=True,
+    )  # fmt: skip
+    rows = [(torch.full((1 + i // 8,), float(i)), torch.zeros(1)) for i in range(16)]
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    }
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config, training_data=rows)
+    for _ in range(3):
+        engine.train_batch()
+    if engine.is_first_stage():
+        assert first.seen == [(float(i), 1 + i // 8) for i in [*range(0, 16, 2), *range(0, 8, 2)]]
+    engine.close()

@@ -179,6 +179,7 @@ def _loader(plan: Plan, mesh: Mesh, parts: Parts) -> ResumableLoader | None:
     return ResumableLoader(
         parts.data,
         Lane(data.rank, data.size, plan.batch.micro),
+        shuffle=plan.staging is None,  # a pipeline reads data in its own order, as DeepSpeed's does
         multiple=plan.data_multiple,
         options={"collate_fn": parts.collate_fn},
     )
