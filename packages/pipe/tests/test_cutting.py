@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_config.errors import DsError, PlanError, UnsupportedError
+from ds_config.errors import CommError, DsError, PlanError, UnsupportedError
 from ds_pipe import (
     LayerSpec,
     PipelineModule,
@@ -19,7 +19,7 @@ from ds_pipe import (
     profile_layers,
 )
 from ds_pipe.partition import balanced, matching, uniform
-from ds_pipe.wire import Signature, describe
+from ds_pipe.wire import Link, Signature, describe
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -130,6 +130,37 @@ def test_what_cannot_travel_is_named() -> None:
         describe({"x": torch.zeros(2), "rest": [1, object()]}, "stage 0 -> 1")
     assert caught.value.code == "pipe-travel"
     assert "['rest'][1] is a object" in caught.value.message
+
+
+class Mute:
+    """Channels to a peer that sends what the test says."""
+
+    def __init__(self, *messages: list[torch.Tensor]) -> None:
+        self.messages = list(messages)
+
+    def sender(self, peer: int, number: int, unit: str) -> object:
+        return self
+
+    receiver = sender
+
+    def recv(self) -> list[torch.Tensor]:
+        return self.messages.pop(0)
+
+
+def test_messages_of_another_program_are_refused() -> None:
+    unknown = torch.tensor([3, *[0] * 7], dtype=torch.uint8)
+    one, two = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
+    signature, _ = describe((one, two), "here")
+    upper = Link(Mute([unknown]), 0, 0, below=False)  # type: ignore[arg-type]
+    lower = Link(Mute([torch.zeros(2)]), 1, 0, below=True)  # type: ignore[arg-type]
+    for receive, said in (
+        (upper.receive, "signature 3 of 0"),
+        (lambda: lower.receive_gradients(signature), "1 gradients of 2"),
+    ):
+        with pytest.raises(CommError) as caught:
+            receive()
+        assert caught.value.code == "pipe-link"
+        assert f"stage 0 -> 1: a message with {said}" in caught.value.message
 
 
 def test_signatures_survive_their_description() -> None:

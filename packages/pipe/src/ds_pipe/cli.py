@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ds_config.errors import DsError
+from ds_config.errors import DsError, PlanError
 from ds_pipe.actions import Program
 from ds_pipe.costs import Costs
 from ds_pipe.passes import add_comms, mark_reduce
@@ -30,7 +30,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument("--microbatches", type=int, required=True)
     schedule.add_argument("--name", default="1f1b", choices=[*SCHEDULES, "listed", "inference"])
     schedule.add_argument("--virtual", type=int, default=2, help="stages a rank, for interleaved")
-    schedule.add_argument(
+    measured = schedule.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--trace", type=Path, metavar="FILE", help="take the costs, in seconds, of a measured step (ds_pipe.Trace.save)"
+    )
+    measured.add_argument(
         "--costs",
         nargs="+",
         metavar="F,I,W",
@@ -58,8 +62,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> None:
     rank_of = placement_of(args.name, args.stages, args.virtual)
-    rows = args.costs or [(1.0, 1.0, 1.0)]
-    costs = Costs.measured(rows * len(rank_of) if len(rows) == 1 else rows, args.transfer)
+    if args.trace:
+        costs, rank_of = _of_trace(Trace.load(args.trace), args, rank_of)
+    else:
+        rows = args.costs or [(1.0, 1.0, 1.0)]
+        costs = Costs.measured(rows * len(rank_of) if len(rows) == 1 else rows, args.transfer)
     program = _program(args, costs, rank_of)
     full = add_comms(mark_reduce(program, every_backward=False)) if args.name != "inference" else add_comms(program)
     report, timing = verify(full, costs), simulate(program, costs)
@@ -76,6 +83,23 @@ def _show(args: argparse.Namespace) -> None:
         title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
         as_gantt([(title, timing.ranks)], args.png)
         print(f"drawn: {args.png}")
+
+
+def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) -> tuple[Costs, tuple[int, ...]]:
+    """Costs of the step, and where a schedule has its stages: `listed` leaves them where they were measured."""
+    owners = trace.program.owners()
+    there = tuple(owners[stage] for stage in range(trace.program.stages))
+    wanted = there if args.name == "listed" else rank_of
+    if len(trace.ranks) != args.stages or len(wanted) != len(there):
+        raise PlanError(
+            f"{args.trace} is a step of {len(there)} stages on {len(trace.ranks)} ranks; "
+            f"{args.name} was asked for with {len(wanted)} stages on {args.stages} ranks",
+            code="pipe-trace",
+            fix=f"Pass --stages {len(trace.ranks)}, and a schedule with as many stages a rank.",
+        )
+    found = trace.costs()
+    rows = list(zip(found.forward, found.input_grad, found.weight_grad, strict=True))
+    return Costs.measured(rows, args.transfer), wanted
 
 
 def _trace(args: argparse.Namespace) -> None:

@@ -166,10 +166,18 @@ class Bench:
         return PipelineModule(layers(kind), loss_fn=loss_fn, **options)
 
     @staticmethod
-    def check(kind: str, micros: int, *, ragged: bool = False, steps: int = 2, **options: Any) -> None:
-        """Losses and gradients of some steps are those of one process."""
+    def check(
+        kind: str,
+        micros: int,
+        *,
+        ragged: bool = False,
+        steps: int = 2,
+        costs: ds_pipe.Costs | None = None,
+        **options: Any,
+    ) -> None:
+        """Losses and gradients of some steps are those of one process. With costs, of the schedule that is made from them."""
         single, cut = Single(kind), Bench.cut(kind, **options)
-        step = ds_pipe.pipeline(cut, micros)
+        step = ds_pipe.pipeline(cut, micros, costs=costs)
         copies = cut.places.data
         for number in range(steps):
             data = [batches(micros, seed=10 * number + d, ragged=ragged) for d in range(copies.size)]

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch.distributed as dist
 
+import ds_pipe
 from ds_testing import world
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"]
@@ -26,6 +27,27 @@ def test_four_ranks(bench, schedule):
         bench.check("tied", 9, schedule=schedule, steps=1)
     bench.check("skip", 4, schedule=schedule, num_stages=2, steps=1)
     bench.check("tied", 5, schedule=schedule, num_stages=2, steps=1, activation_checkpoint_interval=2)
+
+
+@world(2)
+def test_schedules_of_a_measured_step(bench):
+    """A step is traced, and its durations make the schedule of the next ones."""
+    step = ds_pipe.pipeline(bench.cut("tied"), 4)
+    step(bench.batches(4))  # the first one also meets the other ranks
+    with ds_pipe.tracing(step) as traces:
+        step(bench.batches(4))
+    step.close()
+    costs = traces[0].costs()
+    for kind, micros, every in (("plain", 2, 0), ("tied", 4, 2), ("skip", 5, 0), ("tied", 5, 0)):
+        bench.check(kind, micros, steps=1, costs=costs, activation_checkpoint_interval=every)
+
+
+@world(4)
+def test_listed_schedules_of_unequal_stages(bench):
+    rng = random.Random(0)
+    for kind, micros, stages in (("plain", 9, 4), ("tied", 4, 4), ("skip", 5, 2)):
+        costs = ds_pipe.Costs.measured([tuple(rng.uniform(0.2, 3) for _ in range(3)) for _ in range(stages)])
+        bench.check(kind, micros, steps=1, costs=costs, num_stages=stages)
 
 
 @world(2)

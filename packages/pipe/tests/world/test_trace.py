@@ -42,6 +42,22 @@ def test_two_steps_are_two_traces(bench, schedule, tmp_path):
         assert cli.main(parser.parse_args(["trace", str(file)])) == 0
     assert "measured" in printed.getvalue()
     assert "on paper" in printed.getvalue()
+    virtual = trace.program.stages // 2
+
+    def show(*words):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            status = cli.main(
+                parser.parse_args(["show", "schedule", "--microbatches", "6", "--trace", str(file), *words])
+            )
+        return status, out.getvalue()
+
+    status, text = show("--name", "listed", "--stages", "2")  # from what was measured, where it was measured
+    assert status == 0
+    assert f"listed: 2 ranks, {2 * virtual} stages, 6 microbatches, verified" in text
+    status, text = show("--name", "zbv" if virtual == 1 else "1f1b", "--stages", "2")
+    assert status == 1
+    assert "pipe-trace" in text
+    assert show("--name", "listed", "--stages", "3")[0] == 1
 
 
 def test_other_files_are_refused(tmp_path):
