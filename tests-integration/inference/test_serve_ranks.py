@@ -52,8 +52,9 @@ def served(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
     log = tmp_path / "log"
     with log.open("wb") as out:
         job = subprocess.Popen(
-            [*command, "serve", str(folder), "--port", str(port)], stdout=out, stderr=out, start_new_session=True
-        )
+            [*command, "serve", str(folder), "--port", str(port)], stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        )  # fmt: skip
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + 90
     while True:
         try:

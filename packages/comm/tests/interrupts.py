@@ -50,5 +50,6 @@ def run(case: str) -> None:
     os._exit(0)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
 faulthandler.dump_traceback_later(80)  # where it stands, should the test give up on it after 100 s
 run(sys.argv[1])

@@ -97,7 +97,7 @@ def test_one_cycle(t: int, first: int, second: int, up: int, down: int, decay: i
             Fraction(math.floor(Fraction(stairs * offset, half)), stairs) if stairs else Fraction(offset, half)
         )
         assert schedule.lr(t, 1.0) == 0.1 + (0.7 - 0.1) * share
-        assert schedule.momentum(t) == (0.9 - (0.9 - 0.8) * share, 0.99)
+        assert schedule.momentum(t) == (0.8 if t < 0 else 0.9 - (0.9 - 0.8) * share, 0.99)
     else:
         k = (t - total + 1) / decay if decay else 0.0
         assert schedule.lr(t, 1.0) == 0.1 / (1 + 0.5 * k)
