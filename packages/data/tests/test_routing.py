@@ -10,19 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_config.errors import ConfigError
 from ds_data.routing import (
-    RandomLayerTokenDrop,
     Router,
     RouterConfig,
     convert_to_random_ltd,
     remove_random_ltd_state_dict,
     save_without_random_ltd,
+    start_routing,
+    stop_routing,
 )
 
 BASE: dict[str, Any] = {
-    "total_layers": 4, "layers": (1, 2), "min_value": 4, "max_value": 12, "require_steps": 10, "seq_per_step": 2, "seed": 3,
+    "total_layers": 4, "layers": (1, 2), "min_value": 4, "max_value": 12, "require_steps": 10, "seq_per_step": 2,
 }  # fmt: skip
 SECTION: dict[str, Any] = {
     "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2], "model_mask_name": "mask",
@@ -89,18 +91,18 @@ def test_tokens_are_counted_as_deepspeed_counts_them() -> None:
 def test_forward_and_gradients_are_those_of_indexing(order: str) -> None:
     torch.manual_seed(0)
     first = order == "batch_seq_dim"
-    block, router = Block(), Router(RouterConfig(**{**BASE, "order": order}))
-    wrapped = RandomLayerTokenDrop(block, router)
+    block, routed, router = one_layer(RouterConfig(**{**BASE, "order": order, "total_layers": 1, "layers": (0,)}))
     hidden = torch.randn(2, 7, 3, dtype=torch.float32, requires_grad=True)
     given_ = hidden if first else hidden.transpose(0, 1)
-    state = router.state_dict()
-    out = wrapped(given_)[0]
+    state = torch.get_rng_state()
+    out = routed(given_)[0]
     out = out if first else out.transpose(0, 1)
     weight = torch.randn_like(out)
     ours = torch.autograd.grad((out * weight).sum(), [hidden, *block.parameters()])
 
-    router.load_state_dict(state)
+    torch.set_rng_state(state)
     places = router.draw(2, 7, hidden.device)
+    stop_routing(routed)
     assert places.shape == (2, 4)
     assert (places.diff(dim=1) > 0).all()
     rows = []
@@ -118,10 +120,10 @@ def test_every_token_is_drawn_equally_often_and_layers_draw_apart() -> None:
     counts = torch.bincount(router.draw(3000, 8, torch.device("cpu")).flatten(), minlength=8)
     assert (counts - 1500).abs().max() < 150
     model = Model().train()
-    convert_to_random_ltd(model, Block, RouterConfig(**BASE))
+    start_routing(convert_to_random_ltd(model, Block), RouterConfig(**BASE))
     hidden = torch.arange(12.0)[None, :, None].expand(8, 12, 3).clone()
     model(hidden)
-    one, two = (model.blocks[n].random_ltd_layer.seen for n in (1, 2))
+    one, two = (model.blocks[n].seen for n in (1, 2))
     assert one.shape == two.shape == (8, 4, 3)
     assert model.blocks[0].seen.shape == (8, 12, 3)
 
@@ -129,14 +131,12 @@ def test_every_token_is_drawn_equally_often_and_layers_draw_apart() -> None:
 @pytest.mark.parametrize("shape", [(2, 7), (2, 1, 1, 7), (2, 1, 7, 7), (1, 1, 7, 7), (2, 7, 7)])
 @pytest.mark.parametrize("model_type", ["encoder", "decoder"])
 def test_masks(shape: tuple[int, ...], model_type: str) -> None:
-    config = RouterConfig(**{**BASE, "model_type": model_type, "mask_name": "mask"})
-    router = Router(config)
-    block = Block()
-    wrapped = RandomLayerTokenDrop(block, router)
-    mask = torch.randn(shape)
-    state = router.state_dict()
-    wrapped(torch.randn(2, 7, 3), mask=mask)
-    router.load_state_dict(state)
+    only = {"total_layers": 1, "layers": (0,)}
+    block, routed, router = one_layer(RouterConfig(**{**BASE, **only, "model_type": model_type, "mask_name": "mask"}))
+    mask, hidden = torch.randn(shape), torch.randn(2, 7, 3)
+    state = torch.get_rng_state()
+    routed(hidden, mask=mask)
+    torch.set_rng_state(state)
     places = router.draw(2, 7, mask.device).tolist() if model_type == "encoder" else [list(range(4))] * 2
     rows = len(shape) > 2 and shape[-2] == 7
     want = []
@@ -150,7 +150,7 @@ def test_masks(shape: tuple[int, ...], model_type: str) -> None:
 def test_all_tokens_pass_in_eval_and_when_nothing_is_left_out() -> None:
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
-    router = convert_to_random_ltd(model, Block, RouterConfig(**BASE))
+    router = start_routing(convert_to_random_ltd(model, Block), RouterConfig(**BASE))
     hidden = torch.randn(2, 12, 3)
     torch.testing.assert_close(model.eval()(hidden), plain(hidden), rtol=0, atol=0)
     assert not torch.equal(model.train()(hidden), plain(hidden))
@@ -161,16 +161,16 @@ def test_all_tokens_pass_in_eval_and_when_nothing_is_left_out() -> None:
 def test_a_checkpoint_has_the_plain_models_names() -> None:
     model = Model()
     names = list(model.state_dict())
-    convert_to_random_ltd(model, Block, RouterConfig(**BASE))
-    assert list(model.state_dict()) != names
-    assert list(save_without_random_ltd(model)) == names
-    nested = remove_random_ltd_state_dict({"encoder": model.state_dict(), "step": 3})
+    start_routing(convert_to_random_ltd(model, Block), RouterConfig(**BASE))
+    assert list(model.state_dict()) == list(save_without_random_ltd(model)) == names
+    theirs = {name.replace(".lin", ".random_ltd_layer.lin"): value for name, value in model.state_dict().items()}
+    nested = remove_random_ltd_state_dict({"encoder": theirs, "step": 3})
     assert list(nested["encoder"]) == names
     Model().load_state_dict(save_without_random_ltd(model))
 
 
 def test_deepspeeds_section() -> None:
-    config = RouterConfig.of(SECTION, seed=3)
+    config = RouterConfig.of(SECTION)
     assert config == RouterConfig(**BASE, mask_name="mask", model_type="encoder", order="seq_batch_dim")
 
 
@@ -193,12 +193,52 @@ def test_sections_that_say_nothing(change: dict[str, Any]) -> None:
     assert error.value.code == "data-routing"
 
 
-def test_models_that_cannot_be_wrapped() -> None:
+def test_a_checkpointed_layer_draws_the_same_tokens_again() -> None:
+    model = Model().train()
+    start_routing(convert_to_random_ltd(model, Block), RouterConfig(**BASE))
+    hidden = torch.randn(2, 12, 3, requires_grad=True)
+
+    def gradients(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        out = hidden
+        for block in model.blocks:
+            out = checkpoint(block, out, use_reentrant=False)[0] if checkpointed else block(out)[0]
+        return list(torch.autograd.grad(out.square().sum(), [hidden, *model.parameters()]))
+
+    for ours, plain in zip(gradients(checkpointed=True), gradients(checkpointed=False), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+
+
+def test_models_that_cannot_be_converted() -> None:
     model = Model()
-    with pytest.raises(ConfigError, match="0 Conv1d"):
-        convert_to_random_ltd(model, nn.Conv1d, RouterConfig(**BASE))
+    with pytest.raises(ConfigError, match="no Conv1d"):
+        convert_to_random_ltd(model, nn.Conv1d)
+    with pytest.raises(ConfigError, match="no Model within"):
+        convert_to_random_ltd(model, Model)
+    with pytest.raises(ConfigError, match="0 layers that can be routed"):
+        start_routing(model, RouterConfig(**BASE))
+    assert convert_to_random_ltd(model, Block) is model
     with pytest.raises(ConfigError, match="asked for"):
-        convert_to_random_ltd(model, Block, RouterConfig(**{**BASE, "total_layers": 9, "layers": (8,)}))
-    convert_to_random_ltd(model, Block, RouterConfig(**BASE))
-    with pytest.raises(ConfigError, match="wrapped already"):
-        convert_to_random_ltd(model, Block, RouterConfig(**BASE))
+        start_routing(model, RouterConfig(**{**BASE, "total_layers": 9, "layers": (8,)}))
+    with pytest.raises(ConfigError, match="converted already"):
+        convert_to_random_ltd(model, Block)
+    other = Model()
+    other.blocks[2].forward = lambda hidden: (hidden, "extra")
+    with pytest.raises(ConfigError, match="forward was replaced"):
+        convert_to_random_ltd(other, Block)
+
+
+def one_layer(config: RouterConfig) -> tuple[Block, nn.Module, Router]:
+    """A block, the model around it that calls it alone, and its router."""
+    block = Block()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Any:
+            return self.block(hidden, mask=mask)
+
+    around = Around().train()
+    return block, around, start_routing(convert_to_random_ltd(around, Block), config)

@@ -77,7 +77,6 @@ def test_a_dict_text_file_and_base64_are_the_same(written: Write) -> None:
     [
         ("tensor_parallel", {"autotp_size": 2, "tp_overlap_comm": True}, None),
         ("amp", {"enabled": True}, {"enabled": False}),
-        ("data_efficiency", {"enabled": True}, {"enabled": False}),
         ("autotuning", {"enabled": True, "fast": False}, {"fast": False}),
     ],
 )

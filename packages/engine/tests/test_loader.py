@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_data import Lane, Stream
-from ds_engine.loader import ResumableLoader
+from ds_engine.loader import Order, ResumableLoader
 
 
 class Ids(Dataset[int]):
@@ -26,7 +26,7 @@ class Ids(Dataset[int]):
 
 
 def loaders(length: int, ranks: int, micro: int, multiple: int = 1, seed: int = 3) -> list[ResumableLoader]:
-    return [ResumableLoader(Ids(length), Lane(r, ranks, micro), multiple=multiple, seed=seed) for r in range(ranks)]
+    return [ResumableLoader(Ids(length), Lane(r, ranks, micro), Order(seed, multiple=multiple)) for r in range(ranks)]
 
 
 def samples(group: list[ResumableLoader], rows: int) -> list[int]:
@@ -134,7 +134,7 @@ def test_no_order_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plain = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **more: made.append(n) or plain(n, **more))
-    loaders = [iter(ResumableLoader(range(12), Lane(0, 1, 2), seed=seed)) for seed in range(5)]  # type: ignore[arg-type]
+    loaders = [iter(ResumableLoader(range(12), Lane(0, 1, 2), Order(seed))) for seed in range(5)]  # type: ignore[arg-type]
     for _ in range(6):
         for loader in loaders:
             next(loader)

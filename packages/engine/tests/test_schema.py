@@ -204,8 +204,15 @@ BASES: dict[str, Mapping[str, Any]] = {
     "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
     **{name: {name: {"enabled": True}} for name in (
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
-        "data_efficiency", "hybrid_engine", "nebula", "autotuning",
+        "hybrid_engine", "nebula", "autotuning",
         "weight_quantization")},
+    "data_efficiency.data_sampling.dynamic_batching": {"data_efficiency": {"data_sampling": {
+        "dynamic_batching": {"enabled": True, "max_tokens": 8}}}},
+    "data_efficiency": {"data_efficiency": {
+        "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"some": {}}}},
+        "data_routing": {"random_ltd": {
+            "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 1, "random_ltd_layer_id": [1],
+            "random_ltd_schedule": {"min_value": 8, "max_value": 64, "schedule_config": {"require_steps": 9, "seq_per_step": 4}}}}}},
     "compile": {"compile": {"deepcompile": True}},
     "curriculum_learning": {"curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 64, "schedule_config": GROWTH}},
     "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
@@ -241,6 +248,11 @@ VALUES: dict[str, list[Any]] = {
     "curriculum_learning.max_difficulty": [128],
     "curriculum_learning.schedule_type": ["fixed_root"],
     "curriculum_learning.schedule_config": [GROWTH | {"total_curriculum_step": 20}],
+    "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": [{"other": {}}],
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_id": [[2]],
+    "data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config": [
+        {"require_steps": 8, "seq_per_step": 4}
+    ],
     "zero_optimization.zeropp_loco_param": [{}],
     "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": [2000],
     "compression_training.sparse_pruning.shared_parameters.block_pattern": ["2x2"],

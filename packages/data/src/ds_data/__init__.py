@@ -15,6 +15,8 @@ from ds_data.routing import (
     convert_to_random_ltd,
     remove_random_ltd_state_dict,
     save_without_random_ltd,
+    start_routing,
+    stop_routing,
 )
 from ds_data.schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
@@ -57,6 +59,8 @@ __all__ = [
     "save_without_random_ltd",
     "scale_lr",
     "splits",
+    "start_routing",
+    "stop_routing",
     "tokenize",
     "uniform",
     "write_items",

@@ -4,13 +4,16 @@ Words: *kept* is how many tokens of a sequence a wrapped layer sees; a *routed* 
 
     kept(t) = floor(t / require_steps * (max - min) + min), down to a multiple of seq_per_step, at most max
 
-and stays at the most it may be once it is there. Every routed layer draws its own tokens, anew in each forward. They keep their order.
+and stays at the most it may be once it is there. Every routed layer draws its own tokens, anew in each forward, from torch's generator of
+the CPU: a checkpointed layer draws the same again. They keep their order.
 
-    router = convert_to_random_ltd(model, Block, RouterConfig(...))
+    convert_to_random_ltd(model, Block)
+    router = start_routing(model, RouterConfig(...))
     for step in ...:
         router.update(step)
         ...                              # the training as ever
-    torch.save(save_without_random_ltd(model), ...)   # the names of the plain model
+
+Names, parameters, hooks and state dicts of the model stay: a layer's class is replaced by one of the same name whose forward draws.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ __all__ = [
     "convert_to_random_ltd",
     "remove_random_ltd_state_dict",
     "save_without_random_ltd",
+    "start_routing",
+    "stop_routing",
 ]
 
-_INSIDE = "random_ltd_layer"
-_PREFIX = f".{_INSIDE}."
+_PREFIX = ".random_ltd_layer."  # where DeepSpeed keeps a wrapped layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,6 @@ class RouterConfig:
         model_type: An encoder's mask [batch, ..., length] or [batch, ..., length, length] is cut for every sample to the tokens
             that were drawn; of a decoder's, which says only who came before whom, the first kept rows and columns are taken.
         order: Whether hidden states are [batch, length, width] or [length, batch, width].
-        seed: Of the draws; None uses torch's generator of the CPU.
     Raises:
         ConfigError: numbers that say nothing ("data-routing").
     """
@@ -66,7 +69,6 @@ class RouterConfig:
     mask_name: str | None = None
     model_type: Literal["encoder", "decoder"] = "decoder"
     order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -93,7 +95,7 @@ class RouterConfig:
             )
 
     @classmethod
-    def of(cls, section: Mapping[str, Any], *, seed: int | None = None) -> RouterConfig:
+    def of(cls, section: Mapping[str, Any]) -> RouterConfig:
         """From a section `data_efficiency.data_routing.random_ltd` of DeepSpeed's configuration.
 
         Raises:
@@ -113,7 +115,6 @@ class RouterConfig:
                 mask_name=section.get("model_mask_name"),
                 model_type=section.get("model_type", "decoder"),
                 order=section.get("hidden_state_order", "batch_seq_dim"),
-                seed=seed,
             )
         except KeyError as error:
             raise ConfigError(f"random_ltd has no {error}", code="data-routing", fix="Give this key.") from error
@@ -150,20 +151,19 @@ class RouterConfig:
 
 
 class Router:
-    """What the routed layers of a model share: how many tokens are kept, and where they are drawn.
+    """What the routed layers of a model share: how many tokens are kept.
 
     Attributes:
         config: How.
         kept: Tokens a routed layer sees now.
-        step: Of the last `update`.
+        step: Of the last `update`; -1 before the first.
         consumed: Tokens times layers that were computed, as DeepSpeed counts them.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self._schedule = Root(config.min_value, config.max_value, config.require_steps, config.seq_per_step)
-        self.kept, self.step, self.consumed = config.min_value, 0, 0
-        self._generator = None if config.seed is None else torch.Generator().manual_seed(config.seed)
+        self.kept, self.step, self.consumed = config.min_value, -1, 0
 
     def update(self, step: int, samples: int = 0) -> int:
         """Go to a step; `samples` of its global batch are added to what was consumed. Returns the tokens kept."""
@@ -177,78 +177,104 @@ class Router:
 
     def draw(self, batch: int, length: int, device: torch.device) -> Tensor:
         """int64 [batch, kept], rising: tokens of each sample, every set of them equally likely."""
-        places = torch.rand(batch, length, generator=self._generator).argsort(1)[:, : self.kept]
-        return places.sort(1).values.to(device)
+        return torch.rand(batch, length).argsort(1)[:, : self.kept].sort(1).values.to(device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """To go on from, JSON-able but for the generator's state."""
-        state: dict[str, Any] = {"kept": self.kept, "step": self.step, "consumed": self.consumed}
-        return state if self._generator is None else state | {"generator": self._generator.get_state()}
+    def state_dict(self) -> dict[str, int]:
+        """To go on from. JSON-able."""
+        return {"kept": self.kept, "step": self.step, "consumed": self.consumed}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a saved state."""
         self.kept, self.step, self.consumed = int(state["kept"]), int(state["step"]), int(state["consumed"])
-        if self._generator is not None and "generator" in state:
-            self._generator.set_state(state["generator"])
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """A layer that, in training, sees some of the tokens. The others leave as they came.
+    """What a converted layer is besides its own class: in training, it sees some of the tokens. The others leave as they came.
 
     The layer's first argument are its hidden states; it returns hidden states of the same shape, alone or first in a tuple.
     Positions that a layer computes itself (rotary tables passed as keywords) belong to the places before the draw: give them to
     the model's beginning, not to routed layers.
 
-    Args:
-        layer: Stays `self.random_ltd_layer`.
-        router: Shared by the routed layers of a model.
+    Attributes:
+        random_ltd_router: Shared by the routed layers of a model; None: this one sees all tokens.
     """
 
-    def __init__(self, layer: nn.Module, router: Router) -> None:
-        super().__init__()
-        self.random_ltd_layer = layer
-        self.router = router
+    random_ltd_router: Router | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[batch, length, width] (or length first) -> the same shape, and what else the layer returns."""
-        config, axis = self.router.config, int(self.router.config.order == "batch_seq_dim")
+        router, plain = self.random_ltd_router, super().forward
+        if router is None or not self.training:
+            return plain(hidden, *args, **kwargs)
+        config, axis = router.config, int(router.config.order == "batch_seq_dim")
         length = hidden.shape[axis]
-        if not self.training or self.router.kept >= length:
-            return self.random_ltd_layer(hidden, *args, **kwargs)
-        places = self.router.draw(hidden.shape[1 - axis], length, hidden.device)
+        if router.kept >= length:
+            return plain(hidden, *args, **kwargs)
+        places = router.draw(hidden.shape[1 - axis], length, hidden.device)
         if config.mask_name is not None and kwargs.get(config.mask_name) is not None:
             kwargs[config.mask_name] = _cut_mask(kwargs[config.mask_name], places, length, config.model_type)
         index = (places if axis else places.t())[:, :, None].expand(-1, -1, hidden.shape[2])
-        out = self.random_ltd_layer(hidden.gather(axis, index), *args, **kwargs)
+        out = plain(hidden.gather(axis, index), *args, **kwargs)
         first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         whole = hidden.to(first.dtype).scatter(axis, index, first)
         return whole if rest is None else (whole, *rest)
 
 
-def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module], config: RouterConfig) -> Router:
-    """Wrap the layers of a class whose numbers the configuration names, in place.
+def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module:
+    """Make all layers of a class routable, in place; they see all tokens until `start_routing`. Returns the model.
 
     Raises:
-        ConfigError: the model has no such layer, or is routed already ("data-routing").
+        ConfigError: the model has no such layer, it is converted already, or a layer's forward is not its class's ("data-routing").
     """
-    found = [name for name, module in model.named_modules() if isinstance(module, layer)]
-    routed = any(isinstance(module, RandomLayerTokenDrop) for module in model.modules())
-    if routed or not found or max(config.layers) >= len(found) or "" in found:
+    found = [module for module in model.modules() if isinstance(module, layer)]
+    told = (
+        f"has no {layer.__name__} within it" if not found or model in found
+        else f"is converted already ({layer.__name__})" if any(isinstance(module, RandomLayerTokenDrop) for module in found)
+        else f"has a {layer.__name__} whose forward was replaced" if any("forward" in vars(module) for module in found)
+        else None
+    )  # fmt: skip
+    if told is not None:
         raise ConfigError(
-            f"the model has {len(found)} {layer.__name__} within it{', wrapped already' if routed else ''}; asked for {config.layers}",
+            f"the model {told}", code="data-routing", fix="Convert a model once, with the class of its repeated layers."
+        )
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in found:
+        plain = type(module)
+        if plain not in kinds:
+            space = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+            kinds[plain] = type(plain.__name__, (RandomLayerTokenDrop, plain), space)
+        module.__class__ = kinds[plain]
+    return model
+
+
+def start_routing(model: nn.Module, config: RouterConfig) -> Router:
+    """From now on the layers that the configuration names see a part of the tokens. Layers are counted as the model lists them.
+
+    Raises:
+        ConfigError: the model's layers were not converted, or it has fewer ("data-routing").
+    """
+    found = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
+    if not found or max(config.layers) >= len(found):
+        raise ConfigError(
+            f"the model has {len(found)} layers that can be routed; asked for {config.layers}",
             code="data-routing",
-            fix="Wrap a model once, and name layers that it has, counted from 0.",
+            fix="Call convert_to_random_ltd(model, the class of its layers) first, and name layers counted from 0.",
         )
     router = Router(config)
     for number in config.layers:
-        parent, _, name = found[number].rpartition(".")
-        holder = model.get_submodule(parent)
-        holder._modules[name] = RandomLayerTokenDrop(model.get_submodule(found[number]), router)
+        found[number].random_ltd_router = router
     return router
 
 
+def stop_routing(model: nn.Module) -> None:
+    """All layers see all tokens again."""
+    for module in model.modules():
+        if isinstance(module, RandomLayerTokenDrop):
+            module.random_ltd_router = None
+
+
 def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors under the plain model's names; nested mappings are followed."""
+    """Tensors that DeepSpeed saved from a wrapped model, under the plain model's names; nested mappings are followed."""
     return {
         name.replace(_PREFIX, "."): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
         for name, value in state.items()
@@ -256,7 +282,7 @@ def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """The state of a routed model, as the plain model has it."""
+    """The state of a routed model, as the plain model has it: our layers have no wrapper."""
     return remove_random_ltd_state_dict(model.state_dict())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, overload
 
@@ -41,7 +41,7 @@ class TokenFile:
     """
 
     def __init__(self, path: str | PathLike[str], *, table: Table | None = None) -> None:
-        self.prefix = prefix_of(path)
+        self.prefix, self._table = prefix_of(path), table
         names = f"{self.prefix}.idx", f"{self.prefix}.bin"
         missing = [name for name in names if not os.path.isfile(name)]
         if missing:
@@ -57,6 +57,11 @@ class TokenFile:
         self.values: NDArray[Any] = np.zeros(0, self.index.dtype)
         if count:
             self.values = np.memmap(names[1], self.index.dtype, "r", shape=(count,)).view(np.ndarray)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the map itself, instead of being sent the values.
+        made = type(self) if self._table is None else partial(type(self), table=self._table)
+        return made, (self.prefix,)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -24,11 +24,12 @@ from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError
 from ds_config.reading import Source
 from ds_data.order import Lane
+from ds_data.variable import Constant, VariableBatchSizeLR
 from ds_engine.config import load_config, source_of
 from ds_engine.degrees import with_degrees
 from ds_engine.engine import Components, Engine
 from ds_engine.generating import HybridEngine
-from ds_engine.loader import ResumableLoader
+from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.placing import placed
@@ -139,7 +140,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         module=site.model,
         optimizer=site.optimizer,
         sharding=site.sharding,
-        scheduler=site.scheduler,
+        scheduler=_following(site, loader),
         loader=loader,
         mesh=mesh,
         device=device,
@@ -150,6 +151,21 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         applied=applied,
         followers=tuple(site.followers),
         sinks=sinks,
+    )
+
+
+def _following(site: Site, loader: ResumableLoader | None) -> Any:
+    """The schedule; where batches differ in size, one whose rates follow them."""
+    batching, optimizer = site.plan.reading.batching, site.optimizer
+    if batching is None or optimizer is None or not isinstance(loader, PackedLoader):
+        return site.scheduler
+    return VariableBatchSizeLR(
+        site.scheduler or Constant(optimizer),
+        site.plan.batch.train,
+        loader.packing.sizes,
+        lr_scaling_method=batching.lr_scaling_method,
+        verbose=batching.verbose,
+        groups=optimizer.param_groups,
     )
 
 
@@ -176,10 +192,5 @@ def _loader(plan: Plan, mesh: Mesh, parts: Parts) -> ResumableLoader | None:
     if parts.data is None:
         return None
     data = mesh["data"]
-    return ResumableLoader(
-        parts.data,
-        Lane(data.rank, data.size, plan.batch.micro),
-        shuffle=plan.staging is None,  # a pipeline reads data in its own order, as DeepSpeed's does
-        multiple=plan.data_multiple,
-        options={"collate_fn": parts.collate_fn},
-    )
+    lane = Lane(data.rank, data.size, plan.batch.micro)
+    return make_loader(plan, lane, parts.data, {"collate_fn": parts.collate_fn}, lead=mesh.rank == 0)

@@ -23,14 +23,13 @@ from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, d
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source, read_all
-from ds_data.config import CurriculumConfig
+from ds_data.config import CurriculumConfig, DataEfficiencyConfig
 from ds_engine.batch import BatchRequest
 from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_engine.unbuilt import (
     AutotuningConfig,
     CompileConfig,
-    DataEfficiencyConfig,
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
@@ -140,10 +139,7 @@ class Config(MonitorConfig):
     curriculum_learning: CurriculumConfig | None = Field(
         default=None, description="Tell the model how long sequences may be."
     )
-    data_efficiency: Annotated[
-        DataEfficiencyConfig | None,
-        Unbuilt("curriculum_learning, or a batch_sampler of your own; ds_data packs by length"),
-    ] = None
+    data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     compression_training: CompressionConfig = CompressionConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None

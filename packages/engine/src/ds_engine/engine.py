@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,17 +30,19 @@ from ds_comm import Mesh
 from ds_compress import CompressionScheduler
 from ds_config.errors import PlanError, UnsupportedError
 from ds_data.order import Lane
+from ds_data.variable import VariableBatchSizeLR
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import load_run, save_run
 from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
-from ds_engine.loader import ResumableLoader
+from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.parts import Follower
 from ds_engine.placing import to_device
 from ds_engine.plan import Plan
 from ds_engine.planning import rebatched
+from ds_engine.reading import Order
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
 from ds_engine.telemetry import Standing, Telemetry
@@ -119,7 +122,6 @@ class Engine(nn.Module):
         module: The model.
         optimizer: A `torch.optim.Optimizer` over shards, or None.
         lr_scheduler: What advances the learning rate after each applied step, or None.
-        training_dataloader: Microbatches of this rank, or None.
         counters: How far the run is.
         last: What the last call of `step` did; None before the first.
         activations: What `ds_parallel.checkpoint` in the model's forward means.
@@ -131,7 +133,10 @@ class Engine(nn.Module):
         self.module = components.module
         self.optimizer, self._sharding = components.optimizer, components.sharding
         self.lr_scheduler = components.scheduler
-        self.training_dataloader = components.loader
+        self._loader, self._brought = (
+            components.loader,
+            None,
+        )  # the engine's own, and one that the caller put in its place
         self.mesh, self.device = components.mesh, components.device
         self.counters = Counters()
         self.last: StepResult | None = None
@@ -143,6 +148,7 @@ class Engine(nn.Module):
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
+        self._waited_s = 0.0  # for the caller's data, in this step
         self._taken = 0  # samples taken from the loader by the steps that are complete
         self._ledger = Ledger()
         self._stream: Iterator[Any] | None = None
@@ -263,6 +269,17 @@ class Engine(nn.Module):
 
     # ---- data
 
+    @property
+    def training_dataloader(self) -> ResumableLoader | Any | None:
+        """Microbatches of this rank, or None. Set it to read another loader, whose position checkpoints do not know."""
+        return self._loader if self._brought is None else self._brought
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Iterable[Any] | None) -> None:
+        own = loader is None or isinstance(loader, ResumableLoader)
+        self._loader, self._brought, self._stream = (loader, None, None) if own else (None, loader, None)
+        self._taken = loader.taken if isinstance(loader, ResumableLoader) else 0
+
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", **options: Any
     ) -> ResumableLoader:
@@ -279,8 +296,9 @@ class Engine(nn.Module):
             )
         data = self.mesh["data"]
         lane = Lane(data.rank, data.size, batch_size or self.plan.batch.micro)
-        multiple = self.plan.data_multiple if route == "train" else 1
-        return ResumableLoader(dataset, lane, shuffle=route == "train", multiple=multiple, options=options)
+        if route != "train":
+            return ResumableLoader(dataset, lane, Order(shuffle=False), options)
+        return make_loader(self.plan, lane, dataset, options)
 
     # ---- checkpoints
 
@@ -547,9 +565,9 @@ class Engine(nn.Module):
         self._between_steps("changing the batch size")
         self.plan = rebatched(self.plan, asked)
         self._backwards = self._own_backwards()
-        if self.training_dataloader is not None:
-            lane = self.training_dataloader.lane
-            self.training_dataloader.lane, self._stream = replace(lane, micro=self.plan.batch.micro), None
+        if self._loader is not None:
+            self._loader.rebatch(self.plan.batch.micro, self.plan.batch.train)
+            self._stream = None
 
     def _between_steps(self, what: str) -> None:
         if self._position:
@@ -568,20 +586,33 @@ class Engine(nn.Module):
 
     def _data(self, data_iter: Iterator[Any] | Iterable[Any] | None) -> Iterator[Any]:
         if isinstance(data_iter, Iterator):
-            return data_iter
+            return self._timed(data_iter)
         if data_iter is not None:
             if self._lent is None or self._lent[0] is not data_iter:
                 self._lent = data_iter, _forever(data_iter)
-            return self._lent[1]
-        if self.training_dataloader is None:
+            return self._timed(self._lent[1])
+        if self._brought is not None:
+            return self._data(self._brought)
+        if self._loader is None:
             raise PlanError(
                 "train_batch() has no data: initialize() was called without training_data",
                 code="data-missing",
                 fix="Pass training_data= to initialize(), or an iterator to train_batch().",
             )
         if self._stream is None:
-            self._stream = self.training_dataloader.forever()
+            self._stream = self._loader.forever()
         return self._stream
+
+    def _timed(self, data: Iterator[Any]) -> Iterator[Any]:
+        """`data`, and how long it took."""
+        while True:
+            begun = perf_counter()
+            try:
+                batch = next(data)
+            except StopIteration:
+                return
+            self._waited_s += perf_counter() - begun
+            yield batch
 
     def _own_backwards(self) -> tuple[Action, ...]:
         """One a microbatch: those of the rank's first stage, if it has several."""
@@ -619,6 +650,8 @@ class Engine(nn.Module):
         rides = self.device.type == "cpu" and self._ledger.waits and optimizer.sharding.group.ranks == ranks.ranks
         totals, optimizer.riders = (None, self._ledger.leave()) if rides else (self._ledger.close(ranks), ())
         samples = self.plan.batch.train if self.plan.managed else self.plan.batch.train // steps * losses
+        if isinstance(self._loader, PackedLoader) and self._loader.taken > self._taken:
+            samples = self._loader.samples_between(self._taken, self._loader.taken)
         if totals is not None and totals.count is not None:
             # Gradients are sums so far, divided by microbatches and ranks; make that a division by the count.
             optimizer.divisor = (totals.count or 1.0) / (steps * ranks.size)
@@ -630,7 +663,10 @@ class Engine(nn.Module):
         self.checkpointer.before_update()
         with self._telemetry.phase("step"):
             optimizer.step()
-        self._position, self._taken = 0, self.training_dataloader.taken if self.training_dataloader else 0
+        waited, self._waited_s = self._waited_s, 0.0
+        if (loader := self._loader) is not None:
+            waited, loader.waited_s = waited + loader.waited_s, 0.0
+        self._position, self._taken = 0, 0 if loader is None else loader.taken
         report = optimizer.last
         totals = Totals.of(*report.riders) if report is not None and report.riders else totals
         skipped = report is not None and report.skipped
@@ -640,6 +676,8 @@ class Engine(nn.Module):
         counters.tokens += int(totals.count) if totals is not None and totals.count is not None else 0
         if self.lr_scheduler is not None and not skipped:
             self.lr_scheduler.step(**lr_kwargs)
+        elif isinstance(self.lr_scheduler, VariableBatchSizeLR):
+            self.lr_scheduler.skip()
         if not skipped:
             for follower in self._followers:
                 follower.step()
@@ -653,9 +691,9 @@ class Engine(nn.Module):
             samples=samples,
             tokens=int(totals.count) if totals is not None and totals.count is not None else 0,
             timings=self._telemetry.timings(),
+            waited_s=waited,
             mean=totals.loss if totals else None,
         )
-        loader = self.training_dataloader
         epoch, momentum = (0 if loader is None else loader.epoch), _momentum(optimizer.param_groups)
         self._telemetry.step(
             result, Standing(counters.samples, counters.skipped, counters.micro_steps, epoch, momentum)

@@ -1,18 +1,35 @@
-"""The engine's loader: microbatches of this rank from any map-style dataset, in the order of `ds_data.order`; it can stop and go on anywhere."""
+"""The engine's loader: microbatches of this rank from any map-style dataset; it can stop and go on anywhere.
+
+Its order is that of `ds_data.order`, or of a curriculum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_data.curriculum import Curriculum, Row, make_metrics
 from ds_data.loading import check_state
-from ds_data.order import Lane, Rows, Stream
+from ds_data.order import Lane, Stream
+from ds_data.seqlens import Packing, pack_by_seqlens
+from ds_data.variable import Joined, PackedDataset, seqlens_of
+from ds_engine.plan import Plan
+from ds_engine.reading import Order
 
-__all__ = ["ResumableLoader"]
+__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "make_loader"]
+
+_log = logging.getLogger("ds_engine")
+
+_PLAIN = Order()
+PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class ResumableLoader:
@@ -21,26 +38,20 @@ class ResumableLoader:
     Args:
         dataset: Map-style: it has `len()` and `dataset[i]`.
         lane: This rank's part.
-        seed: Of the order.
-        shuffle: Whether the order is a permutation or the dataset's own.
-        multiple: Cut every epoch to a multiple of it: the train batch size for `dataloader_drop_last`, else 1.
+        order: Of the samples.
         options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, `pin_memory`, ...).
     Attributes:
         taken: Samples handed out so far, over all ranks and epochs.
+        waited_s: Seconds that the caller has waited for data.
+        post_process: Called with each microbatch and where the order stands ("consumed_samples" and, in a curriculum,
+            "current_difficulties", ...); what it returns is handed out.
     Raises:
         UnsupportedError: an iterable dataset ("data-iterable"): it cannot go on where it stopped.
         ConfigError: no samples, or none left after the cut ("data-empty").
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        lane: Lane,
-        *,
-        seed: int = 1234,
-        shuffle: bool = True,
-        multiple: int = 1,
-        options: Mapping[str, Any] | None = None,
+        self, dataset: Dataset[Any], lane: Lane, order: Order = _PLAIN, options: Mapping[str, Any] | None = None
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UnsupportedError(
@@ -48,12 +59,13 @@ class ResumableLoader:
                 code="data-iterable",
                 fix="Pass a map-style dataset, or your own iterator to train_batch(data_iter).",
             )
-        self.dataset, self.lane, self.taken = dataset, lane, 0
-        self.stream = Stream(len(dataset), seed, shuffle, multiple)
-        self._options: Mapping[str, Any] = options or {}
+        self.dataset, self.lane, self.taken, self.waited_s = dataset, lane, 0, 0.0
+        self.post_process: PostProcess | None = None
+        self.stream = Stream(len(dataset), order.seed, order.shuffle, order.multiple)
+        self._epochs, self._options = order.epochs, options or {}
         if self.stream.epoch_length == 0:
             raise ConfigError(
-                f"the dataset has {len(dataset)} samples, of which none is left when cut to a multiple of {multiple}",
+                f"the dataset has {len(dataset)} samples, of which none is left when cut to a multiple of {order.multiple}",
                 code="data-empty",
                 fix="Give more data, a smaller batch, or dataloader_drop_last = false.",
             )
@@ -68,20 +80,38 @@ class ResumableLoader:
         return -(-self.stream.epoch_length // self.lane.row)
 
     def __iter__(self) -> Iterator[Any]:
-        row = self.lane.row
-        starts = range(self.taken, (self.epoch + 1) * self.stream.epoch_length, row)
-        ids = Rows(self.stream, self.lane, starts)
+        ahead: deque[Row] = deque()
+
+        def samples() -> Iterator[list[int]]:
+            for row in self._rows():
+                ahead.append(row)
+                yield row.samples
+
         # A generator of its own: making an iterator must not move the random numbers of the training.
         generator = torch.Generator().manual_seed(self.stream.seed + self.taken)
-        batches = DataLoader(self.dataset, batch_sampler=ids, generator=generator, **self._options)
-        for start, batch in zip(starts, batches, strict=True):
-            self.taken = start + row  # counted when handed out, not when sampled: workers read ahead
+        batches = iter(DataLoader(self.dataset, batch_sampler=samples(), generator=generator, **self._options))  # type: ignore[arg-type]
+        while True:
+            begun = perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            row = ahead.popleft()
+            self._hand_out(row)
+            if self.post_process is not None:
+                batch = self.post_process(batch, {"consumed_samples": row.taken, **row.told})
+            self.waited_s += perf_counter() - begun
             yield batch
 
     def forever(self) -> Iterator[Any]:
-        """Microbatches without end, epoch after epoch."""
-        while True:
+        """Microbatches, epoch after epoch; without end unless the number of epochs is limited."""
+        while not self._ended():
             yield from self
+
+    def rebatch(self, micro: int, train: int) -> None:
+        """Give microbatches of `micro` samples from the next iteration on, of steps that take `train` over all ranks."""
+        del train
+        self.lane = Lane(self.lane.rank, self.lane.ranks, micro)
 
     def state_dict(self) -> dict[str, Any]:
         """What to resume from, on any number of ranks. JSON-able. A dataset with a `fingerprint` is known again by it."""
@@ -93,8 +123,187 @@ class ResumableLoader:
         """Go to a saved position.
 
         Raises:
-            CheckpointError: the dataset has another length or fingerprint, so that the order would be another ("data-changed").
+            CheckpointError: the dataset has another length or fingerprint, or was read in an order of another kind ("data-changed").
         """
-        check_state(state, self.state_dict())
+        own = self.state_dict()
+        check_state(state, own)
+        if ("curriculum" in state) != ("curriculum" in own):
+            raise CheckpointError(
+                f"the checkpoint was written {'with' if 'curriculum' in state else 'without'} a curriculum of samples, this run is "
+                f"{'with' if 'curriculum' in own else 'without'} one",
+                code="data-changed",
+                fix="Keep data_efficiency.data_sampling as it was, or begin the data anew: load_checkpoint(..., load_data_state=False).",
+            )
         self.stream = Stream(self.stream.length, state["seed"], self.stream.shuffle, self.stream.multiple)
         self.taken = state["taken"]
+
+    def _ended(self) -> bool:
+        return self._epochs is not None and self.epoch >= self._epochs
+
+    def _rows(self) -> Iterator[Row]:
+        """What is still to come of this epoch."""
+        row = self.lane.row
+        end = self.taken if self._ended() else (self.epoch + 1) * self.stream.epoch_length
+        for start in range(self.taken, end, row):
+            yield Row(self.stream.samples(list(self.lane.positions(start))).tolist(), start + row)
+
+    def _hand_out(self, row: Row) -> None:
+        self.taken = row.taken  # counted when handed out, not when sampled: workers read ahead
+
+
+class CurriculumLoader(ResumableLoader):
+    """Microbatches of this rank whose samples a curriculum chooses; it has no epochs, and ends with the curriculum.
+
+    Args:
+        curriculum: Chooses.
+        train: Samples of a step over all ranks: how many are chosen together.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        lane: Lane,
+        curriculum: Curriculum,
+        *,
+        train: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(dataset, lane, Order(curriculum.seed), options)
+        self.curriculum, self._train = curriculum, train
+        self._before: Mapping[str, Any] = curriculum.state_dict()
+
+    def __len__(self) -> int:
+        """Microbatches of this rank until the end of the curriculum, or in one pass if it has no end."""
+        return (self.curriculum.total or self.stream.length) // self._train * self._train // self.lane.row
+
+    def rebatch(self, micro: int, train: int) -> None:
+        """Give other microbatches from the next iteration on. Only between two steps."""
+        super().rebatch(micro, train)
+        self._train = train
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to resume from, on any number of ranks. JSON-able."""
+        return super().state_dict() | {"curriculum": dict(self._before)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. Raises CheckpointError ("data-changed") for other data or metrics."""
+        super().load_state_dict(state)
+        self.curriculum.load_state_dict(state["curriculum"])
+        self._before = state["curriculum"]
+
+    def _ended(self) -> bool:
+        total = self.curriculum.total
+        return total is not None and self.taken + self._train > total
+
+    def _rows(self) -> Iterator[Row]:
+        self.curriculum.load_state_dict(self._before)  # what was drawn ahead, and never handed out, is drawn again
+        return self.curriculum.rows(self.lane, self._train, self.taken)
+
+    def _hand_out(self, row: Row) -> None:
+        super()._hand_out(row)
+        self._before = row.state
+
+
+class PackedLoader(ResumableLoader):
+    """Microbatches of samples that were put together by length. In its positions a packed microbatch counts as one sample.
+
+    Args:
+        packing: What goes together.
+        collate_fn: For the samples of a microbatch.
+    Attributes:
+        packing: What goes together.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        lane: Lane,
+        order: Order,
+        packing: Packing,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        told = dict(options or {})
+        collate = told.pop("collate_fn", None) or default_collate
+        self.packing, packed = packing, PackedDataset(dataset, packing.microbatches)
+        self._numbers = np.cumsum([0, *map(len, packing.microbatches)])
+        self._mark = getattr(dataset, "fingerprint", None)
+        super().__init__(packed, lane, order, {**told, "collate_fn": Joined(collate)})
+
+    def samples_between(self, begun: int, ended: int) -> int:
+        """Samples of the positions from `begun` to `ended`."""
+        every, total = len(self._numbers) - 1, int(self._numbers[-1])
+        first, last = (at // every * total + int(self._numbers[at % every]) for at in (begun, ended))
+        return last - first
+
+    def rebatch(self, micro: int, train: int) -> None:
+        """Refused: batches were put together for one train batch size ("data-max-tokens")."""
+        raise ConfigError(
+            f"the train batch shall become {train} microbatches of {micro}, and samples were put together for another one",
+            code="data-max-tokens",
+            fix="Load a checkpoint into an engine that is configured with the new batch.",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to resume from, on any number of ranks. JSON-able."""
+        state = super().state_dict()
+        return state if self._mark is None else state | {"fingerprint": str(self._mark)}
+
+
+def make_loader(
+    plan: Plan, lane: Lane, dataset: Dataset[Any], options: Mapping[str, Any], *, lead: bool = False
+) -> ResumableLoader:
+    """The loader of a plan for a data set.
+
+    Args:
+        options: Passed to torch's DataLoader; they come before those of the plan.
+        lead: Whether this rank writes what all know.
+    """
+    reading, order = plan.reading, plan.reading.order
+    options = {"num_workers": reading.workers, "pin_memory": reading.pin_memory, **options}
+    plain = ResumableLoader(dataset, lane, order, options)
+    length, train = plain.stream.length, lane.row * plan.batch.accumulation
+    if reading.curriculum is not None:
+        section = reading.curriculum
+        total, folder = length * (order.epochs or 1), section.data_cluster_path if lead else None
+        curriculum = Curriculum(length, make_metrics(section, length), order.seed, total, folder)
+        return CurriculumLoader(dataset, lane, curriculum, train=train, options=options)
+    if reading.batching is not None:
+        if plan.staging is not None:
+            raise UnsupportedError(
+                "dynamic_batching in a pipeline: its stages need samples of one length, which only you can pad",
+                code="data-max-tokens",
+                fix="get_dataloader_and_lr_scheduler_for_variable_batch_size with sample_padding_fn, and train_batch(data_iter).",
+            )
+        packing = pack_for(plan, length, train)
+        return PackedLoader(dataset, lane, Order(order.seed, shuffle=False, epochs=order.epochs), packing, options)
+    return plain
+
+
+def pack_for(plan: Plan, length: int, train: int) -> Packing:
+    """The microbatches of `dynamic_batching` for a data set of `length` samples, `train` of them a step.
+
+    Raises:
+        ConfigError: their lengths are not known, or they fill no batch ("data-max-tokens", "data-file").
+    """
+    told = plan.reading.batching
+    if told is None or told.metrics_path is None or told.max_tokens is None:
+        raise ConfigError(
+            "dynamic_batching has no metrics_path, where the lengths of samples are",
+            code="data-max-tokens",
+            fix="Analyse the data with the metric seqlen, or pass lengths to get_dataloader_and_lr_scheduler_for_variable_batch_size.",
+        )
+    packing = pack_by_seqlens(
+        seqlens_of(told.metrics_path, length),
+        told.max_tokens,
+        sizes=(told.min_batch_size, told.max_batch_size),
+        order=told.sequence_picking_order,
+        per_batch=train,
+        seed=plan.reading.order.seed,
+    )
+    if packing.dropped or told.verbose:
+        text = (
+            "%d samples longer than %d tokens are dropped; %d at the end fill no batch; %d batches of %d to %d samples"
+        )
+        sizes = packing.sizes
+        _log.warning(text, packing.dropped, told.max_tokens, packing.left_out, len(sizes), min(sizes), max(sizes))
+    return packing

@@ -17,6 +17,7 @@ from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
+from ds_engine.reading import Reading
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
@@ -174,7 +175,7 @@ class Plan:
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
         layer_drop: What the forward is told about layers to drop; None tells nothing.
         curriculum: Length of sequences that the forward is told at each step; None tells nothing.
-        data_multiple: What the loader cuts an epoch to a multiple of.
+        reading: How training data are read.
         telling: What is logged and timed.
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
@@ -194,7 +195,7 @@ class Plan:
     sharding: ShardPlan
     clip: float | None
     sums: bool
-    data_multiple: int
+    reading: Reading
     telling: Telling
     predivide: float = 1.0
     managed: bool = True
@@ -234,6 +235,17 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
+def _reading_text(reading: Reading) -> str:
+    curriculum, batching = reading.curriculum, reading.batching
+    if curriculum is not None:
+        return f"samples chosen by {', '.join(curriculum.curriculum_metrics)}; seed {reading.order.seed}"
+    if batching is not None:
+        return (
+            f"microbatches of up to {batching.max_tokens} tokens; rates follow the batch ({batching.lr_scaling_method})"
+        )
+    return ""
+
+
 def _rows(plan: Plan) -> dict[str, str]:
     config = plan.config
     numel = sum(unit.numel for unit in plan.units)
@@ -251,6 +263,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         if config.scheduler is None
         else _section_text(config.scheduler.type, config.scheduler.params),
         **({} if plan.curriculum is None else {"curriculum": f"the forward gets curriculum_seqlen: {plan.curriculum}"}),
+        **({"data": text} if (text := _reading_text(plan.reading)) else {}),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
         "compared": _compared_text(plan),

@@ -15,6 +15,7 @@ from ds_engine.config import Config
 from ds_engine.optimizers import state_tensors
 from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
 from ds_engine.precision import casting_of, precision_of
+from ds_engine.reading import reading_of
 from ds_engine.rules import asked_batch, check_rules
 from ds_engine.transforms import TRANSFORMS, Asked, decide_all
 from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
@@ -79,7 +80,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         sharding=sharding,
         clip=config.gradient_clipping or None,
         sums=config.gradient_allreduce_op == "sum",
-        data_multiple=batch.train if config.dataloader_drop_last else 1,
+        # A pipeline reads data in its own order, as DeepSpeed's does.
+        reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
         telling=_telling(config),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
@@ -120,9 +122,13 @@ def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
         PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
     """
     batch = resolve_batch(asked, plan.batch.ranks)
-    multiple = batch.train if plan.config.dataloader_drop_last else 1
     program = _program(batch, plan.residency, plan.staging or Staging("1f1b", plan.mesh.pipe))
-    return replace(plan, batch=batch, program=program, data_multiple=multiple)
+    order = replace(plan.reading.order, multiple=_multiple(plan.config, batch))
+    return replace(plan, batch=batch, program=program, reading=replace(plan.reading, order=order))
+
+
+def _multiple(config: Config, batch: Batch) -> int:
+    return batch.train if config.dataloader_drop_last else 1
 
 
 def _wire(section: ZeroConfig) -> Wire:

@@ -24,6 +24,7 @@ class StepResult:
         samples: Samples of the step, over all ranks.
         tokens: What a sum loss was divided by, over all ranks; 0 for mean losses.
         timings: Seconds by phase (`forward`, `backward`, `step`), with `wall_clock_breakdown`.
+        waited_s: Seconds that this rank's step waited for data: for the engine's loader, or for the iterator that `train_batch` was given.
         mean: The loss that was minimised, a scalar on the device; None when no loss went through `engine.backward`.
     """
 
@@ -36,6 +37,7 @@ class StepResult:
     samples: int = 0
     tokens: int = 0
     timings: Mapping[str, float] = field(default_factory=dict)
+    waited_s: float = 0.0
     mean: Tensor | None = None
 
     @property

@@ -140,6 +140,8 @@ class Telemetry:
             ds_monitor.gauge(names.LOSS_SCALE, result.scale)
         if result.tokens:
             ds_monitor.counter(names.TOKENS, result.tokens)
+        if result.waited_s:
+            ds_monitor.gauge(names.DATA_WAIT, result.waited_s * 1e3)
         for name, seconds in result.timings.items():
             ds_monitor.gauge(f"Train/Samples/elapsed_time_ms_{name}", seconds * 1e3)
         for name, memory in self._memory.items():

@@ -16,7 +16,6 @@ from ds_config import Dead, StrictModel
 __all__ = [
     "AutotuningConfig",
     "CompileConfig",
-    "DataEfficiencyConfig",
     "NebulaConfig",
     "PipelineConfig",
     "SparseAttentionConfig",
@@ -40,104 +39,6 @@ class PipelineConfig(StrictModel):
     pipe_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
     grad_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
     use_reentrant: Annotated[bool, Dead("it speaks of checkpoints between stages, which there are none of")] = True
-
-
-# ---- ds-data
-
-
-class CurriculumMetricConfig(StrictModel):
-    """One of `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics`."""
-
-    index_to_sample_path: str | None = None
-    index_to_metric_path: str | None = None
-    difficulty_type: Literal["value", "percentile"] = "value"
-    clustering_type: str = "single_cluster"
-    min_difficulty: int = 1
-    max_difficulty: int = 1
-    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root", "custom"] = "fixed_linear"
-    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
-
-
-class SamplingCurriculumConfig(StrictModel):
-    """`data_efficiency.data_sampling.curriculum_learning`."""
-
-    enabled: bool = False
-    data_cluster_path: str | None = None
-    curriculum_metrics: Mapping[str, CurriculumMetricConfig] = Field(default_factory=dict)
-
-
-class DynamicBatchingConfig(StrictModel):
-    """`data_efficiency.data_sampling.dynamic_batching`."""
-
-    enabled: bool = False
-    metrics_path: str | None = None
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear"
-    min_batch_size: Positive = 1
-    max_batch_size: int | None = None
-    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = "dataloader"
-    max_tokens: int | None = None
-    verbose: bool = False
-
-
-class DataSamplingConfig(StrictModel):
-    """`data_efficiency.data_sampling`."""
-
-    enabled: bool = False
-    num_epochs: Positive = 1000
-    num_workers: Count = 0
-    pin_memory: bool = False
-    curriculum_learning: SamplingCurriculumConfig = SamplingCurriculumConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-
-
-class RandomLTDScheduleConfig(StrictModel):
-    """`...random_ltd.random_ltd_schedule`."""
-
-    min_value: int | None = None
-    max_value: int | None = None
-    schedule_type: Literal["fixed_linear"] = "fixed_linear"
-    schedule_config: Mapping[str, Any] = Field(default_factory=dict)
-
-
-class LayerTokenScheduleConfig(StrictModel):
-    """`...random_ltd.layer_token_lr_schedule`."""
-
-    enabled: bool = False
-    total_layer_tokens: int | None = None
-    warmup_type: str | None = None
-    warmup_layer_tokens: int | None = None
-
-
-class RandomLTDConfig(StrictModel):
-    """`data_efficiency.data_routing.random_ltd`."""
-
-    enabled: bool = False
-    total_layer_num: int | None = None
-    random_ltd_layer_num: int | None = None
-    random_ltd_layer_id: tuple[int, ...] = ()
-    model_mask_name: str | None = None
-    model_type: Literal["encoder", "decoder"] = "decoder"
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
-    random_ltd_schedule: RandomLTDScheduleConfig = RandomLTDScheduleConfig()
-    layer_token_lr_schedule: LayerTokenScheduleConfig = LayerTokenScheduleConfig()
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-
-
-class DataRoutingConfig(StrictModel):
-    """`data_efficiency.data_routing`."""
-
-    enabled: bool = False
-    random_ltd: RandomLTDConfig = RandomLTDConfig()
-
-
-class DataEfficiencyConfig(StrictModel):
-    """`data_efficiency`."""
-
-    enabled: bool = False
-    seed: int = 1234
-    data_sampling: DataSamplingConfig = DataSamplingConfig()
-    data_routing: DataRoutingConfig = DataRoutingConfig()
 
 
 # ---- ds-inference

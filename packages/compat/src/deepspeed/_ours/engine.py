@@ -21,6 +21,7 @@ from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours import groups
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.config import DeepSpeedConfig
+from deepspeed._ours.data import CurriculumScheduler, RandomLTDScheduler
 from deepspeed._ours.flops import FlopsProfiler
 from deepspeed._ours.layers import undress
 from deepspeed._ours.monitors import MonitorMaster
@@ -45,6 +46,8 @@ from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.engine import Components
 from ds_engine.foreign import translated
+from ds_engine.loader import CurriculumLoader
+from ds_engine.transforms.routing import RandomLTD
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
@@ -130,7 +133,15 @@ ACCESSORS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "elasticity_enabled": lambda e: bool(e.config.get("elasticity", {}).get("enabled", False)),
     "pld_enabled": lambda e: bool((e.config.get("progressive_layer_drop") or {}).get("enabled", False)),
     "curriculum_enabled_legacy": lambda e: e.plan.curriculum is not None,
-    "data_efficiency_enabled": lambda e: False,
+    "data_efficiency_enabled": lambda e: bool((e.config.get("data_efficiency") or {}).get("enabled", False)),
+    "data_efficiency_config": lambda e: e.plan.config.data_efficiency.model_dump(mode="json"),
+    "data_sampling_enabled": lambda e: e.plan.config.data_efficiency.sampling is not None,
+    "data_sampling_config": lambda e: e.plan.config.data_efficiency.data_sampling.model_dump(mode="json"),
+    "curriculum_learning_enabled": lambda e: e.plan.config.data_efficiency.curriculum is not None,
+    "curriculum_learning_config": lambda e: e.data_sampling_config()["curriculum_learning"],
+    "curriculum_params_legacy": lambda e: e.config.get("curriculum_learning") or {},
+    "random_ltd_enabled": lambda e: e.plan.config.data_efficiency.random_ltd is not None,
+    "random_ltd_config": lambda e: e.plan.config.data_efficiency.data_routing.random_ltd.model_dump(mode="json"),
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: False,
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
@@ -203,6 +214,44 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         if section is None:
             return None
         return FlopsProfiler(self.module, self, section.recompute_fwd_factor, counter=self._telemetry.counter)
+
+    @property
+    def curriculum_scheduler(self) -> CurriculumScheduler | None:
+        """Of `curriculum_learning`, at the step that comes next; None where it is not enabled."""
+        if self.plan.curriculum is None:
+            return None
+        found = CurriculumScheduler(self.config["curriculum_learning"])
+        found.update_difficulty(self.global_steps + 1)
+        return found
+
+    @property
+    def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
+        """Of the routed layers; None where nothing is routed."""
+        found = next((follower for follower in self._followers if isinstance(follower, RandomLTD)), None)
+        if found is None:
+            return None
+        return RandomLTDScheduler(
+            {**self.random_ltd_config(), "global_batch_size": self.train_batch_size()}, found.router
+        )
+
+    def random_ltd_initialize(self) -> None:
+        """Nothing is left to do: `initialize` has routed the converted layers.
+
+        Raises:
+            PlanError: the configuration does not ask for it ("compat-argument").
+        """
+        if self.random_ltd_scheduler is None:
+            raise _order("random_ltd_initialize() without data_routing.random_ltd", "Enable it in the configuration.")
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, Mapping[str, Any]], Any]) -> None:
+        """Call this with every microbatch of the engine's loader, and where its order stands; what it returns is trained on."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Functions of the step for the metrics of the curriculum, by name."""
+        if isinstance(self.training_dataloader, CurriculumLoader):
+            self.training_dataloader.curriculum.set_schedules(schedule_func_dict)
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:

@@ -82,8 +82,7 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
     )),
     (DATA, (
         ("runtime.data_pipeline", "config"),
-        ("runtime.data_pipeline.data_routing", "basic_layer scheduler utils"),
-        ("runtime.data_pipeline.data_sampling", "data_sampler utils"),
+        ("runtime.data_pipeline.data_routing", "utils"),
     )),
     (ELASTIC, (
         ("elasticity", "elastic_agent"),

@@ -25,10 +25,6 @@ DATA = Missing(
     "ds-data does not have it yet",
     "ds_data (TokenFile, TokenWriter, schedules, Rows) with a DataLoader or data_iter of your own",
 )
-ROUTED = Missing(
-    "the engine does not route tokens by itself yet",
-    "ds_data.convert_to_random_ltd(model, Layer, ds_data.RouterConfig.of(section)), and router.update(step)",
-)
 COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
@@ -79,11 +75,6 @@ MISSING_ATTRIBUTES: Mapping[str, Missing] = {
     "timers": TIMERS,
     "tput_timer": TIMERS,
     "checkpoint_engine": Missing("checkpoints are ds-ckpt's", "save_checkpoint and load_checkpoint"),
-    "curriculum_scheduler": DATA,
-    "data_sampler": DATA,
-    "random_ltd_scheduler": DATA,
-    "set_custom_curriculum_learning_schedule": DATA,
-    "set_data_post_process_func": DATA,
     "quantizer": Missing("layers quantise their weights in forward", "quantize_training of the configuration"),
     "sequence_parallel_size": SEQUENCE,
 }

@@ -11,6 +11,7 @@ from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all
 from ds_engine.transforms.compression import Compression
 from ds_engine.transforms.experts import Experts
 from ds_engine.transforms.own_layers import OwnTensor
+from ds_engine.transforms.routing import Routing
 from ds_engine.transforms.sequence import Sequence
 from ds_engine.transforms.stages import Stages
 from ds_engine.transforms.tensor import Tensor
@@ -25,6 +26,7 @@ TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     Experts(),
     Sequence(),
     Compression(),
+    Routing(),
     Activations(),
     # compile
     Zero(),
