@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from deepspeed._ours.raising import raising
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_data import Lane, Router, RouterConfig, TokenFile, TokenWriter
+from ds_data import DistributedDataAnalyzer, Lane, Router, RouterConfig, TokenFile, TokenWriter
 from ds_data.config import DataEfficiencyConfig
 from ds_data.curriculum import Curriculum, make_metrics
 from ds_data.schedules import Schedule, make_schedule
@@ -382,7 +382,9 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     told, lane = plan.reading.batching, engine.mesh["data"]
     if told is None:
         raise ConfigError(
-            "dynamic_batching is not enabled", code="data-max-tokens", fix="Enable it, with max_tokens, in data_sampling."
+            "dynamic_batching is not enabled",
+            code="data-max-tokens",
+            fix="Enable it, with max_tokens, in data_sampling.",
         )
     if dataset_seqlens is None:
         dataset_seqlens = _lengths(dataset, engine, told.metrics_path, batch_seqlens_fn, dataloader_collate_fn)

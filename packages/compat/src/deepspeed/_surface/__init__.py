@@ -14,7 +14,6 @@ from deepspeed._surface import constants
 from deepspeed._surface.refusals import (
     COMPILE,
     COMPRESS,
-    DATA,
     ELASTIC,
     GATES,
     INFERENCE,
@@ -597,10 +596,15 @@ SURFACE: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         **from_("ds_data.seqlens", "batch_by_seqlens", "scale_lr"),
-        **not_(DATA, "VariableBatchSizeLR", "dataloader_for_variable_batch_size", "lr_scheduler_for_variable_batch_size",
-               "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"),
+        **from_(
+            "ds_data.variable", "VariableBatchSizeLR", "dataloader_for_variable_batch_size", "lr_scheduler_for_variable_batch_size",
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size",
+        ),
+        **from_("deepspeed._ours.data", "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"),
     },
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {**not_(DATA, "DataAnalyzer", "DistributedDataAnalyzer")},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
+        **from_("ds_data.analyzing", "DataAnalyzer", "DistributedDataAnalyzer"),
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         **from_(
             "deepspeed._ours.data", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path", "dataset_exists",
