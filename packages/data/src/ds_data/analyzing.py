@@ -137,12 +137,12 @@ def map_chunks(
                     single[m].append(values)
                 else:
                     sums[m] = values if (before := sums[m]) is None else before + values
-        found = {f"m{m}": np.concatenate(rows) if rows else sums[m] for m, rows in enumerate(single)}
+        found: dict[str, Any] = {"ids": np.concatenate(ids)}
+        for m, rows in enumerate(single):
+            found[f"m{m}"] = np.concatenate(rows) if rows else sums[m]
         draft = target.with_suffix(f".{os.getpid()}.part")
         with draft.open("wb") as out:
-            np.savez(
-                out, ids=np.concatenate(ids), **{name: value for name, value in found.items() if value is not None}
-            )
+            np.savez(out, **found)
         draft.replace(target)
         done += end - start
         _log.info("part %d of %d: %d samples measured, up to %d of %d", number, parts, done, end, len(dataset))

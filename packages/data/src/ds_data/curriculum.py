@@ -71,7 +71,7 @@ class Admission:
             rows = [file[i] for i in range(whole)] + ([file[whole][:rest]] if rest and whole < len(file) else [])
         else:
             hard = self._values.values[self._values.index.starts]
-            rows = [file[i] for i in np.flatnonzero(hard <= difficulty)]
+            rows = [file[i] for i in np.flatnonzero(hard <= difficulty).tolist()]
         found = np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)
         if found.size and not 0 <= int(found.min()) <= int(found.max()) < self._length:
             raise ConfigError(

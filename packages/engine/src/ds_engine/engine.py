@@ -276,9 +276,9 @@ class Engine(nn.Module):
 
     @training_dataloader.setter
     def training_dataloader(self, loader: Iterable[Any] | None) -> None:
-        own = loader is None or isinstance(loader, ResumableLoader)
-        self._loader, self._brought, self._stream = (loader, None, None) if own else (None, loader, None)
-        self._taken = loader.taken if isinstance(loader, ResumableLoader) else 0
+        own = isinstance(loader, ResumableLoader)
+        self._loader, self._brought = (loader if own else None), (None if own else loader)
+        self._stream, self._taken = None, 0 if self._loader is None else self._loader.taken
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", **options: Any

@@ -89,7 +89,7 @@ class ResumableLoader:
 
         # A generator of its own: making an iterator must not move the random numbers of the training.
         generator = torch.Generator().manual_seed(self.stream.seed + self.taken)
-        batches = iter(DataLoader(self.dataset, batch_sampler=samples(), generator=generator, **self._options))  # type: ignore[arg-type]
+        batches = iter(DataLoader(self.dataset, batch_sampler=samples(), generator=generator, **self._options))
         while True:
             begun = perf_counter()
             try:

@@ -226,7 +226,7 @@ class DeepSpeedDataSampler:
         self._told = self.curriculum.told()
 
 
-class MMapIndexedDataset(TokenFile, Dataset[Any]):  # type: ignore[misc]
+class MMapIndexedDataset(TokenFile, Dataset[Any]):
     """A token file by upstream's name: `dataset[i]` is an array.
 
     Args:
