@@ -101,6 +101,7 @@ def test_the_list_has_the_order_of_the_contract() -> None:
         "expert parallel",
         "sequence parallel",
         "compression",
+        "random-LTD",
         "activation checkpointing",
         "compile",
         "ZeRO",

@@ -276,9 +276,11 @@ class Engine(nn.Module):
 
     @training_dataloader.setter
     def training_dataloader(self, loader: Iterable[Any] | None) -> None:
-        own = isinstance(loader, ResumableLoader)
-        self._loader, self._brought = (loader if own else None), (None if own else loader)
-        self._stream, self._taken = None, 0 if self._loader is None else self._loader.taken
+        if isinstance(loader, ResumableLoader):
+            self._loader, self._brought, self._taken = loader, None, loader.taken
+        else:
+            self._loader, self._brought, self._taken = None, loader, 0
+        self._stream = None
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", **options: Any
