@@ -133,10 +133,8 @@ class Engine(nn.Module):
         self.module = components.module
         self.optimizer, self._sharding = components.optimizer, components.sharding
         self.lr_scheduler = components.scheduler
-        self._loader, self._brought = (
-            components.loader,
-            None,
-        )  # the engine's own, and one that the caller put in its place
+        self._loader: ResumableLoader | None = components.loader
+        self._brought: Iterable[Any] | None = None  # a loader that the caller put in its place
         self.mesh, self.device = components.mesh, components.device
         self.counters = Counters()
         self.last: StepResult | None = None
