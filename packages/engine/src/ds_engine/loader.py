@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -225,14 +225,14 @@ class PackedLoader(ResumableLoader):
         told = dict(options or {})
         collate = told.pop("collate_fn", None) or default_collate
         self.packing, packed = packing, PackedDataset(dataset, packing.microbatches)
-        self._numbers = np.cumsum([0, *map(len, packing.microbatches)])
+        self._numbers = [0, *accumulate(map(len, packing.microbatches))]
         self._mark = getattr(dataset, "fingerprint", None)
         super().__init__(packed, lane, order, {**told, "collate_fn": Joined(collate)})
 
     def samples_between(self, begun: int, ended: int) -> int:
         """Samples of the positions from `begun` to `ended`."""
-        every, total = len(self._numbers) - 1, int(self._numbers[-1])
-        first, last = (at // every * total + int(self._numbers[at % every]) for at in (begun, ended))
+        every, total = len(self._numbers) - 1, self._numbers[-1]
+        first, last = (at // every * total + self._numbers[at % every] for at in (begun, ended))
         return last - first
 
     def rebatch(self, micro: int, train: int) -> None:
