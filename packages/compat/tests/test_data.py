@@ -43,7 +43,7 @@ def told(**metric: Any) -> dict[str, Any]:
             **metric,
         }
     }
-    curriculum = {"enabled": True, "data_cluster_path": "clusters", "curriculum_metrics": metrics}
+    curriculum = {"enabled": True, "curriculum_metrics": metrics}
     return {
         "enabled": True,
         "seed": 1234,
