@@ -19,12 +19,16 @@ from ds_data.order import Lane, Stream
 __all__ = ["Batches", "TokenLoader", "check_state"]
 
 Batch = dict[str, Tensor]
+Places = NDArray[np.int64]
+_BLOCK = 64  # rows whose samples are computed together
 
 
 class Batches(Protocol):
     """What a `TokenLoader` reads; `Packed` is one."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from other data."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -41,7 +45,7 @@ class TokenLoader:
         lane: This rank's part of every row.
         seed, shuffle: See `Stream`.
         threads: That read; 0 reads when asked.
-        ahead: Microbatches that are read before they are asked for.
+        ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
         pin_memory: Into page-locked memory, for copies to a device that do not wait.
     Attributes:
         taken: Samples handed out so far, over all ranks. Set it to go anywhere, at no cost.
@@ -58,7 +62,7 @@ class TokenLoader:
         seed: int = 1234,
         shuffle: bool = True,
         threads: int = 1,
-        ahead: int = 4,
+        ahead: int = 16,
         pin_memory: bool = False,
     ) -> None:
         if not len(data):
@@ -68,32 +72,57 @@ class TokenLoader:
         self._threads, self._ahead, self._pin = threads, max(1, ahead), pin_memory
 
     def __iter__(self) -> Iterator[Batch]:
-        row = self.lane.row
-        if self._threads == 0:
-            while True:
-                begun, batch = perf_counter(), self.read(self.taken)
-                self.waited_s += perf_counter() - begun
-                self.taken += row
-                yield batch
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
-        coming: deque[Future[Batch]] = deque()
-        at = self.taken
+        at, row, jobs = self.taken, self.lane.row, self._jobs()
+        pool = None if self._threads == 0 else ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
+        coming: deque[tuple[int, Future[Batch] | None, Places]] = deque()
+        waiting, wanted = (
+            0,
+            1,
+        )  # microbatches in `coming`, and how many there should be: the first is not to wait for others
         try:
             while True:
-                while len(coming) < self._ahead:
-                    coming.append(pool.submit(self.read, at + len(coming) * row))
-                begun, batch = perf_counter(), coming.popleft().result()
+                while waiting < wanted:
+                    samples = next(jobs)
+                    waiting += len(samples)
+                    coming.append((len(samples), None if pool is None else pool.submit(self._read, samples), samples))
+                    if pool is None:
+                        break
+                count, job, samples = coming.popleft()
+                wanted = self._ahead
+                begun = perf_counter()
+                batch = self._read(samples) if job is None else job.result()
                 self.waited_s += perf_counter() - begun
-                at += row
-                self.taken = at  # counted when handed out, not when read
-                yield batch
+                for each in range(count):
+                    waiting -= 1
+                    at += row
+                    self.taken = at  # counted when handed out, not when read
+                    own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
+                    yield {name: rows[own] for name, rows in batch.items()}
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def read(self, start: int) -> Batch:
         """The microbatch of this rank in the row that begins at `start` of the stream."""
-        samples = self.stream.samples(np.asarray(self.lane.positions(start)))
-        batch = {name: torch.from_numpy(rows) for name, rows in self.data.batch(samples).items()}
+        return self._read(self.stream.samples(np.asarray(self.lane.positions(start))))
+
+    def _jobs(self) -> Iterator[Places]:
+        """int64 [microbatches, micro]: samples that are read together. One microbatch first, then more at a time: to hand one over takes as long
+        as to read it."""
+        start, lane, most = self.taken, self.lane, max(1, self._ahead // 2) if self._threads else 1
+        size, block = 1, 1
+        while True:
+            places = np.concatenate([lane.positions(start + i * lane.row) for i in range(block)])
+            # Of a few samples, the calls would cost more than the numbers.
+            found = self.stream.samples(places).reshape(block, lane.micro)
+            at = 0
+            while at < block:
+                yield found[at : at + size]
+                at, size = at + size, min(2 * size, most)
+            start, block = start + block * lane.row, _BLOCK
+
+    def _read(self, samples: Places) -> Batch:
+        batch = {name: torch.from_numpy(rows) for name, rows in self.data.batch(samples.reshape(-1)).items()}
         return {name: rows.pin_memory() for name, rows in batch.items()} if self._pin else batch
 
     def state_dict(self) -> dict[str, int | str]:

@@ -71,8 +71,6 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         length: Tokens of a sequence.
         documents: Only these, a range of them (see `splits`); None is all.
         fill_in_middle: Turns pieces of documents round; None leaves them.
-    Attributes:
-        fingerprint: What tells these sequences from others.
     Raises:
         ConfigError: items overlap or have gaps, the documents are not in the file, or not one sequence is full ("data-packing").
     """
@@ -111,7 +109,13 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
                 code="data-packing",
                 fix="Give more data or a smaller length.",
             )
-        self.fingerprint = f"{file.fingerprint}/{length}/{chosen.start}-{chosen.stop}/{fill_in_middle}"
+        self._documents = chosen
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells these sequences from others."""
+        chosen = self._documents
+        return f"{self.file.fingerprint}/{self.length}/{chosen.start}-{chosen.stop}/{self.fill_in_middle}"
 
     def __len__(self) -> int:
         return self._count
@@ -145,24 +149,25 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
     def batch(self, sequences: ArrayLike) -> dict[str, NDArray[np.int64]]:
         """int64 [k] -> four arrays int64 [k, length]; see `__getitem__`."""
         ids = np.asarray(sequences, np.int64)
-        rows = self.tokens(ids)
-        starts = self._first + ids[:, None] * self.length + np.arange(self.length + 1)
-        begins = np.zeros(rows.shape, bool)
-        begins[:, 0] = True
-        place = (
-            np.searchsorted(self._begins, starts[:, 0], "left"),
-            np.searchsorted(self._begins, starts[:, -1], "right"),
-        )
-        for row, a, b in zip(range(len(ids)), *place, strict=True):
-            begins[row, self._begins[a:b] - starts[row, 0]] = True
-        counted = np.arange(self.length)
-        last = np.maximum.accumulate(np.where(begins[:, :-1], counted, 0), axis=1)
-        return {
-            "input_ids": rows[:, :-1],
-            "labels": np.where(begins[:, 1:], IGNORED, rows[:, 1:]),
-            "position_ids": counted - last,
-            "document_ids": np.cumsum(begins[:, :-1], axis=1) - 1,
-        }
+        rows, length = self.tokens(ids), self.length
+        shape = (len(ids), length)
+        labels, positions, documents = rows[:, 1:].copy(), np.empty(shape, np.int64), np.empty(shape, np.int64)
+        starts = self._first + ids * length
+        # A document may begin at 1 to length, where the last label is.
+        first = np.searchsorted(self._begins, starts, "right").tolist()
+        last = np.searchsorted(self._begins, starts + length, "right").tolist()
+        counted = np.arange(length)
+        # Pieces of documents are long: a few copies of runs cost less than arithmetic on every token.
+        for row, start in enumerate(starts.tolist()):
+            begin = 0
+            for document, edge in enumerate((self._begins[first[row] : last[row]] - start).tolist()):
+                labels[row, edge - 1] = IGNORED
+                positions[row, begin:edge] = counted[: edge - begin]
+                documents[row, begin:edge] = document
+                begin = edge
+            positions[row, begin:] = counted[: length - begin]
+            documents[row, begin:] = last[row] - first[row]
+        return {"input_ids": rows[:, :-1], "labels": labels, "position_ids": positions, "document_ids": documents}
 
     def _within(self, sequence: int, end: int) -> list[int]:
         """Where documents begin after the first of `end` tokens of a sequence."""
@@ -174,4 +179,5 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
     @cached_property
     def _begins(self) -> NDArray[np.int64]:
         """Where documents with at least one value begin in the file."""
-        return np.unique(self._edges)
+        edges = self._edges  # in order already
+        return edges[np.flatnonzero(np.diff(edges, prepend=edges[0] - 1))]
