@@ -30,6 +30,7 @@ from ds_data.writing import write_items
 
 __all__ = ["Admission", "Cluster", "Curriculum", "Metric", "Row", "cluster_name", "make_metrics"]
 
+_AHEAD = 1024  # samples of a cluster that are drawn at once
 Samples = NDArray[np.int64]
 
 
@@ -163,14 +164,23 @@ class Cluster:
     samples: Samples
     key: int
     drawn: int = 0
+    _from: int = 0
+    _ahead: Samples = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def draw(self, count: int) -> Samples:
         """int64 [count]: the next samples."""
-        times, places = np.divmod(np.arange(self.drawn, self.drawn + count), len(self.samples))
+        at = self.drawn - self._from
+        if not 0 <= at <= at + count <= len(self._ahead):
+            # Of a few places a permutation costs as much as of a thousand.
+            self._from, self._ahead, at = self.drawn, self._samples(self.drawn, max(count, _AHEAD)), 0
+        self.drawn += count
+        return self._ahead[at : at + count]
+
+    def _samples(self, start: int, count: int) -> Samples:
+        times, places = np.divmod(np.arange(start, start + count), len(self.samples))
         for time in np.unique(times[times > 0]):
             inside = times == time
             places[inside] = Permutation(len(self.samples), mix(self.key, int(time)))(places[inside])
-        self.drawn += count
         return self.samples[places]
 
 
@@ -253,7 +263,7 @@ class Curriculum:
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(ends))
         drawn = [cluster.draw(int(count)) for cluster, count in zip(self.clusters, counts, strict=True) if count]
         self.taken += batch
-        return np.concatenate(drawn)[Permutation(batch, mix(self.seed, 5, self.step))(np.arange(batch))]
+        return np.concatenate(drawn)[np.argsort(uniform(mix(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
 
     def rows(self, lane: Lane, batch: int, taken: int) -> Iterator[Row]:
         """This rank's rows from position `taken` on, which lies in the batch that is drawn next.
