@@ -172,7 +172,8 @@ class Cluster:
         at = self.drawn - self._from
         if not 0 <= at <= at + count <= len(self._ahead):
             # Of a few places a permutation costs as much as of a thousand.
-            self._from, self._ahead, at = self.drawn, self._samples(self.drawn, max(count, _AHEAD)), 0
+            ahead = max(count, min(_AHEAD, len(self.samples)))
+            self._from, self._ahead, at = self.drawn, self._samples(self.drawn, ahead), 0
         self.drawn += count
         return self._ahead[at : at + count]
 
@@ -180,7 +181,7 @@ class Cluster:
         times, places = np.divmod(np.arange(start, start + count), len(self.samples))
         for time in np.unique(times[times > 0]):
             inside = times == time
-            places[inside] = Permutation(len(self.samples), mix(self.key, int(time)))(places[inside])
+            places[inside] = _permuted(len(self.samples), mix(self.key, int(time)), places[inside])
         return self.samples[places]
 
 
@@ -340,11 +341,18 @@ class Curriculum:
         if not len(fresh):
             return
         key = mix(self.seed, 6, len(self.clusters))
-        samples = fresh[Permutation(len(fresh), mix(key, 0))(np.arange(len(fresh)))]
+        samples = fresh[_permuted(len(fresh), mix(key, 0), np.arange(len(fresh)))]
         self.clusters.append(Cluster(dict(now), samples, key))
         if self.folder is not None:
             Path(self.folder).mkdir(parents=True, exist_ok=True)
             write_items(os.path.join(self.folder, cluster_name(now)), [samples], np.int64)
+
+
+def _permuted(length: int, key: int, places: Samples) -> Samples:
+    """What stands at these places of an order of `length` things. A short order is sorted whole, which costs less than a few places."""
+    if length > _AHEAD:
+        return Permutation(length, key)(places)
+    return np.argsort(uniform(key, np.arange(length)), kind="stable")[places]
 
 
 def cluster_name(difficulties: Mapping[str, int]) -> str:
