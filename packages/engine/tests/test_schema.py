@@ -189,6 +189,7 @@ BASES: dict[str, Mapping[str, Any]] = {
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
     "aio": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
     "zero_optimization.offload_optimizer": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
+    "zero_optimization.zenflow": {"zero_optimization": {**SMALL, "zenflow": {"select_strategy": "step", "select_interval": 8, "update_interval": 4}}},
     "zero_optimization.offload_param": {"zero_optimization": {**SMALL, "offload_param": FILES}},
     "zero_optimization": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}},
     "fp16": {"fp16": {"enabled": True}},

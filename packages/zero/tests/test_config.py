@@ -59,8 +59,6 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
 @pytest.mark.parametrize(
     "section",
     [
-        {"offload_optimizer": {"device": "cpu", "super_offload": True}},
-        {"zenflow": {"topk_ratio": 0.1}},
         {"ignore_unused_parameters": False},
     ],
 )
@@ -184,6 +182,7 @@ CHANGES = {
 ELSEWHERE = {  # seen by tests that need ranks or another object
     "overlap_comm": "test_order.py: nothing is issued early without it",
     "zero_quantized_nontrainable_weights": "test_wire.py: frozen parameters travel as codes",
+    "zenflow": "test_importance.py: the rules; world/test_importance.py: a run beside a loop",
     "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
     "offload_param": "below: what ds-zero is given; test_offload.py: what comes of it",
     "offload_optimizer": "below: what ds-zero is given; test_offload.py: what comes of it",

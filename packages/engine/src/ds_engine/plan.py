@@ -22,6 +22,7 @@ from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
 from ds_zero import Placement, Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
+from ds_zero.config import ZenFlowConfig
 from ds_zero.units import ModuleInfo, ParamInfo
 from ds_zero.wire import EXACT, Wire, certificates
 
@@ -95,6 +96,7 @@ class ShardPlan:
         tier: Where masters and optimizer state are between updates.
         rest: Where parameters are between uses.
         wire: What travels as codes; nodes as above.
+        split: How updates are split by importance; steps of an epoch are known with the data. None: they are not.
     """
 
     policy: UnitPolicy
@@ -107,6 +109,7 @@ class ShardPlan:
     tier: str | Placement = "device"
     rest: str | Placement = "device"
     wire: Wire = EXACT
+    split: ZenFlowConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +270,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
         "compared": _compared_text(plan),
+        **({"importance": _split_text(plan.sharding.split)} if plan.sharding.split is not None else {}),
         **({"offload": text} if (text := _offload_text(plan.zero)) else {}),
         **(
             {"generation": f"prompts and answers up to {plan.answer_tokens} tokens, with whole weights"}
@@ -285,6 +289,13 @@ def _compared_text(plan: Plan) -> str:
     return (
         f"no recorded run has {', '.join(' with '.join(pair) for pair in untried)} (docs/reference/support-matrix.md)"
     )
+
+
+def _split_text(split: ZenFlowConfig) -> str:
+    interval = (
+        "when they have grown large" if split.update_interval == "auto" else f"every {split.update_interval} steps"
+    )
+    return f"{split.topk_ratio:.0%} of the columns are updated in every step, the others {interval} (ZenFlow)"
 
 
 def _offload_text(zero: ZeroPlan) -> str:

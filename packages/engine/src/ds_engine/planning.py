@@ -48,11 +48,14 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config.zero_optimization.mics_hierarchical_params_gather,
         *_places(config),
         wire=_wire(config.zero_optimization),
+        split=config.zero_optimization.zenflow,
     )
+    if sharding.split is not None:
+        sharding.split.importance(1)  # whatever is wrong with it is said before anything is made
     precision = precision_of(config)
     states = _states(config, shapes, precision)
     # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
-    kept = state_tensors(config.optimizer)
+    kept = state_tensors(config.optimizer) + (sharding.split is not None)
     options = ShardOptions(
         stage=residency,
         precision=precision if states is None else replace(precision, state=states),

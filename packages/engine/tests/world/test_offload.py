@@ -190,3 +190,46 @@ def test_the_plan_says_what_is_where_and_what_moves(tmp_path: Any) -> None:
         assert said in row
     assert engine.plan.memory.file_bytes > 0
     engine.close()
+
+
+ZEN = {
+    "zenflow": {
+        "topk_ratio": 0.2,
+        "select_strategy": "step",
+        "select_interval": 6,
+        "update_interval": 3,
+        "full_warm_up_rounds": 1,
+    }
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@world(2)
+def test_zenflow_is_the_same_at_every_stage_and_tier(stage: int) -> None:
+    plain, offloaded = start(1, zero=ZEN), start(stage, zero={**ZEN, "offload_optimizer": CPU})
+    assert "20% of the columns" in str(plain.plan)
+    for _ in range(8):
+        assert plain.train_batch().loss == pytest.approx(offloaded.train_batch().loss, rel=1e-6)
+    found, other = plain.whole_state_dict(torch.float32), offloaded.whole_state_dict(torch.float32)
+    for name, value in found.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (3, 2)])
+@world(2)
+def test_zenflow_goes_on_from_a_checkpoint_of_another_stage(tmp_path: Any, stages: tuple[int, int]) -> None:
+    """In the middle of an interval; and a run without the section goes on from it, too."""
+    first = start(stages[0], zero=ZEN)
+    for _ in range(5):
+        first.train_batch()
+    first.save_checkpoint(str(tmp_path))
+    second, plain = start(stages[1], zero=ZEN), start(stages[1])
+    for engine in (second, plain):
+        engine.load_checkpoint(str(tmp_path))
+    for _ in range(4):
+        first.train_batch()
+        second.train_batch()
+        assert plain.train_batch().applied
+    found = first.whole_state_dict(torch.float32)
+    for name, value in second.whole_state_dict(torch.float32).items():
+        torch.testing.assert_close(value, found[name], rtol=1e-5, atol=1e-7)

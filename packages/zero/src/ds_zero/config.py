@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
 from ds_ops.io import IOSettings
+from ds_zero.importance import Importance, bad
 from ds_zero.offload.placement import Placement
 
 __all__ = [
@@ -84,7 +85,12 @@ class OffloadOptimizerConfig(StrictModel):
         le=1,
         description="Part of the elements that is offloaded, in whole units from the model's end.",
     )
-    super_offload: Annotated[bool, Unbuilt("false; ratio keeps a part of the update on the device")] = False
+    super_offload: Annotated[
+        bool,
+        Dead(
+            "the update begins when all gradients have arrived, with the same numbers; ratio keeps a part of it on the device"
+        ),
+    ] = False
     cpuadam_cores_perc: Annotated[
         float, Field(ge=0, le=1), Dead("the update uses torch's threads; nothing runs in a process of its own")
     ] = 0.8
@@ -105,6 +111,64 @@ class OffloadOptimizerConfig(StrictModel):
             write_behind=self.pipeline_write is not False,
             io=io,
         )
+
+
+class ZenFlowConfig(StrictModel):
+    """`zero_optimization.zenflow`: a few columns of each matrix are updated in every step, all others now and then.
+
+    Lan et al. 2025, arXiv:2505.12242.
+    """
+
+    topk_ratio: float = Field(
+        default=0.1, gt=0, le=1, description="Share of a matrix's columns that are updated in every step."
+    )
+    select_strategy: Literal["auto", "step", "epoch"] = Field(
+        default="auto",
+        description="Unit of `select_interval`; auto is once an epoch of the engine's data, or once where it has none.",
+    )
+    select_interval: Literal["auto"] | int = Field(
+        default="auto", description="Columns are chosen anew so often; auto is 1, in epochs."
+    )
+    update_interval: Literal["auto"] | int = Field(
+        default="auto", description="The rest is updated every so many steps; auto when its gradients have grown large."
+    )
+    full_warm_up_rounds: Count = Field(default=0, description="Steps at the beginning that update everything.")
+    auto_ratio: float = Field(
+        default=0.99,
+        ge=0,
+        le=1,
+        description="Share of the matrices whose rest must have grown large, for an update_interval of auto.",
+    )
+    overlap_step: Annotated[bool, Dead("the rest is updated within the step that ends an interval")] = False
+    offload: Annotated[bool, Dead("state of chosen columns rests where all optimizer state does")] = False
+    pt_reserved_cores_perc: Annotated[float, Dead("nothing runs in a process of its own")] = 0.5
+    steps_per_epoch: Annotated[int | None, Dead("the engine knows its data")] = None
+
+    def importance(self, steps_per_epoch: int | None = None) -> Importance:
+        """The same as `ds_zero.shard` takes it.
+
+        Args:
+            steps_per_epoch: Of the engine's data; None where the caller brings them.
+        Raises:
+            PlanError: strategy and interval do not go together ("zero-importance").
+        """
+        strategy, every = self.select_strategy, self.select_interval
+        if (strategy == "auto") != (every == "auto"):
+            raise bad(
+                f"zenflow.select_strategy {strategy!r} with select_interval {every!r}",
+                "Set both, or leave both at auto.",
+            )
+        if strategy == "epoch" and steps_per_epoch is None:
+            raise bad(
+                "zenflow.select_strategy epoch without training_data, whose length would tell",
+                "Use select_strategy step.",
+            )
+        count = 1 if every == "auto" else int(every)
+        interval = 0 if self.update_interval == "auto" else int(self.update_interval)
+        epochs = count * (steps_per_epoch or 0)
+        # An epoch may be shorter than an interval: then columns are chosen when it ends.
+        steps = count if strategy == "step" else epochs and max(epochs, interval)
+        return Importance(self.topk_ratio, steps, interval, self.auto_ratio, self.full_warm_up_rounds)
 
 
 def _folder(path: str | None) -> str | None:
@@ -225,8 +289,9 @@ class ZeroConfig(StrictModel):
     offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters rest.")
     offload_optimizer: OffloadOptimizerConfig | None = Field(default=None, description="Where optimizer state rests.")
 
+    zenflow: ZenFlowConfig | None = Field(default=None, description="Split updates by importance.")
+
     # Not built
-    zenflow: Annotated[dict[str, Any] | None, Unbuilt("leave it out")] = None
     ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
     legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False
 

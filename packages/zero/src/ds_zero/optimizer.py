@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ds_zero.options import Habits, ShardOptions, dtype_name
 from ds_zero.precision import Precision, ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding
+from ds_zero.splitting import Split
 from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
 from ds_zero.units import DENSE
@@ -86,6 +87,9 @@ class ShardedOptimizer(Optimizer):
         self.riders: tuple[float, ...] = ()
         self._scaled = 0
         self._habits = habits_of(inner, options.layout)
+        if options.importance is not None:  # what of the gradients waits for its update
+            self._habits = {n: replace(habits, states=habits.states + 1) for n, habits in self._habits.items()}
+        self._split_by: Split | None = None
         self._scale: ScaleState | None = None
         self._cut(model, options, self._habits)
         if self.sharding.precision.scale:
@@ -94,6 +98,8 @@ class ShardedOptimizer(Optimizer):
         owned = any(g["params"] for g in inner.param_groups)
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
+        if options.importance is not None:
+            self._split_by = Split(options.importance, self.sharding, inner)
 
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
@@ -111,6 +117,8 @@ class ShardedOptimizer(Optimizer):
         for number, group in enumerate(inner.param_groups):
             group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
         inner.state.clear()
+        if self._split_by is not None:
+            self._split_by.sharding = self.sharding
 
     def _units_of(self, group: int) -> list[Unit]:
         return [u for u in self.sharding.units if u.spec.params[0].group == group]
@@ -312,11 +320,15 @@ class ShardedOptimizer(Optimizer):
         for unit, absent in zip(units, unused, strict=True):
             if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
                 self._split(unit)
+        if self._split_by is not None:
+            self._split_by.begin(units)
         gone = dict(zip(units, unused, strict=True))
         together = [u for u in units if not u.tier.alone]
         batches = [together, *([u] for u in units if u.tier.alone)]
         for batch, after in zip(batches, [*batches[1:], []], strict=True):
             self._update_units({unit: gone[unit] for unit in batch}, after, factor)
+        if self._split_by is not None:
+            self._split_by.finish()
 
     def _update_units(self, units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float) -> None:
         """Update units, of which some parameters were used by nobody, in one call of the optimizer; see `tiers.py`."""
@@ -330,7 +342,10 @@ class ShardedOptimizer(Optimizer):
                     part.tensor.grad = unit.tier.gradient(mine, part.tensor)
         for unit in after:
             unit.tier.begin_fetch()
-        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+        if self._split_by is None:
+            step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+        else:
+            self._split_by.update(units, factor)
         for unit in units:
             for part in unit.parts:
                 part.tensor.grad = None
@@ -459,6 +474,7 @@ class ShardedOptimizer(Optimizer):
             "scalars": self._merge(scalars),
             "loss_scale": None if self._scale is None else asdict(self._scale),
             "names": self._all_names(),  # for others that keep states by their place in a group
+            **({} if self._split_by is None else {"importance": self._split_by.state_dict()}),
         }
 
     def _all_names(self) -> list[list[str]]:
@@ -500,6 +516,8 @@ class ShardedOptimizer(Optimizer):
                 self._load_scalars(unit, key, values)
         for unit in self.sharding.units:
             unit.gradients.rescale(0.0)
+        if state_dict.get("importance") is not None and self._split_by is not None:
+            self._split_by.load_state_dict(state_dict["importance"])
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])
 

@@ -13,6 +13,7 @@ from torch import nn
 from ds_comm import Group
 from ds_config.errors import PlanError
 from ds_zero.families import family_name
+from ds_zero.importance import Importance
 from ds_zero.layout import Kind
 from ds_zero.nodes import Nodes
 from ds_zero.offload.placement import Placement
@@ -50,6 +51,7 @@ class ShardOptions:
             `ds_zero.Placement`, or a function that says one of these for each unit.
         rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
         wire: What travels as small codes instead of as it is (ZeRO++), see `wire.py`.
+        importance: Which elements are stepped in every step, and when the others are (ZenFlow); None: all in every step.
     """
 
     stage: int | Residency = 1
@@ -68,6 +70,7 @@ class ShardOptions:
     tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
     rest: str | Placement = "device"
     wire: Wire = EXACT
+    importance: Importance | None = None
 
     def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
         """The tiers of units, in canonical order."""

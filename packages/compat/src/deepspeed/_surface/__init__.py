@@ -579,6 +579,8 @@ SURFACE: Mapping[str, Rows] = {
         ),
         **from_("ds_parallel.tiling", "sequence_tiled_compute"),
     },
+    "deepspeed.runtime.zenflow": {},
+    "deepspeed.runtime.zenflow.zenflow_config": {**from_("ds_zero.config", "ZenFlowConfig")},
     "deepspeed.runtime.data_pipeline": {},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**from_("deepspeed._ours.data", "CurriculumScheduler")},
     "deepspeed.runtime.data_pipeline.data_routing": {},

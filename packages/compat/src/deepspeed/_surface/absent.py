@@ -244,8 +244,7 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
     )),
     (TIERS, (
         ("ops.adam", "multi_tensor_apply zenflow_cpu_adam zenflow_torch_adam"),
-        ("runtime", "zenflow"),
-        ("runtime.zenflow", "engine engine_stage3 zenflow_config zenflow_stage_1_and_2 zenflow_utils"),
+        ("runtime.zenflow", "engine engine_stage3 zenflow_stage_1_and_2 zenflow_utils"),
     )),
     (TRANSPORT, (
         ("comm", "backend ccl mori torch"),

@@ -63,6 +63,8 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
         if inner is None:
             site.sharding = shard(site.model, None, **options)
             return site.sharding
+        if plan.sharding.split is not None:
+            options["importance"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
         # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
         site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip, **options))
         site.sharding = site.optimizer.sharding
@@ -80,6 +82,12 @@ def _residency_text(residency: Residency) -> str:
     }
     named = [name for name, cut in sharded.items() if cut]
     return f"{', '.join(named)} sharded" if named else "nothing sharded"
+
+
+def _steps_of_an_epoch(site: Site) -> int | None:
+    """Of the engine's data; None where the caller brings them."""
+    data = site.parts.data
+    return None if data is None else max(1, -(-len(data) // site.plan.batch.train))
 
 
 def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
