@@ -200,3 +200,19 @@ def test_mixed_sequences_are_loaded(corpus: TokenFile, tmp_path: Path) -> None:
     assert ((rows == 5).all(1) == (sources == 1)).all()
     assert abs(float(sources.double().mean()) - 0.25) < 0.05
     assert loader.waited_s > 0
+
+
+def test_narrow_on_the_way_and_wide_where_it_is_used(corpus: TokenFile, tmp_path: Path) -> None:
+    lane = Lane(0, 1, 3)
+    wide, narrow = Packed(corpus, 16), Packed(corpus, 16, dtype=np.int32)
+    assert {array.dtype for array in narrow.batch([0, 1]).values()} == {np.dtype(np.int32)}
+    ways = TokenLoader(wide, lane), TokenLoader(narrow, lane), TokenLoader(narrow, lane, device="cpu", threads=0)
+    for plain, sent, there in islice(zip(*ways, strict=False), 7):
+        for name, rows in plain.items():
+            assert (rows.dtype, sent[name].dtype, there[name].dtype) == (torch.int64, torch.int32, torch.int64)
+            assert torch.equal(rows, sent[name].long())
+            assert torch.equal(rows, there[name])
+    assert torch.equal(ways[2].read(0)["labels"], next(iter(TokenLoader(wide, lane)))["labels"])
+    wide_file = write_items(tmp_path / "wide", [[1, 2, 3, 4]], np.uint32)
+    with pytest.raises(ConfigError, match="may not hold"):
+        Packed(wide_file, 2, dtype=np.int32)

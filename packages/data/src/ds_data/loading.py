@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,12 +33,12 @@ class Batches(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def batch(self, sequences: ArrayLike) -> Mapping[str, NDArray[np.int64]]:
+    def batch(self, sequences: ArrayLike) -> Mapping[str, NDArray[Any]]:
         """int64 [k] -> arrays [k, ...]."""
 
 
 class TokenLoader:
-    """Microbatches of this rank, without end. Each is a dict of int64 tensors [micro, length].
+    """Microbatches of this rank, without end. Each is a dict of tensors [micro, length], int64 unless the data say int32.
 
     Args:
         data: Sequences.
@@ -47,6 +47,7 @@ class TokenLoader:
         threads: That read; 0 reads when asked.
         ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
         pin_memory: Into page-locked memory, for copies to a device that do not wait.
+        device: Where the tensors are handed out, as int64: what the data has as int32 is widened there. None leaves them as they are.
     Attributes:
         taken: Samples handed out so far, over all ranks. Set it to go anywhere, at no cost.
         waited_s: Seconds that the caller has waited for data.
@@ -64,12 +65,13 @@ class TokenLoader:
         threads: int = 1,
         ahead: int = 16,
         pin_memory: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
         self.data, self.lane, self.stream = data, lane, Stream(len(data), seed, shuffle)
         self.taken, self.waited_s = 0, 0.0
-        self._threads, self._ahead, self._pin = threads, max(1, ahead), pin_memory
+        self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
 
     def __iter__(self) -> Iterator[Batch]:
         at, row, jobs = self.taken, self.lane.row, self._jobs()
@@ -97,14 +99,21 @@ class TokenLoader:
                     at += row
                     self.taken = at  # counted when handed out, not when read
                     own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
-                    yield {name: rows[own] for name, rows in batch.items()}
+                    yield self._there({name: rows[own] for name, rows in batch.items()})
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def read(self, start: int) -> Batch:
         """The microbatch of this rank in the row that begins at `start` of the stream."""
-        return self._read(self.stream.samples(np.asarray(self.lane.positions(start))))
+        return self._there(self._read(self.stream.samples(np.asarray(self.lane.positions(start)))))
+
+    def _there(self, batch: Batch) -> Batch:
+        if self._device is None:
+            return batch
+        # Narrow on the way, wide where it is used; neither waits for the device.
+        sent = {name: rows.to(self._device, non_blocking=self._pin) for name, rows in batch.items()}
+        return {name: rows.to(torch.int64) for name, rows in sent.items()}
 
     def _jobs(self) -> Iterator[Places]:
         """int64 [microbatches, micro]: samples that are read together. One microbatch first, then more at a time: to hand one over takes as long

@@ -71,6 +71,7 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         length: Tokens of a sequence.
         documents: Only these, a range of them (see `splits`); None is all.
         fill_in_middle: Turns pieces of documents round; None leaves them.
+        dtype: Format of the arrays. int32 is half the bytes on the way to a device, where `TokenLoader` widens it.
     Raises:
         ConfigError: items overlap or have gaps, the documents are not in the file, or not one sequence is full ("data-packing").
     """
@@ -82,8 +83,15 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         *,
         documents: range | None = None,
         fill_in_middle: FillInMiddle | None = None,
+        dtype: Any = np.int64,
     ) -> None:
-        self.file, self.length, self.fill_in_middle = file, length, fill_in_middle
+        self.file, self.length, self.fill_in_middle, self.dtype = file, length, fill_in_middle, np.dtype(dtype)
+        if not np.can_cast(file.dtype, self.dtype) and self.dtype != np.int64:
+            raise ConfigError(
+                f"{file.prefix} holds {file.dtype}, which {self.dtype} may not hold",
+                code="data-packing",
+                fix="Leave dtype at int64, or write the file with a narrower format.",
+            )
         starts, bounds = file.index.starts, file.index.bounds
         if len(file) and bool((starts[1:] != (starts + file.sizes)[:-1]).any()):
             raise ConfigError(
@@ -121,16 +129,16 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         return self._count
 
     def __getitem__(self, at: Any) -> Any:
-        """`input_ids`, `labels`, `position_ids`, `document_ids`: int64 [length] each."""
+        """`input_ids`, `labels`, `position_ids`, `document_ids`: [length] each."""
         at = range(self._count)[at]
         return {name: rows[0] for name, rows in self.batch([at]).items()}
 
     def tokens(self, sequences: ArrayLike, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """int64 [k] -> [k, length + 1]: inputs and the label after them, widened to the format of `out` (int64 by default)."""
+        """int64 [k] -> [k, length + 1]: inputs and the label after them, widened to the format of `out` (`dtype` by default)."""
         ids = np.asarray(sequences, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._count:
             raise IndexError(f"sequences {int(ids.min())} to {int(ids.max())} of {self._count}")
-        rows = np.empty((len(ids), self.length + 1), np.int64) if out is None else out
+        rows = np.empty((len(ids), self.length + 1), self.dtype) if out is None else out
         values = self.file.values
         for row, start in zip(rows, (self._first + ids * self.length).tolist(), strict=True):
             row[:] = values[start : start + self.length + 1]
@@ -146,17 +154,17 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         """Where documents begin in a sequence: 0, ..., length. These are the `cu_seqlens` of varlen attention."""
         return [0, *self._within(sequence, self.length), self.length]
 
-    def batch(self, sequences: ArrayLike) -> dict[str, NDArray[np.int64]]:
-        """int64 [k] -> four arrays int64 [k, length]; see `__getitem__`."""
+    def batch(self, sequences: ArrayLike) -> dict[str, NDArray[Any]]:
+        """int64 [k] -> four arrays [k, length]; see `__getitem__`."""
         ids = np.asarray(sequences, np.int64)
         rows, length = self.tokens(ids), self.length
         shape = (len(ids), length)
-        labels, positions, documents = rows[:, 1:].copy(), np.empty(shape, np.int64), np.empty(shape, np.int64)
+        labels, positions, documents = rows[:, 1:].copy(), np.empty(shape, self.dtype), np.empty(shape, self.dtype)
         starts = self._first + ids * length
         # A document may begin at 1 to length, where the last label is.
         first = np.searchsorted(self._begins, starts, "right").tolist()
         last = np.searchsorted(self._begins, starts + length, "right").tolist()
-        counted = np.arange(length)
+        counted = np.arange(length, dtype=self.dtype)
         # Pieces of documents are long: a few copies of runs cost less than arithmetic on every token.
         for row, start in enumerate(starts.tolist()):
             begin = 0
