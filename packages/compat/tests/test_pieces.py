@@ -19,6 +19,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.utils import move_to_device, partition_balanced, partition_uniform
+from deepspeed.runtime.zero.muon.original_muon import muon_update
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
@@ -27,6 +28,20 @@ from torch import nn
 from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 
 # ---- optimizers and schedules
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 8), (6, 2, 2, 3)])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_the_direction_of_muon_is_the_steps_of_its_optimizer(shape, method):
+    from ds_ops.optim import Muon
+
+    torch.manual_seed(1)
+    grad, param = torch.randn(shape), nn.Parameter(torch.randn(shape))
+    before = param.detach().clone()
+    param.grad = grad.clone()
+    Muon([param], lr=0.1, momentum=0.9, weight_decay=0.0, ns_method=method).step()
+    update = muon_update(grad.clone(), torch.zeros(shape), beta=0.9, ns_method=method)
+    torch.testing.assert_close(param.detach(), before - 0.1 * update.view(shape), rtol=1e-4, atol=1e-5)
 
 
 def test_a_schedule_shows_its_parameters_and_takes_an_unknown_shape_for_log():

@@ -213,6 +213,6 @@ def test_narrow_on_the_way_and_wide_where_it_is_used(corpus: TokenFile, tmp_path
             assert torch.equal(rows, sent[name].long())
             assert torch.equal(rows, there[name])
     assert torch.equal(ways[2].read(0)["labels"], next(iter(TokenLoader(wide, lane)))["labels"])
-    wide_file = write_items(tmp_path / "wide", [[1, 2, 3, 4]], np.uint32)
+    wide_file = write_items(tmp_path / "wide", [[1, 2, 3, 4]], np.int64)
     with pytest.raises(ConfigError, match="may not hold"):
         Packed(wide_file, 2, dtype=np.int32)

@@ -10,6 +10,7 @@ import torch
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
 from ds_ops.optim.base import Params
+from ds_ops.optim.muon import orthogonalize
 from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
 from ds_ops.updating import update
 
@@ -24,6 +25,8 @@ __all__ = [
     "FusedLamb",
     "FusedLion",
     "dress_optimizer",
+    "muon_update",
+    "zeropower_via_newtonschulz5",
 ]
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
@@ -325,3 +328,34 @@ def dress_optimizer(made: torch.optim.Optimizer, offloaded: bool) -> None:
     if isinstance(made, AdamW):
         made.decoupled = made.decoupled  # type: ignore[misc]  # of its present class
     made.__class__ = kind
+
+
+def zeropower_via_newtonschulz5(G: torch.Tensor, steps: int) -> torch.Tensor:
+    """`ds_ops.optim.muon.orthogonalize`."""
+    return orthogonalize(G, steps=steps)
+
+
+@torch.no_grad()
+def muon_update(
+    grad: torch.Tensor,
+    momentum: torch.Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+    is_expert_group: bool = False,
+) -> torch.Tensor:
+    """The direction in which Muon goes: momentum, orthogonalized, times sqrt(max(1, rows / columns)).
+
+    Args:
+        grad: [rows, columns], a stack of these, or a convolution's weight, whose last three dims are flattened.
+            Overwritten with `nesterov`.
+        momentum: Like it; moved towards `grad`.
+        ns_method: "gram" or "standard".
+    """
+    momentum.lerp_(grad, 1 - beta)
+    step = grad.lerp_(momentum, beta) if nesterov else momentum
+    if step.dim() == 4 and not is_expert_group:
+        step = step.view(len(step), -1)
+    found = orthogonalize(step, steps=ns_steps, method="standard" if ns_method == "standard" else "gram")
+    return found * max(1.0, found.size(-2) / found.size(-1)) ** 0.5

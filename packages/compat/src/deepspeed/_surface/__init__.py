@@ -278,6 +278,7 @@ SURFACE: Mapping[str, Rows] = {
         **from_("deepspeed._ours.config", ZeRORuntimeException="DeepSpeedConfigError"),
     },
     "deepspeed.runtime.zero.mics": {**from_(_ZERO, "MiCS_Init"), **not_(MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
+    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optimizers", "muon_update", "zeropower_via_newtonschulz5"),
     "deepspeed.runtime.zero.muon": {**not_(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
     # -- engine
     "deepspeed.runtime.engine": {

@@ -147,7 +147,7 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
         ("runtime.zero", "mics_utils"),
     )),
     (MUON, (
-        ("runtime.zero.muon", "muon_optimizer original_muon"),
+        ("runtime.zero.muon", "muon_optimizer"),
     )),
     (OFFLOAD, (
         ("runtime", "superoffload"),
