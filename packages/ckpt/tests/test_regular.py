@@ -151,6 +151,35 @@ def test_pipeline_stages(tmp_path, ranks):
         write_regular(tied, tmp_path, "u", layout, allow_pickle=True)
 
 
+def test_tied_layers_of_a_pipeline_are_with_all_that_share_them(tmp_path):
+    """Layers 0 and 3 share one key, 1 and 2 another; stages [0, 2) and [2, 4) come to the keys in different order."""
+    a, b = "tied_modules.a.weight", "tied_modules.b.weight"
+    source = _state({a: (3,), b: (4,), "1.bias": (2,), "3.bias": (2,)}, groups=[(a, b, "1.bias", "3.bias")])
+    source = type(source)(source.entries, {}, source.meta)
+    layout = Regular(1, 2, pipeline=(0, 2), tied=(("a", (0, 3)), ("b", (1, 2))))
+    path = write_regular(source, tmp_path, "t", layout, allow_pickle=True)
+    shapes = [torch.load(path / f"mp_rank_0{s}_model_states.pt", weights_only=True)["param_shapes"][0] for s in (0, 1)]
+    assert [list(own) for own in shapes] == [[a, b, "1.bias"], [b, a, "3.bias"]]
+    layers = [torch.load(path / f"layer_0{n}-model_states.pt", weights_only=True) for n in range(4)]
+    assert [sorted(own) for own in layers] == [["weight"], ["bias", "weight"], ["weight"], ["bias", "weight"]]
+    assert torch.equal(layers[0]["weight"], layers[3]["weight"])
+    back = open_deepspeed(tmp_path, allow_pickle=True)
+    assert set(back.entries) == set(source.entries)
+    assert all(torch.equal(back.entries[key].read(), entry.read()) for key, entry in source.entries.items())
+
+
+def test_layer_files_that_are_numbered_by_a_tensor_axis_of_one_are_read(tmp_path):
+    source = _state({"0.weight": (3,), "1.weight": (4,)})
+    source = type(source)(source.entries, {}, source.meta)
+    path = write_regular(source, tmp_path, "t", Regular(1, 1, pipeline=(0, 1)), allow_pickle=True)
+    for number in (0, 1):
+        (path / f"layer_0{number}-model_states.pt").rename(path / f"layer_0{number}-model_00-model_states.pt")
+    _same(open_deepspeed(tmp_path, allow_pickle=True), source)
+    torch.save({}, path / "layer_00-model_01-model_states.pt")
+    with pytest.raises(UnsupportedError, match="cut by tensor parallelism"):
+        open_deepspeed(tmp_path, allow_pickle=True)
+
+
 def test_tied_layers_of_a_pipeline_are_read(tmp_path):
     """Both stages have the tied layer, under its own name with the optimizer and as a numbered layer with the model."""
     source = _state({"0.weight": (3,), "1.weight": (4,)}, groups=[("0.weight", "1.weight")])

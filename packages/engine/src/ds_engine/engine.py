@@ -323,12 +323,12 @@ class Engine(nn.Module):
         """
         name, root = tag or f"global_step{self.counters.steps}", fspath(save_dir)
         foreign = self.plan.foreign
+        layout = foreign and layout_of(self.plan.residency, self.mesh["data"], self.plan.precision.param, self.module)
         path = f"{root}/{draft_of(name) if foreign else name}"
         save_run(self, path, client_state or {}, frozen=not exclude_frozen_parameters)
-        if not foreign:
+        if not layout:
             return path
         self.checkpointer.wait()
-        layout = layout_of(self.plan.residency, self.mesh["data"], self.plan.precision.param)
         return write_as_deepspeed(root, name, layout, self.mesh["world"])
 
     def load_checkpoint(

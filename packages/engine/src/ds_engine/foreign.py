@@ -9,25 +9,48 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ds_ckpt.convert.deepspeed import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
 from ds_ckpt.format import MANIFEST
 from ds_comm import Group, barrier, broadcast_object_list
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, UnsupportedError
+from ds_pipe import PipelineModule, TiedLayerSpec
 from ds_zero import STAGES, Residency
 
 __all__ = ["draft_of", "latest_tag", "layout_of", "translated", "write_as_deepspeed"]
 
 
-def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None) -> Regular:
-    """How the files of a run are cut over the ranks that share the optimizer's state."""
+def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
+    """How the files of a run are cut over the ranks that share the optimizer's state.
+
+    A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume with.
+
+    Raises:
+        UnsupportedError: a rank has several stages of the model, which DeepSpeed has not ("ckpt-foreign-layout").
+    """
     stage = next(number for number, found in STAGES.items() if found == residency)
-    return Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
+    cut = Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
+    if not isinstance(model, PipelineModule):
+        return cut
+    if model.rank_of != tuple(range(model.num_stages)):
+        raise UnsupportedError(
+            f"the stages of a model with schedule {model.schedule!r} lie on ranks {list(model.rank_of)}; DeepSpeed's lie one on each",
+            code="ckpt-foreign-layout",
+            fix="Leave checkpoint.layout out, or use a schedule with one stage a rank: 1f1b, gpipe, zb-h1, zb-h2.",
+        )
+    tied: dict[str, list[int]] = {}
+    for number, layer in enumerate(model.specs):
+        if isinstance(layer, TiedLayerSpec):
+            tied.setdefault(layer.key, []).append(number)
+    shared = tuple((key, tuple(numbers)) for key, numbers in tied.items())
+    return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), tied=shared)
 
 
 def draft_of(tag: str) -> str:

@@ -1,5 +1,7 @@
 """A model in stages under the engine: losses, norms, parameters, evaluation and checkpoints as of one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ds_engine
+from ds_ckpt.convert.pickled import load_pt
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import SumLoss
 from ds_engine.pipelining import PipelineEngine
@@ -216,6 +219,42 @@ def test_a_checkpoint_of_two_stages_goes_on_with_one_and_back(tmp_path):
     again.load_checkpoint(folder[0])
     assert [r.loss for r in train(again, iter(rest))] == pytest.approx(expected, rel=1e-5)
     again.close()
+
+
+@world(2)
+def test_a_checkpoint_in_deepspeeds_layer_files_goes_on_with_any_stages(tmp_path):
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    layout = {"checkpoint": {"layout": "deepspeed"}}
+    engine, _, _, _ = ds_engine.initialize(model=cut(2), config=config(2, **layout))
+    stream = batches(0, 1, 4)
+    train(engine, stream)
+    engine.save_checkpoint(folder[0], "t", client_state={"epoch": 3})
+    expected = [r.loss for r in train(engine, stream)]
+    tied = dict(engine.module.named_parameters())["tied_modules.words.weight"]
+    files = {path.name: path for path in (Path(folder[0]) / "t").iterdir()}
+    assert [name for name in sorted(files) if name.startswith("layer")] == [
+        f"layer_{number:02d}-model_states.pt" for number in range(8)
+    ]
+    for number in (0, 7):  # both layers that share it have it, and both stages' optimizers
+        file = torch.load(files[f"layer_{number:02d}-model_states.pt"], weights_only=True)
+        assert {name: value.shape for name, value in file.items()} == {"weight": tied.shape}
+    for stage, blocks in enumerate((("1", "2", "3"), ("4", "5", "6"))):
+        (shapes,) = torch.load(files[f"mp_rank_0{stage}_model_states.pt"], weights_only=True)["param_shapes"]
+        assert {name.split(".")[0] for name in shapes} == {"tied_modules", *blocks}
+        file = load_pt(files[f"zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt"])
+        assert file["optimizer_state_dict"]["clip_grad"] == 0.05  # what DeepSpeed clips by after it has loaded
+    engine.close()
+    rest = list(batches(0, 1, 4))[2 * ACCUMULATION :]
+    for stages, schedule, zero in ((1, "1f1b", 3), (2, "zbv", 1)):
+        other, _, _, _ = ds_engine.initialize(model=cut(stages, schedule), config=config(zero, **layout))
+        path, client = other.load_checkpoint(folder[0], "t")
+        assert (path, client["epoch"]) == (f"{folder[0]}/t", 3)
+        assert [r.loss for r in train(other, iter(rest))] == pytest.approx(expected, rel=1e-5)
+        if schedule == "zbv":
+            with pytest.raises(UnsupportedError, match=r"\[0, 1, 1, 0\]"):
+                other.save_checkpoint(folder[0], "u")
+        other.close()
 
 
 @world(2)

@@ -146,7 +146,10 @@ def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str
     first = by_mp[min(by_mp)][0]
     if first.get("ds_autoep_layers"):
         reasons.append("experts of AutoEP")
-    if any(match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))):
+    slices = {match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))}
+    if any(
+        int(number) for own in slices for number in re.findall(r"_(\d+)-", own)
+    ):  # model_00 alone is the whole layer
         reasons.append("layers cut by tensor parallelism")
     degrees = first.get("checkpoint_parallel_dimensions") or {}
     if int(degrees.get("tp_degree", 1)) > 1:

@@ -8,7 +8,8 @@ updates; its *pieces* are ranges of parameters, end to end. Optimizer states lie
 - Stage 3: of every parameter each rank has ceil(n / ranks) elements, padded; a flat is those of a sub-group end to end.
 - Experts belong to groups of their own, spread over every `experts`-th rank; files have one global expert each, flats
   use the numbers that the experts have on their rank.
-- A pipeline stage is a model-parallel rank with groups of its own; the model is in one file per layer.
+- A pipeline stage is a model-parallel rank with groups of its own; the model is in one file per layer. Parameters of tied layers
+  are in the groups of every stage that has one, and in the file of each of those layers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = ["EXPERT", "Flat", "Piece", "Regular", "plan_flats", "write_regular"]
 
 EXPERT: Final = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _LAYER: Final = re.compile(r"(\d+)\.(.*)")
+_TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.*)")
 _ALIGN: Final = 2  # elements: a part of a flat group starts at four bytes of fp16
 _VERSION: Final = "0.19.8"  # whose loader was checked against these files
 
@@ -51,6 +53,7 @@ class Regular:
         experts: Ranks that share the experts of a layer (`ep_size`).
         pipeline: The first layer of each pipeline stage, starting with 0; () without a pipeline.
         layers: Of the pipeline, all stages together; 0: up to the last that has parameters.
+        tied: Keys of tied layers with the numbers of the layers that share their parameters, `tied_modules.KEY.*`.
         sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
     """
 
@@ -61,6 +64,7 @@ class Regular:
     experts: int = 1
     pipeline: tuple[int, ...] = ()
     layers: int = 0
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     sub_group_size: int = 10**9
 
     def __post_init__(self) -> None:
@@ -254,7 +258,8 @@ class _Writer:
         parts = [_own(self._sizes(names), self.layout, rank)[2] for names in self.groups]
         return {
             **body,
-            "clip_grad": 0.0,
+            # DeepSpeed clips by what it loads, not by its own configuration.
+            "clip_grad": float((self.meta.get("config") or {}).get("gradient_clipping") or 0.0),
             "base_optimizer_state": inner,
             # Copies: a view would be stored with all it is a part of.
             "single_partition_of_fp32_groups": [
@@ -404,9 +409,10 @@ class _Writer:
         layers: dict[int, dict[str, Tensor]] = {number: {} for number in self.layers}  # DeepSpeed wants empty ones, too
         for key in self.source.entries:
             kind, _, name = key.partition("/")
-            found = _LAYER.fullmatch(name)
-            if kind in ("param", "buffer") and name in self.names and found is not None:
-                layers[int(found[1])][found[2]] = self._half(key)
+            if kind in ("param", "buffer") and name in self.names:
+                numbers, leaf = _place(name, self.layout)
+                for number in set(numbers) & layers.keys():
+                    layers[number][leaf] = self._half(key)
         for number, state in layers.items():
             save_pt(state, self.folder / f"layer_{number:02d}-model_states.pt")
 
@@ -455,20 +461,36 @@ def _stages(source: Source, layout: Regular) -> list[_Stage]:
     groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
     if not layout.pipeline:
         return [_Stage(names, groups, known, range(0))]
-    unknown = sorted(n for n in names if not _LAYER.fullmatch(n))
+    unknown = sorted(n for n in names if not _place(n, layout)[0])
     if unknown:
         raise UnsupportedError(
             f"{unknown[0]!r} is in no layer of a pipeline (names of layers begin with their number)",
             code="ckpt-foreign-layout",
-            fix="Layers that are tied between stages cannot be written; use the universal layout.",
+            fix="Say in Regular(tied=...) which layers share parameters, or use the universal layout.",
         )
-    last = max((int(n.split(".")[0]) + 1 for n in names), default=0)
+    last = max((number + 1 for n in names for number in _place(n, layout)[0]), default=0)
     out = []
     for low, high in itertools.pairwise((*layout.pipeline, max(last, layout.layers))):
-        own = {n for n in names if low <= int(n.split(".")[0]) < high}
-        kept = [(known[i], here) for i, group in enumerate(groups) if (here := [n for n in group if n in own])]
-        out.append(_Stage(own, [group for _, group in kept], [what for what, _ in kept], range(low, high)))
+        here = range(low, high)
+        first = {n: found[0] for n in names if (found := sorted(set(_place(n, layout)[0]) & set(here)))}
+        kept = [(known[i], own) for i, group in enumerate(groups) if (own := _ordered(group, first))]
+        out.append(_Stage(set(first), [group for _, group in kept], [what for what, _ in kept], here))
     return out
+
+
+def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
+    """(the layers that have a parameter or buffer, what they call it); no layers where that is not known."""
+    if (found := _LAYER.fullmatch(name)) is not None:
+        return (int(found[1]),), found[2]
+    tied = _TIED.fullmatch(name)
+    return (dict(layout.tied).get(tied[1], ()), tied[2]) if tied else ((), name)
+
+
+def _ordered(group: Sequence[str], first: Mapping[str, int]) -> list[str]:
+    """What of a group a stage has. Its tied parameters are in the order in which that stage comes to their layers."""
+    own = [n for n in group if n in first]
+    tied = iter(sorted((n for n in own if _TIED.fullmatch(n)), key=first.__getitem__))
+    return [next(tied) if _TIED.fullmatch(n) else n for n in own]
 
 
 def _groups(source: Source, layout: Regular) -> list[list[str]]:
