@@ -48,6 +48,9 @@ def test_a_schedule_shows_its_parameters_and_takes_an_unknown_shape_for_log():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     odd = lr_schedules.WarmupCosineLR(optimizer, total_num_steps=100, warmup_num_steps=10, warmup_type="odd")
     assert (odd.warmup_type, odd.warmup_num_steps, odd.get_lr_ratio()) == ("log", 10, 0.0)
+    warmup = lr_schedules.WarmupLR(optimizer, warmup_min_lr=0.01, warmup_max_lr=[0.05])
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.delta_lrs) == ([0.01], [0.05], [pytest.approx(0.04)])
+    assert lr_schedules.WarmupDecayLR(optimizer, total_num_steps=100).max_lrs == [0.001]
     cycle = lr_schedules.OneCycle(
         optimizer, cycle_min_lr=[0.001], cycle_max_lr=0.1, cycle_first_step_size=30, cycle_second_step_size=10
     )

@@ -68,6 +68,9 @@ class _Attached(Scheduler, metaclass=_ByKind):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(schedule, name)
 
+    def _each(self, value: float | tuple[float, ...]) -> list[float]:
+        return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)
+
 
 class LRRangeTest(_Attached):
     """`ds_engine.schedules.LRRangeTest` on an optimizer."""
@@ -101,17 +104,30 @@ class OneCycle(_Attached):
         """Share of the cycle in which the rate rises."""
         return float(self.cycle_first_step_size / self.total_size)
 
-    def _each(self, value: float | tuple[float, ...]) -> list[float]:
-        return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)
-
 
 class WarmupLR(_Attached):
     """`ds_engine.schedules.WarmupLR` on an optimizer."""
 
     kind = schedules.WarmupLR
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """Rate of each parameter group at the start."""
+        return self._each(self.warmup_min_lr)
 
-class WarmupDecayLR(_Attached):
+    @property
+    def max_lrs(self) -> list[float]:
+        """Rate of each parameter group after the warmup."""
+        high = self.warmup_max_lr
+        return [group["initial_lr"] for group in self.optimizer.param_groups] if high is None else self._each(high)
+
+    @property
+    def delta_lrs(self) -> list[float]:
+        """How much the rate of each parameter group rises."""
+        return [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
     """`ds_engine.schedules.WarmupDecayLR` on an optimizer."""
 
     kind = schedules.WarmupDecayLR
