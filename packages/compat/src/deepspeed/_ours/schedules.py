@@ -108,7 +108,7 @@ class OneCycle(_Attached):
 class WarmupLR(_Attached):
     """`ds_engine.schedules.WarmupLR` on an optimizer."""
 
-    kind = schedules.WarmupLR
+    kind: type[schedules.Schedule] = schedules.WarmupLR
 
     @property
     def min_lrs(self) -> list[float]:
