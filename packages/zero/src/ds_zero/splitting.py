@@ -61,6 +61,10 @@ class Split:
         families = {unit.spec.family for unit in self.sharding.units if unit.spec.trained} - {DENSE}
         if families:
             raise bad(f"parameters of {sorted(families)} beside dense ones", "Train models without experts so.")
+        trained = [p.name for unit in self.sharding.units if unit.spec.trained for p in unit.spec.params]
+        cut = [name for name in trained if not self.sharding.logical[name].whole]
+        if cut:
+            raise bad(f"columns of {', '.join(cut[:3])}, which tensor parallelism has cut", "Leave one of the two out.")
         self._calendar, self._turn = Calendar(self.told), Turn()
         self._votes: dict[str, Votes] = {}
 
@@ -95,6 +99,8 @@ class Split:
                 for part in unit.parts:
                     if part.tensor.grad is not None:
                         kept += self._part(unit, part, groups[id(part.tensor)], factor)
+                    else:
+                        kept += self._unused(unit, part, groups[id(part.tensor)])
             if told.end:
                 inner.step()
             for flat, places, values in kept:
@@ -140,6 +146,21 @@ class Split:
         part.tensor.grad = (rest / self._calendar.since).view_as(part.tensor) if self._turn.end else None
         return kept
 
+    def _unused(self, unit: Unit, part: Part, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """As `_part`, where nobody used the part in this step: gradients of earlier ones may wait, what is chosen stays as it is."""
+        inner: Any = self.inner
+        state, value = inner.state.get(part.tensor, {}), part.tensor.detach().view(-1)
+        moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor) if name in state]
+        places = self._places_of(unit, part)
+        if self._turn.choose:
+            for moment in moments:
+                moment[places.chosen] = 0
+        if not self._turn.end or _SUM not in state or not state[_SUM].any():
+            return []
+        part.tensor.grad = (state[_SUM] / self._calendar.since).view_as(part.tensor)
+        found = (places.always, places.chosen)
+        return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
+
     def finish(self) -> None:
         """All units were stepped."""
         if self._turn.end:
@@ -172,7 +193,11 @@ class Split:
         for name, found in sums.items():
             chosen = float(found[self._columns[name].to(found.device)].sum())
             votes += self._votes.setdefault(name, Votes()).add(chosen, float(found.sum()), steps, ratio)
-        return votes >= int(self.told.auto_ratio * len(sums))
+        everyone, asked = self.sharding.everyone, len(sums)
+        if everyone.ranks != self.sharding.group.ranks:  # other ranks have other matrices: stages of a pipeline
+            told = comm.all_gather_json([votes, asked], everyone, unit="importance")
+            votes, asked = (sum(column) for column in zip(*told, strict=True))
+        return votes >= int(self.told.auto_ratio * asked)
 
     def _places_of(self, unit: Unit, part: Part) -> _Places:
         known = self._places.get(id(part.tensor))
@@ -198,15 +223,15 @@ class Split:
     # ---- what is kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and columns. JSON-able, the same on every rank; sums are states of the optimizer."""
+        """Counters and columns. JSON-able, the same on every rank; sums are states of the optimizer. Collective."""
         calendar, known = self._calendar, self.sharding.logical
-        return {
-            "step": calendar.step,
-            "since": calendar.since,
-            "fast": calendar.fast,
-            "columns": {known[name].name: found.tolist() for name, found in self._columns.items()},
-            "votes": {known[name].name: [v.mean, v.rest] for name, v in self._votes.items()},
-        }
+        columns: dict[str, list[int]] = {known[name].name: found.tolist() for name, found in self._columns.items()}
+        votes = {known[name].name: [v.mean, v.rest] for name, v in self._votes.items()}
+        if self.sharding.everyone.ranks != self.sharding.group.ranks:
+            for other, theirs in comm.all_gather_json([columns, votes], self.sharding.everyone, unit="state_dict"):
+                columns, votes = columns | other, votes | theirs
+        counted = {"step": calendar.step, "since": calendar.since, "fast": calendar.fast}
+        return {**counted, "columns": dict(sorted(columns.items())), "votes": dict(sorted(votes.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, also of another stage or number of ranks."""

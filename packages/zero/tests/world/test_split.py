@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import ds_comm
 import ds_ops.optim
 import ds_zero
+from ds_comm.family import Assignment, assign
+from ds_comm.placement import Box
 from ds_config.errors import PlanError
 from ds_testing import world
 from ds_zero import Placement
@@ -171,3 +176,87 @@ def test_other_optimizers_are_refused(bench):
     net = bench.model("plain")
     with pytest.raises(PlanError, match="split by importance"):
         ds_zero.shard(net, torch.optim.AdamW(net.parameters()), importance=Importance())
+
+
+class Sometimes(torch.nn.Module):
+    """`spare` is used where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.always, self.spare = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x, spare):
+        x = self.always(x)
+        return (self.spare(x) if spare else x).square().mean()
+
+
+@world(2)
+def test_gradients_wait_for_the_end_of_an_interval_in_which_nobody_uses_their_parameters():
+    told = Importance(0.25, 0, 3)
+    net = Sometimes()
+    inner = ds_ops.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
+    optimizer = ds_zero.shard(net, inner, stage=2, importance=told)
+    torch.manual_seed(7)
+    x = torch.randn(4, 8)
+    found = []
+    for used in (True, True, False, False, False, False):
+        net(x, used).backward()
+        optimizer.step()
+        found.append(ds_zero.safe_get_full_fp32_param(net.spare.weight).clone())
+    moved = [(b != a).any(0) for a, b in itertools.pairwise(found)]
+    chosen = moved[0]
+    assert chosen.sum() == 2  # of 8 columns
+    assert torch.equal(moved[1], ~chosen)  # the rest, by what had added up; what is chosen stays without a gradient
+    assert not any(m.any() for m in moved[2:])  # nothing waits any more
+    optimizer.close()
+
+
+@world(2)
+def test_ranks_with_other_matrices_keep_and_vote_together():
+    """As stages of a pipeline are: each rank has a part of the model of its own."""
+    rank = dist.get_rank()
+    told = Importance(0.25, 0, 0, auto_ratio=1.0)
+
+    def made():
+        net = torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(8, 8, bias=False)})
+        inner = ds_ops.optim.AdamW(net.parameters(), lr=LR)
+        group, everyone = ds_comm.single_group("data", rank), ds_comm.world_group()
+        return net, ds_zero.shard(net, inner, group=group, norm=everyone, stage=1, importance=told)
+
+    def step(net, optimizer, large):
+        # Of the first rank the rest outgrows the chosen columns at once, of the second never.
+        grad = torch.full((8, 8), 1.0 if large else 1e-6)
+        grad[:, 3] = 1.0
+        grad[:, 5] = 2.0
+        next(net.parameters()).grad = grad
+        optimizer.step()
+
+    net, optimizer = made()
+    for _ in range(3):
+        step(net, optimizer, large=rank == 0)
+    state = optimizer.state_dict()["importance"]
+    assert state["since"] == 3  # one of two votes is not all of them
+    assert set(state["columns"]) == {"part0.weight", "part1.weight"}
+    told_all = [None, None]
+    dist.all_gather_object(told_all, state)
+    assert told_all[0] == told_all[1]
+    for _ in range(60):
+        step(net, optimizer, large=True)
+        if optimizer.state_dict()["importance"]["since"] == 0:
+            break
+    else:
+        raise AssertionError("no interval ended")
+    other, second = made()
+    second.load_state_dict(optimizer.state_dict())
+    step(other, second, large=True)
+    optimizer.close()
+    second.close()
+
+
+@world(1)
+def test_columns_of_matrices_that_are_cut_are_refused():
+    net = Sometimes()
+    assign(net.always.weight, Assignment(None, None, (16, 8), Box((8, 0), (8, 8))))
+    with pytest.raises(PlanError, match=r"always\.weight, which tensor parallelism has cut"):
+        ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, importance=Importance())
