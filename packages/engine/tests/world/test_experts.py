@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ds_comm
 import ds_engine
 import ds_zero
-from ds_config.errors import ConfigError, PlanError
+from ds_comm import Mesh, MeshSpec
+from ds_config.errors import CommError, ConfigError, PlanError
 from ds_moe import MoE, place
+from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor.rules import Kind, Rule
 from ds_testing import world
 
 WIDTH, EXPERTS = 8, 4
@@ -30,10 +34,10 @@ class Mlp(nn.Module):
 class Net(nn.Module):
     """Two layers of experts between linears; values depend on logical names only."""
 
-    def __init__(self, ep_size: int = 1, k: int = 2, drop: bool = False) -> None:
+    def __init__(self, ep_size: int = 1, k: int = 2, drop: bool = False, rank: int | None = None) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        rank = dist.get_rank() % ep_size if dist.is_initialized() else 0
+        rank = (dist.get_rank() % ep_size if dist.is_initialized() else 0) if rank is None else rank
         options = {"k": k, "capacity_factor": 0.7, "min_capacity": 1, "drop_tokens": drop, "use_rts": False}
         self.moes = nn.ModuleList(
             MoE(WIDTH, Mlp(), EXPERTS, ep_size, top2_2nd_expert_sampling=False, **options) for _ in range(2)
@@ -243,6 +247,128 @@ def test_an_engine_cuts_a_models_experts_and_gives_them_back():
 def test_other_families():
     for family in sorted(FAMILIES.keys() - {"mixtral"}):
         check_family(family)
+
+
+CUT_INSIDE = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "layer_specs": [
+                {"patterns": [r".*deepspeed_experts\.\d+\.up\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*deepspeed_experts\.\d+\.down\.weight$"], "partition_type": "row"},
+            ]
+        },
+    }
+}
+
+
+@world(4, timeout=100)
+def test_experts_by_number_and_inside_each_expert_at_every_stage(tmp_path):
+    """2 tensor ranks x 2 expert ranks: one process's norms and losses; what is saved goes on without tensor ranks."""
+    norms, wanted = dense(2, 2, False, clip=0.5)
+    for stage in (0, 1, 2, 3):
+        net = Net(2, rank=dist.get_rank() // 2)
+        decayed = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}  # torch's default, which `dense` has
+        section = {"zero_optimization": {"stage": stage}, "optimizer": decayed}
+        engine, *_ = ds_engine.initialize(model=net, config=CONFIG | CUT_INSIDE | section)
+        assert net.moes[0].deepspeed_moe.how.compare  # the experts were cut: all rows go to both tensor ranks
+        for step in range(3):
+            loss = engine(batch(dist.get_rank() // 2, step))
+            engine.backward(loss)
+            engine.step()
+            assert engine.optimizer.last.norm == pytest.approx(norms[step], rel=1e-4), f"stage {stage} step {step}"
+        if stage == 2:
+            engine.save_checkpoint(tmp_path, tag="t")
+        engine.close()
+    whole = built(4, 1)
+    whole.load_checkpoint(tmp_path, tag="t")
+    whole.close()
+    for name, param in whole.module.named_parameters():
+        expected = wanted[Net.logical(name, dist.get_rank(), 4)]
+        torch.testing.assert_close(param.double(), expected, atol=2e-5, rtol=0)
+
+
+class Summed(Net):
+    """A rank without tokens has a loss of 0, not of 0 / 0; with `one`, one feature sends all tokens to experts 0 and 1."""
+
+    def __init__(self, ep_size: int = 1, k: int = 2, drop: bool = False, rank: int | None = None, *, one: bool) -> None:
+        super().__init__(ep_size, k, drop, rank)
+        if one:
+            with torch.no_grad():
+                self.first.bias.copy_(torch.eye(WIDTH)[0] * 30)
+                for moe in self.moes:
+                    moe.deepspeed_moe.gate.wg.weight[:, 0] = torch.tensor([9.0, 6.0, -3.0, -6.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for moe in self.moes:
+            x = x + moe(x)[0]
+        return self.last(x).square().sum() / 10
+
+
+def cut_inside(net: nn.Module, mesh: Mesh) -> CutModel:
+    rules = (
+        Rule(r".*deepspeed_experts\.\d+\.up", Kind.COLUMN, "test"),
+        Rule(r".*deepspeed_experts\.\d+\.down", Kind.ROW, "test"),
+    )
+    plan = make_tensor_plan(facts_of(net), TensorOptions(mesh["tensor"].size, rules=rules))
+    cut = cut_model(net, plan, mesh["tensor"])
+    cut.assign(mesh["gradient"], mesh["gradient"].size)
+    return cut
+
+
+@world(4, timeout=100)
+def test_gradients_of_parts_of_experts_equal_one_process():
+    """Columns and rows over 2 ranks, experts over 1 or 2: uneven batches, a rank without tokens, experts that get all or nothing, drops."""
+    mesh = Mesh.build(MeshSpec(data_shard=2, tensor=2))
+    data = mesh["gradient"].rank
+    cases = itertools.product(
+        (1, 2), ((2, False, False, 13), (1, True, False, 10), (2, False, False, 0), (1, False, True, 7))
+    )
+    for ep_size, (k, drop, one, tokens) in cases:
+        net = Summed(ep_size, k, drop, data % ep_size, one=one).double()
+        whole = Summed(1, k, drop, 0, one=one).double()
+        batches = [batch(0, 0, torch.float64), batch(1, 0, torch.float64)[:tokens]]
+        cut = cut_inside(net, mesh)
+        placed = place(net, mesh)
+        loss = net(batches[data])
+        loss.backward()
+        losses = [whole(x) for x in batches]
+        (sum(losses) / 2).backward()
+        torch.testing.assert_close(loss, losses[data], atol=1e-8, rtol=1e-9)
+        wanted = {name: p.grad for name, p in whole.named_parameters()}
+        parts = 0
+        for name, param in net.named_parameters():
+            said = ds_comm.assignment_of(param)
+            if said.family.group.size > 1:
+                dist.all_reduce(param.grad, group=said.family.group.pg)
+            expected = wanted[said.name or name]
+            if said.box is not None:
+                assert said.family.copies == 1
+                parts += param.numel() * 2 == expected.numel()
+                for dim, (start, size) in enumerate(zip(said.box.offset, said.box.shape, strict=True)):
+                    expected = expected.narrow(dim, start, size)
+            else:
+                assert said.family.copies == 2, name
+            torch.testing.assert_close(param.grad / said.family.divisor, expected, atol=1e-8, rtol=1e-9)
+        assert parts == 2 * 3 * EXPERTS // ep_size  # in each expert: weight and bias of columns, weight of rows
+        placed.close()
+        cut.undo()
+
+
+@world(2)
+def test_ranks_with_parts_of_experts_that_route_differently_are_an_error():
+    mesh = Mesh.build(MeshSpec(tensor=2))
+    net = Summed(one=False)
+    cut = cut_inside(net, mesh)
+    placed = place(net, mesh)
+    net(batch(0, 0))
+    with torch.no_grad():
+        net.moes[0].deepspeed_moe.gate.wg.weight.mul_(1 - 2 * dist.get_rank())
+    with pytest.raises(CommError, match="moe-routing-differs"):
+        net(batch(0, 0))
+    placed.close()
+    cut.undo()
 
 
 @world(2)

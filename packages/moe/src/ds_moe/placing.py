@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import nn
 
-from ds_comm import Assignment, Family, Mesh, all_gather_json, assign, world_group
+from ds_comm import Assignment, Family, Mesh, all_gather_json, assign, assignment_of, world_group
 from ds_moe.experts import Experts
 from ds_moe.layer import MOELayer
 from ds_moe.places import Places, alone, make_places
 
 __all__ = ["Placed", "place"]
+
+_NUMBER = re.compile(r"(experts\.deepspeed_experts\.)\d+\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +40,9 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
     the copies of an `Experts` that is their name with the number among all experts, so that checkpoints do not
     depend on the ranks.
 
+    Experts that tensor parallelism has cut before stay cut: their layer then gives all rows to every tensor-parallel rank, and
+    compares the routing of those in every forward, because ranks that route differently would wait for each other for ever.
+
     Args:
         model: The whole model, so that names in checkpoints are those of its parameters.
         mesh: The groups of this rank; None: all ranks split the batch.
@@ -57,11 +63,32 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
             continue
         places = made[layer.ep_size]
         layer.places = places
-        first = places.local(layer.num_experts).start
-        split = layer.how.split
-        family = places.family if split else Family(f"{places.family.name}-tensor", places.data, places.family.divisor)
-        for number, expert in enumerate(cast(Experts, layer.experts).deepspeed_experts):
-            for rest, param in [*expert.named_parameters(), *expert.named_buffers()]:
-                full = f"{name}.experts.deepspeed_experts.{first + number}.{rest}"
-                assign(param, Assignment(family if world_group().size > 1 else None, full.lstrip(".")))
+        _settle(layer, places, name)
     return Placed(dict(layers), tuple(made.values()))
+
+
+def _settle(layer: MOELayer, places: Places, name: str) -> None:
+    """Say of the experts of `layer` who holds them and what they are called; parts that tensor parallelism made stay parts."""
+    first, many = places.local(layer.num_experts).start, world_group().size > 1
+    experts = cast(Experts, layer.experts).deepspeed_experts
+    if places.tensor.size > 1 and any(assignment_of(param).box is not None for param in experts.parameters()):
+        # A part of an expert is of use only if its peers see the same rows, and their sums wait for each other.
+        layer.how = replace(layer.how, split=False, compare=True)
+    families: dict[int, Family] = {}
+    for number, expert in enumerate(experts):
+        for rest, param in [*expert.named_parameters(), *expert.named_buffers()]:
+            was = assignment_of(param)
+            full = was.name or f"{name}.experts.deepspeed_experts.0.{rest}".lstrip(".")
+            full = _NUMBER.sub(lambda found, at=first + number: f"{found[1]}{at}.", full)  # type: ignore[misc]
+            if layer.how.split:
+                family = places.family
+            else:
+                copies = places.tensor.size if was.family is None else was.family.copies
+                family = families.setdefault(copies, _whole_rows(places, copies))
+            assign(param, Assignment(family if many else None, full, was.shape, was.box))
+
+
+def _whole_rows(places: Places, copies: int) -> Family:
+    """The family of what sees all rows of its tensor-parallel ranks, `copies` of which hold the same."""
+    title = f"{places.family.name}-tensor" + (f"-{copies}" if copies > 1 else "")
+    return Family(title, places.data, places.family.divisor, copies=copies)
