@@ -233,3 +233,27 @@ def test_zenflow_goes_on_from_a_checkpoint_of_another_stage(tmp_path: Any, stage
     found = first.whole_state_dict(torch.float32)
     for name, value in second.whole_state_dict(torch.float32).items():
         torch.testing.assert_close(value, found[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("place", ["device", "cpu", "nvme"])
+@world(1)
+def test_a_run_without_zenflow_keeps_nothing_of_it(tmp_path: Any, place: str) -> None:
+    first = start(1, zero=ZEN, train_batch_size=4)
+    for _ in range(5):
+        first.train_batch()
+    first.save_checkpoint(str(tmp_path))
+    assert any(shard.shard.name.endswith("/zenflow_sum") for shard in first.optimizer.shards())
+    first.close()
+    device = {"device": place, "nvme_path": str(tmp_path)} if place == "nvme" else {"device": place}
+    zero = {} if place == "device" else {"offload_optimizer": device}
+    plain = start(1, zero=zero, train_batch_size=4)
+    plain.load_checkpoint(str(tmp_path))
+    for _ in range(2):
+        assert plain.train_batch().applied
+    assert {
+        shard.shard.name.rpartition("/")[2] for shard in plain.optimizer.shards() if "optim/" in shard.shard.name
+    } == {
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    plain.close()

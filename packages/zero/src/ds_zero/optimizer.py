@@ -39,7 +39,7 @@ from ds_zero.options import Habits, ShardOptions, dtype_name
 from ds_zero.precision import Precision, ScaleState, next_scale
 from ds_zero.regather import assemble, fragments, names_of
 from ds_zero.sharding import Sharding
-from ds_zero.splitting import Split
+from ds_zero.splitting import SUM, Split
 from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
 from ds_zero.units import DENSE
@@ -439,7 +439,7 @@ class ShardedOptimizer(Optimizer):
                 state = self.inner.state[part.tensor]
                 for name in state_names:
                     if name not in state:
-                        dtype = state_format(self.inner, part.tensor)
+                        dtype = part.tensor.dtype if name == SUM else state_format(self.inner, part.tensor)
                         state[name] = torch.zeros_like(part.tensor, requires_grad=False, dtype=dtype)
 
     def synchronise(self) -> None:
@@ -498,6 +498,8 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.
 
+        Without `importance`, sums of gradients that a run with it has left are dropped.
+
         Raises:
             CheckpointError: it has another number of groups ("optimizer-groups").
         """
@@ -516,7 +518,10 @@ class ShardedOptimizer(Optimizer):
                 self._load_scalars(unit, key, values)
         for unit in self.sharding.units:
             unit.gradients.rescale(0.0)
-        if state_dict.get("importance") is not None and self._split_by is not None:
+        if self._split_by is None:  # what waited in a run that split its updates; here nobody would ever use it
+            for state in self.inner.state.values():
+                state.pop(SUM, None)
+        elif state_dict.get("importance") is not None:
             self._split_by.load_state_dict(state_dict["importance"])
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])

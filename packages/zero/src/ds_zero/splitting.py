@@ -21,9 +21,9 @@ from ds_zero.stepping import step_with
 from ds_zero.unit import Part, Unit
 from ds_zero.units import DENSE
 
-__all__ = ["Split"]
+__all__ = ["SUM", "Split"]
 
-_SUM = "zenflow_sum"  # gradients of the rest since their last update; a state of the optimizer, saved with it
+SUM = "zenflow_sum"  # gradients of the rest since their last update; a state of the optimizer, saved with it
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Split:
         if told.end:
             for unit in units:
                 for part in unit.parts:
-                    if (rest := inner.state[part.tensor].get(_SUM)) is not None:
+                    if (rest := inner.state[part.tensor].get(SUM)) is not None:
                         rest.zero_()
 
     def _part(
@@ -120,9 +120,9 @@ class Split:
         state, value = inner.state[part.tensor], part.tensor.detach().view(-1)
         grad = part.tensor.grad.view(-1).mul_(factor)  # type: ignore[union-attr]
         moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor)]
-        if _SUM not in state:
-            state[_SUM] = torch.zeros_like(part.tensor, requires_grad=False)
-        rest = state[_SUM].view(-1)
+        if SUM not in state:
+            state[SUM] = torch.zeros_like(part.tensor, requires_grad=False)
+        rest = state[SUM].view(-1)
         places = self._places_of(unit, part)
         if self._turn.choose:
             for moment in moments:
@@ -155,9 +155,9 @@ class Split:
         if self._turn.choose:
             for moment in moments:
                 moment[places.chosen] = 0
-        if not self._turn.end or _SUM not in state or not state[_SUM].any():
+        if not self._turn.end or SUM not in state or not state[SUM].any():
             return []
-        part.tensor.grad = (state[_SUM] / self._calendar.since).view_as(part.tensor)
+        part.tensor.grad = (state[SUM] / self._calendar.since).view_as(part.tensor)
         found = (places.always, places.chosen)
         return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
 
