@@ -249,7 +249,7 @@ SURFACE: Mapping[str, Rows] = {
         **from_("deepspeed._ours.tiers", "OffloadDeviceEnum", "ZeroStageEnum"),
         **_OFFLOAD,
         **not_(Missing("sections are read together", "DeepSpeedConfig"), "read_zero_config_deprecated"),
-        **not_(TIERS, "ZenFlowConfig"),
+        **from_("ds_zero.config", "ZenFlowConfig"),
     },
     "deepspeed.runtime.zero.offload_config": _OFFLOAD,
     "deepspeed.runtime.zero.partition_parameters": {
