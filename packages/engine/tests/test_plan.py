@@ -16,7 +16,7 @@ import ds_engine
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
 from ds_engine.models import _shapes, decoder_shapes, shapes_from
-from ds_zero.units import ModuleInfo, ParamInfo
+from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
 def shapes(layers: int = 3, width: int = 16) -> Shapes:

@@ -9,7 +9,7 @@ from torch import nn
 import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
-from ds_zero.elementwise import habits_of
+from ds_zero.update.inner import habits_of
 
 
 def params():

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_zero.exchange import pack
-from ds_zero.layout import plan_layout
+from ds_zero.layout.elements import plan_layout
+from ds_zero.runtime.exchange import pack
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from(["flat", "dim0", "whole"])

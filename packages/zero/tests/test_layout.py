@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_zero.layout import plan_layout
+from ds_zero.layout.elements import plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=7).map(
     lambda found: {f"p{i}": shape for i, shape in enumerate(found)}

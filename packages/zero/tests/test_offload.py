@@ -18,12 +18,12 @@ from ds_accel import HostMemory
 from ds_config.errors import PlanError
 from ds_ops.io import FileTransferError, IOSettings
 from ds_zero import Placement, ShardOptions, plan
+from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
 from ds_zero.offload import memory
+from ds_zero.offload.file import Scratch
 from ds_zero.offload.memory import check_room, host_bytes
 from ds_zero.offload.placement import placed_numel
-from ds_zero.offload.ring import Record, Ring
-from ds_zero.offload.scratch import Scratch
-from ds_zero.units import ModuleInfo, ParamInfo, UnitPolicy
+from ds_zero.offload.scratch import Record, Ring
 
 CPU = torch.device("cpu")
 
@@ -229,7 +229,7 @@ def test_nothing_is_left_however_it_ends(tmp_path: Path, how: signal.Signals | N
     code = f"""
         import os, torch
         from ds_zero.offload.placement import Placement
-        from ds_zero.offload.ring import Record, Ring
+        from ds_zero.offload.scratch import Record, Ring
         ring = Ring(Placement("file", {str(tmp_path)!r}, buffers=2), torch.device("cpu"))
         record = Record(ring, 1 << 20)
         record.blank().zero_()

@@ -129,7 +129,7 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
         from unittest import mock
-        from ds_zero.offload import memory, ring, tiers
+        from ds_zero.offload import memory, scratch, tiers
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
         locked, zeros, given = [0], torch.zeros, memory.host_bytes
 
@@ -149,7 +149,7 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
 
         logging.basicConfig(level=logging.WARNING)
         with mock.patch.object(torch, "zeros", lock), mock.patch.object(tiers, "host_bytes", of_device), \\
-                mock.patch.object(ring, "host_bytes", of_device):
+                mock.patch.object(scratch, "host_bytes", of_device):
             for place in (Placement("host"), Placement("file", {str(tmp_path)!r}, buffers=2)):
                 net = model(4, 128)
                 optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, tier=place,
@@ -209,7 +209,7 @@ def test_drawn_sizes_interrupted_beside_another_process(tmp_path: Path) -> None:
     code = """
         import random, signal
         from ds_ops.io import IOSettings
-        from ds_zero.offload.scratch import Scratch
+        from ds_zero.offload.file import Scratch
         beats = [0]
         signal.signal(signal.SIGALRM, lambda *_: beats.__setitem__(0, beats[0] + 1))
         signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)

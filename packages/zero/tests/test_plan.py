@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import ds_zero
-from ds_zero.plan import Ranks, Reduction, Storage, passing_bytes, plan_unit
-from ds_zero.precision import Precision
-from ds_zero.residency import STAGES, UnitBytes
-from ds_zero.units import ModuleInfo, ParamInfo, plan_units
+from ds_zero.layout.plan import Ranks, Reduction, Storage, passing_bytes, plan_unit
+from ds_zero.layout.precision import Precision
+from ds_zero.layout.residency import STAGES, UnitBytes
+from ds_zero.layout.units import ModuleInfo, ParamInfo, plan_units
 
 
 def net():

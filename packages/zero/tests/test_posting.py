@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_zero.host import Slot
-from ds_zero.layout import plan_layout
-from ds_zero.posting import Posting, plan_sums
+from ds_zero.layout.elements import plan_layout
+from ds_zero.runtime.memory import Slot
+from ds_zero.runtime.posting import Posting, plan_sums
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from(["flat", "dim0", "whole"])
@@ -67,7 +67,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
     least = data.draw(st.integers(1, 20))
     postings, expected = [], torch.zeros(layout.numel)
     for rank in range(world):
-        with mock.patch("ds_zero.posting.LEAST", least):
+        with mock.patch("ds_zero.runtime.posting.LEAST", least):
             posting = Posting(FakeHost(rows, rank), layout, rank, "unit")
         grads = {}
         for i, slot in enumerate(layout.slots):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero.released import Released, keep, release, restore, unkeep
+from ds_zero.runtime.released import Released, keep, release, restore, unkeep
 
 
 class Keeper:

@@ -42,7 +42,7 @@ from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
 from ds_pipe import Staging
 from ds_zero import ShardedOptimizer
-from ds_zero.options import Habits, describe
+from ds_zero.layout.options import Habits, describe
 
 __all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
 

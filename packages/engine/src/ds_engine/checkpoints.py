@@ -28,7 +28,7 @@ from ds_comm.family import assignment_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 from ds_zero import ShardedOptimizer, Sharding
-from ds_zero.families import logical_of
+from ds_zero.layout.families import logical_of
 
 __all__ = ["Run", "load_run", "save_run"]
 

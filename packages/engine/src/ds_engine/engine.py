@@ -51,7 +51,7 @@ from ds_engine.uneven import Share
 from ds_parallel import ActivationCheckpointing
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
-from ds_zero.moving import KINDS
+from ds_zero.offload.suspend import KINDS
 
 __all__ = ["Components", "Counters", "Engine"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.build import shapes_of
 from ds_engine.plan import Shapes
-from ds_zero.units import ModuleInfo, ParamInfo
+from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 __all__ = ["FAMILIES", "decoder_shapes", "shapes_from"]
 

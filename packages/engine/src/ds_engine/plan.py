@@ -23,8 +23,8 @@ from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
 from ds_zero import Placement, Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.config import ZenFlowConfig
-from ds_zero.units import ModuleInfo, ParamInfo
-from ds_zero.wire import EXACT, Wire, certificates
+from ds_zero.layout.units import ModuleInfo, ParamInfo
+from ds_zero.policies.wire import EXACT, Wire, certificates
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
 

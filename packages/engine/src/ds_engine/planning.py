@@ -22,7 +22,7 @@ from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
 from ds_zero import QGZ, QWZ, STAGES, Correction, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy, Wire
 from ds_zero import plan as plan_sharding
 from ds_zero.config import ZeroConfig
-from ds_zero.units import ModuleInfo
+from ds_zero.layout.units import ModuleInfo
 
 __all__ = ["known_axes", "make_plan", "rebatched"]
 

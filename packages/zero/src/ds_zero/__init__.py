@@ -1,6 +1,9 @@
 """One core for ZeRO 0, 1, 2 and 3, usable alone in a plain PyTorch loop."""
 
-from ds_zero.access import (
+from ds_zero.access.init import Init, MiCS_Init
+from ds_zero.access.nonfinite import Nonfinite, NonfiniteSearch
+from ds_zero.access.pretrained import load_pretrained
+from ds_zero.access.tensors import (
     GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
@@ -19,23 +22,20 @@ from ds_zero.access import (
     unregister_external_parameter,
     unwrap_model_for_generation,
 )
-from ds_zero.api import shard
-from ds_zero.init import Init, MiCS_Init
-from ds_zero.layout import UnitLayout, plan_layout
-from ds_zero.nodes import Nodes
-from ds_zero.nonfinite import Nonfinite, NonfiniteSearch
+from ds_zero.layout.elements import UnitLayout, plan_layout
+from ds_zero.layout.options import Habits, ShardOptions
+from ds_zero.layout.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
+from ds_zero.layout.precision import LossScale, Precision, PrecisionRule
+from ds_zero.layout.residency import STAGES, Residency
+from ds_zero.layout.units import UnitPolicy, UnitSpec, plan_units
 from ds_zero.offload.placement import Placement
-from ds_zero.optimizer import ShardedOptimizer, StepReport
-from ds_zero.options import Habits, ShardOptions
-from ds_zero.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
-from ds_zero.precision import LossScale, Precision, PrecisionRule
-from ds_zero.pretrained import load_pretrained
-from ds_zero.released import Released
-from ds_zero.residency import STAGES, Residency
-from ds_zero.sharding import Sharding
-from ds_zero.tiled import TiledLinear
-from ds_zero.units import UnitPolicy, UnitSpec, plan_units
-from ds_zero.wire import QGZ, QWZ, Correction, Wire
+from ds_zero.policies.tiled import TiledLinear
+from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
+from ds_zero.runtime.nodes import Nodes
+from ds_zero.runtime.released import Released
+from ds_zero.runtime.sharding import Sharding
+from ds_zero.update.api import shard
+from ds_zero.update.optimizer import ShardedOptimizer, StepReport
 
 __all__ = [
     "QGZ",

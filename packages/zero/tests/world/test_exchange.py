@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_comm
 import ds_zero
 from ds_testing import world
-from ds_zero.exchange import Exchange, sends_from_anywhere
-from ds_zero.layout import plan_layout
-from ds_zero.store import Pool
+from ds_zero.layout.elements import plan_layout
+from ds_zero.runtime.exchange import Exchange, sends_from_anywhere
+from ds_zero.runtime.store import Pool
 
 
 def drawn(seed, rank, layout, kind):
@@ -76,13 +76,13 @@ def check_sums(layout_kind):
 @pytest.mark.parametrize("layout_kind", ["flat", "dim0", "whole"])
 @world(2)
 def test_shards_are_the_sums_whatever_is_absent_odd_or_flat(monkeypatch, layout_kind):
-    monkeypatch.setattr("ds_zero.exchange.LEAST", 6)
+    monkeypatch.setattr("ds_zero.runtime.exchange.LEAST", 6)
     check_sums(layout_kind)
 
 
 @world(3)
 def test_three_ranks_sum_in_their_order(monkeypatch):
-    monkeypatch.setattr("ds_zero.exchange.LEAST", 6)
+    monkeypatch.setattr("ds_zero.runtime.exchange.LEAST", 6)
     check_sums("flat")
 
 

@@ -12,7 +12,7 @@ import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops.summing import sum_sources
 from ds_testing import world
-from ds_zero.host import HostMemory, HostPlan
+from ds_zero.runtime.memory import HostMemory, HostPlan
 
 BF16 = ds_zero.Precision(param=torch.bfloat16)
 
@@ -161,7 +161,7 @@ def test_private_is_the_default_on_gloo_and_shared_on_one_rank_is_refused_by_not
 
 @world(2)
 def test_what_cannot_be_shared_is_told(monkeypatch):
-    monkeypatch.setattr("ds_zero.seat.host_refusal", lambda group: "the ranks are on 2 hosts")
+    monkeypatch.setattr("ds_zero.runtime.seat.host_refusal", lambda group: "the ranks are on 2 hosts")
     net = nn.Linear(4, 4)
     with pytest.raises(UnsupportedError, match="2 hosts"):
         ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, memory="shared")

@@ -15,7 +15,7 @@ import ds_monitor
 import ds_zero
 from ds_comm.family import Assignment, Family, assign
 from ds_testing import world
-from ds_zero.plan import Reduction, Storage
+from ds_zero.layout.plan import Reduction, Storage
 
 
 def draw(seed):

@@ -16,7 +16,7 @@ from ds_comm.placement import Box
 from ds_config.errors import PlanError
 from ds_testing import world
 from ds_zero import Placement
-from ds_zero.importance import Calendar, Importance, Votes, top_columns
+from ds_zero.policies.importance import Calendar, Importance, Votes, top_columns
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
 

@@ -51,7 +51,7 @@ from ds_engine.transforms.routing import RandomLTD
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedOptimizer, Sharding
-from ds_zero.precision import ScaleState
+from ds_zero.layout.precision import ScaleState
 
 __all__ = ["ACCESSORS", "DeepSpeedEngine"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_comm import world_group
 from ds_zero import ShardOptions, plan
-from ds_zero.units import ParamInfo
+from ds_zero.layout.units import ParamInfo
 
 __all__ = [
     "estimate_zero2_model_states_mem_needs_all_cold",

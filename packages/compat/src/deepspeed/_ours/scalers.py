@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_zero.precision import LossScale, ScaleState, next_scale
+from ds_zero.layout.precision import LossScale, ScaleState, next_scale
 
 __all__ = ["CreateLossScaler", "DynamicLossScaler", "EngineLossScaler", "LossScaler", "LossScalerBase"]
 

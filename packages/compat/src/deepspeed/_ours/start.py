@@ -38,7 +38,7 @@ from ds_engine.loader import ResumableLoader
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
-from ds_zero.sharding import sharding_of
+from ds_zero.runtime.sharding import sharding_of
 
 __all__ = [
     "DeepSpeedOptimizerCallable",

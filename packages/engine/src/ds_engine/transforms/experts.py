@@ -16,7 +16,7 @@ from ds_engine.transforms.base import Asked, Site, Transform
 from ds_moe import Cut, Placed, cut_experts, place, report_load
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor import current_step
-from ds_zero.units import ParamInfo
+from ds_zero.layout.units import ParamInfo
 
 __all__ = ["Experts"]
 

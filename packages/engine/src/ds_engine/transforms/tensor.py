@@ -13,7 +13,7 @@ from ds_config.errors import UnsupportedError
 from ds_engine.plan import Shapes
 from ds_engine.transforms.base import Asked, Site, Transform
 from ds_parallel.tensor import CutModel, TensorPlan, cut_model, make_tensor_plan
-from ds_zero.units import ParamInfo
+from ds_zero.layout.units import ParamInfo
 
 __all__ = ["Tensor"]
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
-from ds_zero.residency import UnitBytes
-from ds_zero.units import UnitSpec
+from ds_zero.layout.residency import UnitBytes
+from ds_zero.layout.units import UnitSpec
 
 __all__ = ["Placement", "placed_numel"]
 

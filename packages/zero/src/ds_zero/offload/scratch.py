@@ -1,143 +1,205 @@
-"""A scratch file without a name: nothing of it is left when the process ends, in whatever way."""
+"""A bounded number of buffers between memory and a scratch file, and what of it is in them.
+
+Words: a *record* is what of one unit lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
+be read and written. A slot that was given back with a write under way is taken again only after it.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import tempfile
-import weakref
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
-from itertools import count
 
+import torch
 from torch import Tensor
 
-from ds_config.errors import PlanError
-from ds_config.sizes import bytes_text
-from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
+from ds_zero.offload.file import Moving, Scratch
+from ds_zero.offload.memory import PAGE_BYTES, host_bytes
+from ds_zero.offload.placement import Placement
 
-__all__ = ["Moving", "Scratch"]
-
-
-_REPEATS = 20
+__all__ = ["Record", "Ring"]
 
 
-@dataclass(slots=True)
-class Moving:
-    """A transfer under way between memory and the scratch file of `folder`.
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory of at least one record.
 
     Attributes:
-        again: Starts the same transfer once more.
+        memory: uint8, starts on a page.
+        writing: From it, under way.
+        extra: Beside the bounded number; freed when given back.
     """
 
-    transfer: Transfer
-    folder: str
-    again: Callable[[], Transfer]
-
-    def done(self) -> bool:
-        """Whether it ended, well or badly."""
-        return self.transfer.done()
-
-    def wait(self) -> None:
-        """Return when every byte is transferred.
-
-        Raises:
-            FileTransferError: it failed; the message names the folder ("io-failed", "io-end-of-file").
-        """
-        for repeat in count():
-            try:
-                self.transfer.wait()
-                return
-            except FileTransferError as error:
-                # io_uring cancels what waits for a kernel thread when a signal keeps it from starting one.
-                if error.errno != errno.ECANCELED or repeat == _REPEATS:
-                    raise self._told(error) from error
-            self.transfer = self.again()
-
-    def _told(self, error: FileTransferError) -> FileTransferError:
-        text = f"scratch file in {self.folder}: {error.message}"
-        told = FileTransferError(text, code=error.code or "io-failed", fix=error.fix or "")
-        told.errno, told.filename, told.offset = error.errno, self.folder, error.offset
-        return told
+    memory: Tensor
+    writing: Moving | None = None
+    extra: bool = False
 
 
-class Scratch:
-    """One file of one rank, which grows by extents.
+class Ring:
+    """The slots of one scratch file.
 
-    Args:
-        folder: Made if it is not there.
-    Raises:
-        PlanError: the folder cannot be made or written ("offload-folder").
+    Attributes:
+        extras: Slots beside the bounded number that are held now: whole access holds more units than an update does.
+        reads, writes: Bytes so far.
+        ahead: Records that are read before their use, oldest first.
     """
 
-    def __init__(self, folder: str, settings: IOSettings) -> None:
-        self.folder, self.nbytes = folder, 0
-        try:
-            os.makedirs(folder, exist_ok=True)
-            self._fd = _nameless(folder)
-        except OSError as error:
-            raise PlanError(
-                f"no scratch file in {folder}: {error.strerror}",
-                code="offload-folder",
-                fix="Set nvme_path to a folder that may be written.",
-            ) from error
-        self._close = weakref.finalize(self, os.close, self._fd)
-        self._io = AsyncIO(settings)
+    def __init__(self, placement: Placement, device: torch.device) -> None:
+        if placement.folder is None:
+            raise ValueError("a ring belongs to files")
+        self.placement, self.device = placement, device
+        self.scratch = Scratch(placement.folder, placement.io)
+        self.extras = self.reads = self.writes = 0
+        self._made = 0
+        self._free: deque[Slot] = deque()
+        self.ahead: list[Record] = []
+        self._after: dict[tuple[int, int], Record] = {}
+        self._last = (-1, -1)
+        self._numbers = 0
 
-    @property
-    def path(self) -> str:
-        """Opens the file again, though it has no name."""
-        return f"/proc/self/fd/{self._fd}"
+    def number(self) -> int:
+        """Of one more record."""
+        self._numbers += 1
+        return self._numbers - 1
 
-    def reserve(self, nbytes: int) -> int:
-        """Room for `nbytes` more, on the device itself. Returns where.
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least so many bytes; waits for the oldest write if all are being written."""
+        if not self._free and self._made < self.placement.buffers:
+            self._made += 1
+            return Slot(self._memory(nbytes))
+        if not self._free and self.ahead:
+            self.ahead[0].drop()  # it was read for a use that did not come
+        if not self._free:
+            self.extras += 1
+            return Slot(self._memory(nbytes), extra=True)
+        slot = self._free.popleft()
+        if slot.writing is not None:
+            slot.writing.wait()
+            slot.writing = None
+        if slot.memory.numel() < nbytes:
+            slot.memory = self._memory(nbytes)
+        return slot
 
-        Raises:
-            PlanError: the file system is full ("offload-space").
-        """
-        start = self.nbytes
-        try:
-            if nbytes:
-                os.posix_fallocate(self._fd, start, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            free = os.statvfs(self.folder)
-            raise PlanError(
-                f"the scratch file in {self.folder} holds {bytes_text(start)} and has no room for {bytes_text(nbytes)} more: "
-                f"{error.strerror}, {bytes_text(free.f_bavail * free.f_frsize)} are free",
-                code="offload-space",
-                fix="Free space there, or set nvme_path to a folder of another file system.",
-            ) from error
-        self.nbytes += nbytes
-        return start
+    def free(self) -> bool:
+        """Whether `take` would return at once and within the bound."""
+        if self._free:
+            return self._free[0].writing is None or self._free[0].writing.done()
+        return self._made < self.placement.buffers
 
-    def read(self, into: Tensor, offset: int) -> Moving:
-        """Start to fill `into` from `offset` on."""
-        return self._moving(lambda: self._io.read(self.path, into, offset))
+    def forget(self, record: Record) -> None:
+        """It is not read ahead any more: it is used, or let go."""
+        if record in self.ahead:
+            self.ahead.remove(record)
 
-    def write(self, data: Tensor, offset: int) -> Moving:
-        """Start to write `data` at `offset`; it must not change before the transfer ended."""
-        return self._moving(lambda: self._io.write(self.path, data, offset))
+    def give(self, slot: Slot) -> None:
+        """Back; a write from it may be under way."""
+        if slot.extra:
+            if slot.writing is not None:
+                slot.writing.wait()
+            self.extras -= 1
+        elif slot.writing is None:
+            self._free.appendleft(slot)
+        else:
+            self._free.append(slot)
 
-    def _moving(self, start: Callable[[], Transfer]) -> Moving:
-        return Moving(start(), self.folder, start)
+    def used(self, record: Record) -> Record | None:
+        """A record was used. Returns the one that followed when the same two were used last: training repeats itself."""
+        before, self._last = self._last, (self._last[1], record.number)
+        self._after[before] = record
+        return self._after.get(self._last)
+
+    def _memory(self, nbytes: int) -> Tensor:
+        return host_bytes(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, self.device, pin=self.placement.pin)
 
     def close(self) -> None:
-        """Wait for transfers and free the file's space. Failures that nobody waited for are of no interest any more."""
-        if self._close.alive:
-            with contextlib.suppress(FileTransferError):
-                self._io.close()
-            self._close()
+        """Give everything back."""
+        self._free.clear()
+        self._after.clear()
+        self.scratch.close()
 
 
-def _nameless(folder: str) -> int:
-    """A descriptor of a fresh file in `folder` that has no name there."""
-    tmpfile = getattr(os, "O_TMPFILE", 0)
-    if tmpfile:
-        with contextlib.suppress(OSError):  # not every file system has it
-            return os.open(folder, tmpfile | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fd, name = tempfile.mkstemp(prefix="ds-zero-", dir=folder)
-    os.unlink(name)
-    return fd
+class Record:
+    """Bytes of one unit: in a slot, in the file, or on the way.
+
+    Args:
+        nbytes: Room that is reserved; `grow` asks for more.
+    """
+
+    def __init__(self, ring: Ring, nbytes: int) -> None:
+        self.ring, self.number = ring, ring.number()
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._offset = ring.scratch.reserve(self.nbytes)
+        self._slot: Slot | None = None
+        self._reading: Moving | None = None
+        self._writing: Moving | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether a slot is taken for it."""
+        return self._slot is not None
+
+    def begin(self) -> None:
+        """Start to read, if it is not held and a slot is free."""
+        if self._slot is None and self.ring.free():
+            self._read()
+            self.ring.ahead.append(self)
+
+    def _read(self) -> None:
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+        self._slot = self.ring.take(self.nbytes)
+        self._reading = self.ring.scratch.read(self._slot.memory[: self.nbytes], self._offset)
+        self.ring.reads += self.nbytes
+
+    def hold(self) -> Tensor:
+        """[nbytes], uint8: its bytes, to be read and written until `put` or `drop`."""
+        if self._slot is None:
+            self._read()
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return self.blank()
+
+    def blank(self) -> Tensor:
+        """[nbytes], uint8: the slot, without reading what the file has."""
+        self.ring.forget(self)
+        if self._slot is None:
+            self._slot = self.ring.take(self.nbytes)
+        return self._slot.memory[: self.nbytes]
+
+    def grow(self, nbytes: int) -> Tensor:
+        """`hold` with room for `nbytes`; what is held stays, and has to be `put`. The old extent stays unused."""
+        old = self.hold()
+        if nbytes <= self.nbytes:
+            return old
+        slot, kept = self._slot, self.nbytes
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._offset = self.ring.scratch.reserve(self.nbytes)
+        self._slot = self.ring.take(self.nbytes)
+        new = self.blank()
+        new[:kept].copy_(old[:kept])
+        if slot is not None:
+            self.ring.give(slot)
+        return new
+
+    def put(self) -> None:
+        """Write what is held, and let the slot go."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        self._writing = slot.writing = self.ring.scratch.write(slot.memory[: self.nbytes], self._offset)
+        self.ring.writes += self.nbytes
+        if not self.ring.placement.write_behind:
+            self._writing.wait()
+            self._writing = slot.writing = None
+        self.ring.give(slot)
+
+    def drop(self) -> None:
+        """Let the slot go; the file has what it had."""
+        slot, self._slot = self._slot, None
+        self.ring.forget(self)
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        if slot is not None:
+            self.ring.give(slot)

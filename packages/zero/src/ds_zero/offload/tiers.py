@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ds_zero.offload.memory import host_bytes
+from ds_zero.offload.part import Part
 from ds_zero.offload.placement import Placement
-from ds_zero.offload.ring import Record, Ring
-from ds_zero.part import Part
-from ds_zero.tiers import Tier, tier_of
+from ds_zero.offload.scratch import Record, Ring
+from ds_zero.offload.tier import Tier, tier_of
 
 __all__ = ["FileRest", "FileTier", "HostRest", "HostTier", "made", "rest_of"]
 

@@ -1,0 +1,1 @@
+"""Reading, writing, loading and checking the values of a sharded model."""

@@ -1,0 +1,1 @@
+"""What each unit is, decided before anything is allocated."""

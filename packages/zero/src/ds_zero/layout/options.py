@@ -1,0 +1,151 @@
+"""What `shard` is asked for, and what planning reads of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_comm import Group
+from ds_config.errors import PlanError
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.families import family_name
+from ds_zero.layout.precision import Precision
+from ds_zero.layout.residency import STAGES, Residency
+from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec
+from ds_zero.offload.placement import Placement
+from ds_zero.policies.importance import Importance
+from ds_zero.policies.wire import EXACT, Wire
+from ds_zero.runtime.nodes import Nodes
+
+__all__ = ["Habits", "ShardOptions", "describe", "dtype_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How a model is sharded.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3, or a Residency.
+        group: Ranks to shard and average over; None: all.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
+        clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
+        overlap: Communicate while computing.
+        norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
+            norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
+        policy: Sizes of units and of what stays gathered.
+        strict: Raise on all ranks if the ranks of a step used different parameters.
+        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
+            independently of each other, whole for one that needs whole parameters (found out by asking it).
+        shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
+            over all ranks. None: all ranks share one copy. Of a family that lives on some of the ranks: of its ranks.
+        nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
+        sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
+        memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
+            parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
+        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.tier.TIERS`, a
+            `ds_zero.Placement`, or a function that says one of these for each unit.
+        rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
+        wire: What travels as small codes instead of as it is (ZeRO++), see `wire.py`.
+        importance: Which elements are stepped in every step, and when the others are (ZenFlow); None: all in every step.
+    """
+
+    stage: int | Residency = 1
+    group: Group | dist.ProcessGroup | None = None
+    precision: Precision | str | None = None
+    clip: float | None = None
+    norm: Group | dist.ProcessGroup | None = None
+    overlap: bool = True
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    strict: bool = False
+    layout: Kind | None = None
+    shard_size: int | None = None
+    nodes: Nodes | None = None
+    sparse: bool = False
+    memory: Literal["auto", "private", "shared"] = "auto"
+    tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
+    rest: str | Placement = "device"
+    wire: Wire = EXACT
+    importance: Importance | None = None
+
+    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
+        """The tiers of units, in canonical order."""
+        if isinstance(self.tier, Placement):
+            return self.tier.spread(specs)
+        return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
+
+    def rests_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
+        """Where the parameters of units rest, in canonical order.
+
+        Args:
+            shards: Of each unit, over how many ranks it is cut.
+        """
+        if isinstance(self.rest, str):
+            return [self.rest] * len(specs)
+        cut = [spec.residency.shard_params for spec in specs]
+        numels = [-(-s.numel // n) if c else 0 for s, n, c in zip(specs, shards, cut, strict=True)]
+        return list(self.rest.spread_rest(numels))
+
+    @property
+    def residency(self) -> Residency:
+        """The stage as a value."""
+        if isinstance(self.stage, Residency):
+            return self.stage
+        if self.stage not in STAGES:
+            raise PlanError(
+                f"ZeRO stage {self.stage!r} does not exist",
+                code="zero-stage",
+                fix="Use a stage from 0 to 3, or a Residency.",
+            )
+        return STAGES[self.stage]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What an optimizer needs of its parameters, and keeps for them.
+
+    Attributes:
+        layout: How their units are laid out.
+        states: Tensors per element that it keeps (AdamW 2, SGD with momentum 1, SGD 0).
+    """
+
+    layout: Kind = "flat"
+    states: int = 2
+
+
+def describe(
+    model: nn.Module,
+    groups: Mapping[int, int],
+    habits: Habits | Mapping[int, Habits],
+    precision: Precision | None = None,
+) -> tuple[list[ParamInfo], list[ModuleInfo]]:
+    """The planner's records of a model.
+
+    Args:
+        groups: id of a parameter -> number of its optimizer group.
+        habits: Of the optimizer, for all trained parameters or by number of the group.
+        precision: Parameters to which different rules of it apply do not share a unit.
+    """
+    modules = [
+        ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
+    ]
+    params = []
+    for name, param in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        group = groups.get(id(param)) if param.requires_grad else None
+        own = Habits(states=0)
+        if group is not None:
+            own = habits if isinstance(habits, Habits) else habits[group]
+        rule = precision.rule_of(name) if precision is not None else None
+        shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
+        params.append(ParamInfo(name, shape, dtype, owner, group, family, own.layout, rule, own.states))
+    return params, modules

@@ -1,0 +1,245 @@
+"""Which parameters travel together: from records about parameters and modules to `UnitSpec`s. Pure; no tensor.
+
+Words: parameters may share a unit when their *key* is equal: element format, optimizer group, whether they are trained,
+family, and whether they stay gathered. A unit *belongs* to the module whose forward needs it.
+
+Without sharded parameters nothing is gathered during forward, so a unit is a run of parameters in registration order, cut
+at `max_numel`. With sharded parameters a unit is a module's subtree, split further while it is above `max_numel`; a
+parameter of at most `persist_numel` elements stays gathered (it would cost a collective to save next to nothing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.residency import Residency
+
+__all__ = ["DENSE", "ModuleInfo", "ParamInfo", "UnitPolicy", "UnitSpec", "plan_units"]
+
+DENSE = "dense"
+"""The family of parameters that nobody assigned to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """What the planner knows of one parameter.
+
+    Attributes:
+        name: Qualified name.
+        shape: Its true shape.
+        dtype: Format name of the element (`"float32"`).
+        module: Qualified name of the module that owns it (`""` for the root).
+        group: Number of the optimizer group that updates it; None when no optimizer does.
+        family: Name of the set of ranks it lives on and is averaged over, see `families.py`.
+        layout: How its unit is laid out.
+        rule: Number of the precision rule that applies to it; None for the general one.
+        states: Tensors per element that its optimizer keeps.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+    group: int | None
+    family: str = DENSE
+    layout: Kind = "flat"
+    rule: int | None = None
+    states: int = 2
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def trained(self) -> bool:
+        return self.group is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module: its qualified name, and whether it has a forward of its own (a ModuleList has none)."""
+
+    name: str
+    callable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """How large units may be, and what stays gathered. Sizes in elements.
+
+    Attributes:
+        max_numel: Cut above this; a single parameter above it is a unit of its own. None: an eighth of the model.
+        persist_numel: With sharded parameters, parameters up to this size stay gathered ...
+        persist_total: ... as long as all of them together stay below this.
+        leaves: Qualified names of modules that are never split (a hint; results do not depend on it).
+    """
+
+    max_numel: int | None = None
+    persist_numel: int = 100_000
+    persist_total: int | None = None
+    leaves: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """One unit: its parameters in registration order, and what is kept of them."""
+
+    name: str
+    module: str
+    params: tuple[ParamInfo, ...]
+    residency: Residency
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params)
+
+    @property
+    def trained(self) -> bool:
+        return self.params[0].trained
+
+    @property
+    def family(self) -> str:
+        return self.params[0].family
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {p.name: p.shape for p in self.params}
+
+
+_SMALLEST = 1 << 20
+"""Elements; below this a collective is mostly latency, so a cut gains nothing."""
+
+
+def plan_units(
+    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, policy: UnitPolicy
+) -> tuple[UnitSpec, ...]:
+    """Group `params` (registration order) into units, ordered by their first parameter.
+
+    Every parameter is in exactly one unit. O(parameters x module depth).
+    """
+    total = sum(p.numel for p in params)
+    largest = max((p.numel for p in params), default=0)
+    if not residency.shard_params:
+        limit = policy.max_numel if policy.max_numel is not None else max(total // 8, _SMALLEST)
+        return _ordered(params, _runs(params, residency, limit))
+    limit = policy.max_numel if policy.max_numel is not None else max(total // 8, largest)
+    stay = _persistent(params, policy)
+    kept = Residency(residency.shard_optim, residency.shard_grads, shard_params=False)
+    # What stays is not gathered on the way, so nothing is gained by cutting it finer than what is never gathered.
+    coarse = limit if policy.max_numel is not None else max(limit, _SMALLEST)
+    small = _runs([p for p in params if p.name in stay], kept, coarse)
+    large = _subtrees([p for p in params if p.name not in stay], modules, residency, (limit, policy.leaves))
+    return _ordered(params, [*small, *large])
+
+
+def _key(param: ParamInfo) -> tuple[object, ...]:
+    return param.dtype, param.group, param.family, param.layout, param.rule, param.states
+
+
+def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:
+    open_runs: dict[tuple[object, ...], list[ParamInfo]] = {}
+    closed: list[list[ParamInfo]] = []
+    for param in params:
+        run = open_runs.setdefault(_key(param), [])
+        if run and sum(p.numel for p in run) + param.numel > limit:
+            closed.append(run)
+            run = open_runs[_key(param)] = []
+        run.append(param)
+    closed += [run for run in open_runs.values() if run]
+    return [UnitSpec(run[0].name, "", tuple(run), residency) for run in closed]
+
+
+def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:
+    stay: set[str] = set()
+    left = math.inf if policy.persist_total is None else policy.persist_total
+    for param in params:
+        if param.numel <= policy.persist_numel and param.numel <= left:
+            stay.add(param.name)
+            left -= param.numel
+    return stay
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    callable: bool
+    params: list[ParamInfo] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params) + sum(c.numel for c in self.children)
+
+    def all_params(self) -> list[ParamInfo]:
+        return [*self.params, *(p for c in self.children for p in c.all_params())]
+
+
+def _subtrees(
+    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, limits: tuple[int, frozenset[str]]
+) -> list[UnitSpec]:
+    root = _tree(params, modules)
+    rank_of = {p.name: i for i, p in enumerate(params)}
+    found: list[tuple[str, list[ParamInfo]]] = []
+    _split(root, limits, found)
+    units: list[UnitSpec] = []
+    limit, leaves = limits
+    for module, members in found:
+        most = math.inf if module in leaves else limit
+        for run in _by_key(sorted(members, key=lambda p: rank_of[p.name])):
+            units.extend(UnitSpec(part[0].name, module, tuple(part), residency) for part in _cut(run, most))
+    return units
+
+
+def _tree(params: Sequence[ParamInfo], modules: Iterable[ModuleInfo]) -> _Node:
+    nodes = {"": _Node("", True)}
+    for info in modules:
+        if info.name:
+            nodes[info.name] = _Node(info.name, info.callable)
+            nodes[info.name.rpartition(".")[0]].children.append(nodes[info.name])
+    for param in params:
+        nodes[param.module].params.append(param)
+    return nodes[""]
+
+
+def _split(
+    node: _Node, limits: tuple[int, frozenset[str]], found: list[tuple[str, list[ParamInfo]]]
+) -> list[ParamInfo]:
+    """Append (module, parameters) of units below `node`; return parameters that a caller's forward must cover."""
+    limit, leaves = limits
+    fits = node.callable and (node.numel <= limit or node.name in leaves)
+    if fits and node.name:
+        if members := node.all_params():
+            found.append((node.name, members))
+        return []
+    left = list(node.params)
+    for child in node.children:
+        left.extend(_split(child, limits, found))
+    if node.callable:  # a container has no forward, so what it owns is its parent's to gather
+        if left:
+            found.append((node.name, left))
+        return []
+    return left
+
+
+def _by_key(params: Iterable[ParamInfo]) -> list[list[ParamInfo]]:
+    runs: dict[tuple[object, ...], list[ParamInfo]] = {}
+    for param in params:
+        runs.setdefault(_key(param), []).append(param)
+    return list(runs.values())
+
+
+def _cut(run: Sequence[ParamInfo], limit: float) -> list[list[ParamInfo]]:
+    parts: list[list[ParamInfo]] = [[]]
+    for param in run:
+        if parts[-1] and sum(p.numel for p in parts[-1]) + param.numel > limit:
+            parts.append([])
+        parts[-1].append(param)
+    return parts
+
+
+def _ordered(params: Sequence[ParamInfo], units: Iterable[UnitSpec]) -> tuple[UnitSpec, ...]:
+    rank_of = {p.name: i for i, p in enumerate(params)}
+    return tuple(sorted(units, key=lambda u: rank_of[u.params[0].name]))

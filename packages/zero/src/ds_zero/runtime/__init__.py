@@ -1,0 +1,1 @@
+"""What forward and backward do with the units of a model."""

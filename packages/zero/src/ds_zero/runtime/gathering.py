@@ -1,0 +1,332 @@
+"""When units gather and release: hooks on modules, driven by forward and backward.
+
+Forward: a module that a unit belongs to gathers it before its forward and releases it after. Backward: the gradient of the
+module's output gathers it again; the unit is released when every gradient that its graph can produce (its parameters' and
+the module's inputs') has arrived.
+
+Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
+weight, a functional head), or a module whose results leave it through a side door (an attribute, an unknown container), is
+in a graph that no hook on outputs guards. Such a unit stays gathered until the next optimizer step, which makes older
+graphs unusable in any case. The first is seen when the released parameter is touched; the second by looking at what
+autograd unpacks, in every backward, since a path may be taken late: about 1 % of the time of a small transformer layer on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from ds_zero._torch import graph_task_id
+from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.calls import Call
+from ds_zero.runtime.helper import Helper
+from ds_zero.runtime.order import GatherOrder
+from ds_zero.runtime.released import keep, unkeep
+from ds_zero.runtime.unit import Full, Unit
+
+__all__ = ["Gathering"]
+
+
+class Gathering:
+    """The gathers of one model. Keeper of its released parameters, watcher of its modules' calls.
+
+    Args:
+        units: In canonical order, the same on every rank.
+        backward: Where the model's backward is.
+        ahead_numel: Elements gathered before they are needed.
+    Attributes:
+        released: Numbers of the units that are released between uses.
+        complete: Whether a unit's gradients have all arrived in this backward; by its number.
+    """
+
+    def __init__(self, units: Sequence[Unit], backward: Backward, ahead_numel: int) -> None:
+        self.units = list(units)
+        self.released = [i for i, u in enumerate(units) if u.releases]
+        self.complete: Callable[[int], bool] = lambda number: True
+        self._routes = list(dict.fromkeys(u.seat.route for u in units if u.seat.route is not None))
+        self._in_backward = backward
+        self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
+        self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._depth = 0
+        self._ahead, self._numels = ahead_numel, [u.layout.numel for u in units]
+        self._forwards: dict[str, GatherOrder] = {}
+        self._forward: GatherOrder | None = None
+        self._backward = GatherOrder(self._backward_sequence(), ahead_numel, self._numels)
+        self._calls: list[set[Call]] = [set() for _ in units]
+        self._sticky: set[int] = set()
+        self._shared: set[int] = set()
+        self._strays: set[int] = set()
+        self._helper = Helper(self._run_ahead)
+
+    def _backward_sequence(self) -> list[int]:
+        # Gradients flow through a frozen unit only if something before it is trained.
+        first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
+        return [n for n in reversed(self.released) if n >= first]
+
+    # ---- hooks come and go
+
+    def attach(self, model: nn.Module) -> None:
+        """Put hooks on the modules that units belong to; none where nothing is released."""
+        if not self.released:
+            return
+        modules = dict(model.named_modules())
+        of_module: dict[str, list[int]] = {"": []}
+        for number in self.released:
+            of_module.setdefault(self.units[number].spec.module, []).append(number)
+            for param in self.units[number].params:
+                keep(param, self)
+        for name, numbers in of_module.items():
+            module = modules[name]
+            below = [n for n in self.released if _is_below(self.units[n].spec.module, name)]
+            self._forwards.setdefault(name, GatherOrder(below, self._ahead, self._numels))
+            pre, post = self._forward_hooks(name, tuple(numbers))
+            self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(post, always_call=True))
+
+    def remove_hooks(self) -> None:
+        """Take the hooks back; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def detach(self) -> None:
+        """Take everything back. Units must not be released."""
+        self._helper.close()
+        self.remove_hooks()
+        for number in self.released:
+            for param in self.units[number].params:
+                unkeep(param)
+
+    # ---- released parameters
+
+    def name_of(self, param: Parameter) -> str:
+        """Keeper: the qualified name of a parameter."""
+        return self._names[id(param)]
+
+    def touched(self, param: Parameter, what: str) -> bool:
+        """Keeper: gather a parameter that is used outside its module, if a forward or backward is running."""
+        del what
+        number = self._number[id(param)]
+        if graph_task_id() != -1:
+            self._in_backward.enter()
+            self._gather(number, self._backward)
+        elif self._forward is not None:
+            self._gather(number, self._forward)
+        else:
+            return False
+        if torch.is_grad_enabled():
+            self._share(number)
+        else:
+            self._strays.add(number)
+        return True
+
+    def used(self, param: Parameter) -> None:
+        """Keeper: what was gathered for a use stays until its module or graph is done with it."""
+
+    def _share(self, number: int) -> None:
+        """See the note "sticky units"."""
+        self._shared.add(number)
+        self._sticky.add(number)
+
+    # ---- forward
+
+    def _forward_hooks(self, name: str, numbers: tuple[int, ...]) -> tuple[Callable[..., None], Callable[..., None]]:
+        calls: list[Call | None] = []
+
+        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            if graph_task_id() != -1:  # recomputation
+                self._in_backward.enter()
+                for number in numbers:
+                    self._gather(number, self._backward)
+            else:
+                if self._depth == 0:
+                    self._in_backward.abandon()
+                    self._forward = self._forwards[name]
+                    self._forward.begin()
+                self._depth += 1
+                for number in numbers:
+                    self._gather(number, self._forward)  # type: ignore[arg-type]
+            calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
+
+        def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            del module, args
+            call = calls.pop()
+            if call is not None:
+                call.guard(output)
+            if graph_task_id() != -1:
+                return
+            if call is not None and self._shared:
+                self._sticky.update(self._shared.intersection(numbers))
+            for number in numbers:
+                self._put_back(number)
+            self._depth -= 1
+            if self._depth == 0:
+                self._finish_forward()
+
+        return pre, post
+
+    def _call(self, numbers: tuple[int, ...], inputs: Any) -> Call:
+        call = Call(self, numbers)
+        call.take(inputs)
+        call.watch()
+        return call
+
+    def _gather(self, number: int, order: GatherOrder) -> None:
+        unit = self.units[number]
+        if order.awaits(number):
+            for other in order.need(number):
+                self.units[other].start_unshard(again=True)
+        elif unit.state in (Full.RELEASED, Full.STALE):
+            order.seen.append(number)
+            unit.start_unshard(channel=unit.seat.unforeseen())
+        unit.finish_unshard()
+
+    def _put_back(self, number: int) -> None:
+        if number not in self._sticky:
+            self.units[number].reshard()
+
+    def _finish_forward(self) -> None:
+        order, self._forward = self._forward, None
+        if order is not None:
+            self._finish(order)
+        for number in self._strays:
+            self._put_back(number)
+        self._strays.clear()
+
+    def _finish(self, order: GatherOrder) -> None:
+        for number in order.waiting:
+            self._put_back(number)
+        for number in order.finish():
+            self.units[number].start_unshard(again=True)
+            self.units[number].finish_unshard()
+            self._put_back(number)
+        self._push()
+
+    def _push(self) -> None:
+        """Let gathers go on that others may wait for, see `nodes.py`."""
+        for route in self._routes:
+            route.push()
+
+    # ---- backward
+
+    def begin_backward(self) -> None:
+        """The outermost backward begins."""
+        self._backward.begin()
+
+    def finish_backward(self) -> None:
+        """It is over: ranks that took another path may count on gathers that were not needed here."""
+        if self.released:
+            self._finish(self._backward)
+
+    def clear_backward(self) -> None:
+        """Forget the calls whose backward was under way."""
+        for calls in self._calls:
+            calls.clear()
+
+    def release_all(self) -> None:
+        """Nothing is in use but what is sticky."""
+        for number in self.released:
+            self._put_back(number)
+
+    def completed(self, number: int) -> None:
+        """A unit's gradients have all arrived: it goes back unless a call still needs it."""
+        if self.units[number].releases and not self._calls[number]:
+            self._put_back(number)
+
+    def end_inner(self, numbers: set[int]) -> None:
+        """A checkpointed segment is done: what it gathered and does not train is not needed for the next one."""
+        for number in numbers:
+            if not self.units[number].spec.trained and not self._calls[number]:
+                self._put_back(number)
+
+    @contextmanager
+    def helping(self) -> Iterator[None]:
+        """Around a wait for other ranks' reductions inside a backward; see the note "two orders" in `hooks.py`."""
+        waiting: AbstractContextManager[None] = self._helper.waiting()
+        with waiting:
+            yield
+
+    def _run_ahead(self) -> None:
+        """Called on another thread while this one waits for a reduction."""
+        number = self._backward.run_ahead()
+        if number is not None:
+            self.units[number].start_unshard(again=True)
+        self._push()
+
+    def entered(self, call: Call) -> None:
+        """Watcher: the backward of a call begins."""
+        self._in_backward.enter()
+        inner = self._in_backward.inner_units
+        if torch.is_grad_enabled():  # create_graph: what this backward saves is guarded by nobody
+            self._sticky.update(call.numbers)
+        for number in call.numbers:
+            if call.inputs and call not in self._calls[number]:
+                call.pending = call.inputs
+                self._calls[number].add(call)
+            if inner is not None:
+                inner.add(number)
+            self._gather(number, self._backward)
+
+    def unpacked(self, numbers: tuple[int, ...]) -> None:
+        """Watcher: autograd needs something a module saved. Its unit should be here by now."""
+        for number in numbers:
+            if self.units[number].state is not Full.CURRENT and graph_task_id() != -1:
+                self._in_backward.enter()
+                self._gather(number, self._backward)
+                self._share(number)
+
+    def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
+        """Watcher: a module's graph leaves through a side door, if at all."""
+        if graph_task_id() != -1:  # a recomputation that was stopped early
+            return
+        self._sticky.update(numbers)
+        if output is not None:
+            self._shared.update(numbers)
+
+    def left(self, call: Call) -> None:
+        """Watcher: the gradients of all inputs of a call have arrived."""
+        for number in call.numbers:
+            self._calls[number].discard(call)
+            if not self._calls[number] and (not self.units[number].spec.trained or self.complete(number)):
+                self._put_back(number)
+
+    # ---- between steps
+
+    @property
+    def seen(self) -> dict[str, list[int]]:
+        """The orders of the last phases, and under `shared` what left its module; for the ranks to compare."""
+        orders = {f"forward {name}": order.seen for name, order in self._forwards.items()}
+        return {"backward": self._backward.seen, **orders}
+
+    @property
+    def shared(self) -> list[int]:
+        """Units that were used outside their modules."""
+        return sorted(self._shared)
+
+    def adopt(self, seen: dict[str, list[int]]) -> None:
+        """Follow the orders in `seen` from now on. The same on every rank."""
+        for name, order in self._forwards.items():
+            order.adopt(seen[f"forward {name}"])
+        self._backward.adopt(seen["backward"])
+
+    def share(self, numbers: set[int]) -> None:
+        """These units are used outside their modules on some rank: no backward is to expect them. The same on every rank."""
+        self._shared = numbers
+        self._backward.drop(numbers)
+
+    def stepped(self) -> None:
+        """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
+        for number in self._sticky:
+            self.units[number].reshard()
+        self._sticky = set()
+
+
+def _is_below(module: str, root: str) -> bool:
+    return not root or module == root or module.startswith(root + ".")

@@ -1,0 +1,215 @@
+"""When units reduce: hooks on parameters, driven by autograd. Knows no module.
+
+A unit is reduced when the last of its parameters' gradients has arrived. The end of the outermost backward closes whatever is
+open, so unused, reused, tied and checkpointed modules need no case of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ds_zero._torch import graph_task_id
+from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.order import ReduceOrder
+from ds_zero.runtime.unit import Unit
+
+__all__ = ["Reducing"]
+
+
+class Reducing:
+    """The reductions of one model.
+
+    Args:
+        units: In canonical order, the same on every rank.
+        backward: Where the model's backward is.
+        inflight_bytes: Gradient bytes that may be in unfinished reductions.
+    Attributes:
+        trained: Numbers of the units with gradients.
+        now: Whether a backward reduces its gradients.
+        unused: Of each unit the parameters that no backward of this step has given a gradient.
+        completed: Told the number of a unit whose gradients have all arrived.
+        helping: Around waits inside a backward.
+    """
+
+    def __init__(self, units: Sequence[Unit], backward: Backward, inflight_bytes: int) -> None:
+        self.units, self.inflight_bytes = list(units), inflight_bytes
+        self.trained = [i for i, u in enumerate(units) if u.spec.trained]
+        self.now = True
+        self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
+        self.completed: Callable[[int], None] = lambda number: None
+        self.helping: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._deferred = False
+        self._backward = backward
+        self._hosts = list(dict.fromkeys(u.host for u in units if u.host is not None))
+        # Gradients that are summed with ranks outside this backward wait for the step.
+        self._apart = [n for n in self.trained if self.units[n].seat.apart]
+        self._missing = [set(range(len(u.params))) for u in units]
+        self._again: set[int] = set()
+        self._late: set[int] = set()
+        self._known, self._any = False, False
+        self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
+        self._inflight: deque[int] = deque()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Put a hook on every trained parameter."""
+        for number in self.trained:
+            for member, param in enumerate(self.units[number].params):
+                self._handles.append(param.register_post_accumulate_grad_hook(self._fired_hook(number, member)))
+
+    def detach(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- backward
+
+    def _fired_hook(self, number: int, member: int) -> Callable[[Tensor], None]:
+        # Weak: autograd keeps this function where the garbage collector does not look, so a strong one would never die.
+        missing, owner = self._missing[number], weakref.ref(self)
+
+        def fired(param: Tensor) -> None:
+            del param
+            reducing = owner()
+            if reducing is None:
+                return
+            if graph_task_id() != reducing._backward.task:
+                reducing._backward.enter()
+            reducing._any = True
+            for host in reducing._hosts:
+                host.finish_ready()
+            if member in missing:
+                missing.discard(member)
+                if not missing:
+                    reducing._complete(number)
+            else:
+                reducing._again.add(number)
+
+        return fired
+
+    def complete(self, number: int) -> bool:
+        """Whether all gradients of a unit have arrived in this backward."""
+        return not self._missing[number]
+
+    def begin_backward(self) -> None:
+        """The outermost backward begins."""
+        self._any = False
+        self._order.begin()
+
+    def finish_backward(self) -> None:
+        """It is over: every trained unit has its turn, unless no parameter took part (torch.autograd.grad)."""
+        for number in self.trained:
+            self.unused[number] &= self._missing[number]
+        if self._any and self.now:
+            missed = sorted((n for n in self._again if self._order.had_turn(n)), reverse=True)
+            for number in self._order.finish() + missed:
+                self._reduce(number)
+            self._late.update(missed)
+            self._deferred = False
+            for number in self._apart:
+                self._gather_leftovers(number)
+        elif self._any:
+            for number in self.trained:
+                if self._late or self._again or self._missing[number]:
+                    self._gather_leftovers(number)
+        if not self._known:
+            self._late &= self._again
+            self._known = True
+
+    def clear_backward(self) -> None:
+        """No gradient of the next backward has arrived."""
+        for number in self.trained:
+            self._missing[number].update(range(len(self.units[number].params)))
+        self._again.clear()
+
+    def _complete(self, number: int) -> None:
+        """All gradients of a unit have arrived, as far as this graph goes."""
+        if self._backward.inside and not self._known:
+            self._late.add(number)  # a checkpointed segment; another one may use the same parameters
+        if number not in self._late and number not in self._apart:
+            self._close(number)
+        self.completed(number)
+
+    def _close(self, number: int) -> None:
+        if not self.now:
+            self.units[number].gradients.collect(now=False)
+            return
+        for other in self._order.ready(number):
+            self._reduce(other)
+
+    def _reduce(self, number: int) -> None:
+        gradients = self.units[number].gradients
+        gradients.collect()
+        gradients.reduce()
+        self._inflight.append(number)
+        held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
+        while self._inflight and held > self.inflight_bytes:
+            oldest = self.units[self._inflight.popleft()].gradients
+            held -= oldest.full_bytes
+            with self.helping() if self._backward.task is not None else nullcontext():
+                oldest.finish()
+
+    def _gather_leftovers(self, number: int) -> None:
+        unit = self.units[number]
+        if any(p.grad is not None for p in unit.params):
+            unit.gradients.collect(now=False)
+
+    # ---- between backwards
+
+    @contextmanager
+    def reduction(self, now: bool) -> Iterator[None]:
+        """Whether a backward inside reduces its gradients. Nested contexts combine with *and*."""
+        before, self.now = self.now, self.now and now
+        if not self.now:
+            self._deferred = True
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def close(self) -> None:
+        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did."""
+        if any(p.grad is not None for n in self.trained for p in self.units[n].params):
+            self._deferred = True
+            for number in self.trained:
+                found = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+                self.unused[number] -= found
+        for number in reversed(self.trained if self._deferred else self._apart):
+            self._gather_leftovers(number)
+            self._reduce(number)
+        self._deferred = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for every reduction that was started."""
+        while self._inflight:
+            self.units[self._inflight.popleft()].gradients.finish()
+
+    def forget(self) -> None:
+        """Drop every gradient of this step."""
+        self.drain()
+        self._deferred = False
+        for number in self.trained:
+            self.units[number].gradients.clear()
+        self.stepped()
+
+    def stepped(self) -> None:
+        """A step begins: nothing was used in it."""
+        for number in self.trained:
+            self.unused[number].update(range(len(self.units[number].params)))
+
+    @property
+    def seen(self) -> list[int]:
+        """The order in which units were ready in the last backward."""
+        return self._order.seen
+
+    def adopt(self, seen: Sequence[int]) -> None:
+        """Follow `seen` from now on. The same on every rank."""
+        self._order.adopt(seen)

@@ -1,0 +1,271 @@
+"""Where a unit communicates, and what both of its halves, parameters (`unit.py`) and gradients (`gradients.py`), are made from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import Parameter
+
+import ds_comm as comm
+from ds_comm import Group, drop_group, twin_group
+from ds_comm.family import Family
+from ds_comm.lossy.hierarchy import Hierarchy
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.layout.families import cut
+from ds_zero.layout.plan import Ranks, UnitPlan
+from ds_zero.layout.replicas import Replicas
+from ds_zero.layout.residency import Residency
+from ds_zero.layout.units import DENSE
+from ds_zero.policies.wire import EXACT, Wire, split_levels
+from ds_zero.runtime.exchange import sends_from_anywhere
+from ds_zero.runtime.memory import HostMemory, HostPlan, host_refusal
+from ds_zero.runtime.nodes import Nodes, Route, split_nodes
+from ds_zero.runtime.store import Pool
+
+__all__ = ["Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
+
+_log = logging.getLogger("ds_zero")
+
+
+@dataclass(slots=True, eq=False)
+class _Unforeseen:
+    """A channel that is made when first asked for."""
+
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """What the units of one family share.
+
+    Attributes:
+        family: Over which ranks their gradients are summed, and how that sum counts.
+        apart: Some of those ranks do not run this backward; see `families.py`.
+        shards: The ranks that hold the shards of a unit; a group of one holds it whole.
+        gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
+        replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
+        pool: Where gradient buffers come from.
+        shared: The ranks of `shards` keep one copy of the parameters between them ...
+        host: ... in this memory.
+        route: How gathers go between nodes; None: flat.
+        levels: How codes of gradients do; None: flat.
+    """
+
+    family: Family
+    apart: bool
+    shards: Group
+    gathers: Group
+    replicas: Group
+    pool: Pool
+    shared: bool = False
+    host: HostMemory | None = None
+    route: Route | None = None
+    levels: Hierarchy | None = None
+    _unforeseen: _Unforeseen = field(default_factory=_Unforeseen)
+
+    @property
+    def size(self) -> int:
+        """Ranks a gradient is summed over."""
+        return self.shards.size * self.replicas.size
+
+    @property
+    def counts(self) -> int:
+        """How often each element of a gradient is there, over all ranks."""
+        return self.replicas.size * self.family.copies
+
+    def unforeseen(self) -> Group:
+        """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
+        found = self._unforeseen
+        if found.group is None:
+            found.group = self.gathers if self.gathers is self.shards else twin_group(self.shards, "unforeseen", None)
+        return found.group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The parameters of one unit.
+
+    Attributes:
+        number: Of the unit, in its model.
+        plan: What was decided about it.
+        device: Of all of them, also while they are on meta.
+    """
+
+    number: int
+    plan: UnitPlan
+    params: tuple[Parameter, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class SeatOptions:
+    """Of `ShardOptions` what decides about seats, and the device type of the model.
+
+    Attributes:
+        host: Whether all parameters are on the host.
+    """
+
+    residency: Residency
+    shard_size: int | None
+    nodes: Nodes | None
+    memory: str
+    host: bool
+    wire: Wire = EXACT
+
+
+class Seating:
+    """The seats of one model by family, and the groups made for them. Construction is collective over each family's group.
+
+    Args:
+        families: Dense first; the others in the same order on every rank.
+    """
+
+    def __init__(self, families: Mapping[str, Family], pool: Pool, options: SeatOptions) -> None:
+        self.pool, self.options = pool, options
+        self._dense = families[DENSE].group
+        self._made: list[Group] = []
+        self._routes: list[Route] = []
+        self._replicas: list[Replicas] = []
+        self.seats: dict[str, Seat] = {}
+        if options.nodes is not None and not options.residency.shard_params:
+            raise PlanError(
+                f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
+                "backward",
+                code="zero-nodes",
+                fix="Use stage 3, or leave nodes out.",
+            )
+        # Families of the same ranks share groups, and so one shared memory.
+        self._alike: dict[tuple[object, ...], list[str]] = {}
+        for name, family in families.items():
+            shards = None if family.shards is None else family.shards.ranks
+            alike = self._alike.setdefault((family.group.ranks, shards), [])
+            known = self.seats[alike[0]] if alike else self._make(family)
+            self.seats[name] = replace(known, family=family)
+            alike.append(name)
+
+    def _make(self, family: Family) -> Seat:
+        apart = not set(family.group.ranks) <= set(self._dense.ranks)
+        if not self.options.residency.shard_optim:
+            alone = comm.single_group("alone", family.group.global_rank)
+            return Seat(family, apart, alone, alone, family.group, self.pool)
+        replicas = cut(family, self._dense, self.options.shard_size)
+        self._replicas.append(replicas)
+        shards = gathers = replicas.shards
+        shared = self._shares(shards)
+        route = self._route(shards, shared)
+        if self.options.residency.shard_params and shards.pg is not None and not shared:
+            gathers = twin_group(shards, "gather", None)
+            self._made.append(gathers)
+        levels = None if shared else self._levels(shards)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route, levels)
+
+    def _levels(self, shards: Group) -> Hierarchy | None:
+        found = split_levels(self.options.wire, shards)
+        if found is None:
+            return None
+        levels, made = found
+        self._made += made
+        return levels
+
+    def _shares(self, group: Group) -> bool:
+        if not self.options.host or not wants_shared(self.options.memory, group):
+            return False
+        refusal = host_refusal(group)
+        if not refusal:
+            return True
+        if self.options.memory == "auto":
+            _log.info("zero: memory stays private: %s", refusal)
+            return False
+        raise UnsupportedError(
+            f"memory='shared' was asked for and is not possible: {refusal}",
+            code="zero-memory",
+            fix="Leave memory at 'auto', or shard over ranks of one host.",
+        )
+
+    def _route(self, shards: Group, shared: bool) -> Route | None:
+        nodes = self.options.nodes
+        if nodes is not None and shared:
+            _log.info(
+                "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
+            )
+            return None
+        if nodes is not None and self._replicas[0].shards.ranks != shards.ranks:
+            nodes = _near(nodes, self._dense, shards)
+        route = split_nodes(nodes, shards, self.pool)
+        self._routes += [] if route is None else [route]
+        return route
+
+    @property
+    def ranks(self) -> dict[str, Ranks]:
+        """What planning is to know of each family."""
+        device = torch.device("cpu" if self.options.host else "meta")
+        return {
+            name: Ranks(
+                seat.shards.size,
+                seat.shared,
+                sends_from_anywhere(seat.shards, device),
+                None if seat.route is None else seat.route.nodes,
+            )
+            for name, seat in self.seats.items()
+        }
+
+    def share(self, units: Sequence[UnitPlan]) -> None:
+        """Get the memory that hosts share for `units`. Collective over each family's shards."""
+        for alike in self._alike.values():
+            seat = self.seats[alike[0]]
+            mine = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
+            if not seat.shared or not mine:
+                continue
+            widths = [
+                unit.layout.numel * max(unit.dtypes.reduce.itemsize, unit.dtypes.accumulate.itemsize)
+                for unit in mine.values()
+                if unit.spec.trained
+            ]
+            fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
+            host = HostMemory(seat.shards, HostPlan(fulls, max(widths, default=0)))
+            for name in alike:
+                self.seats[name] = replace(self.seats[name], host=host)
+
+    @property
+    def hosts(self) -> list[HostMemory]:
+        """Shared memories, each once, in the order of families."""
+        return list(dict.fromkeys(seat.host for seat in self.seats.values() if seat.host is not None))
+
+    def drop(self) -> None:
+        """Destroy the groups that were made. Collective."""
+        late = {id(s._unforeseen): s for s in self.seats.values()}
+        made = [s._unforeseen.group for s in late.values() if s.gathers is not s.shards]
+        for group in [*self._made, *(g for g in made if g is not None)]:
+            drop_group(group)
+        for route in self._routes:
+            route.drop()
+        for replicas in self._replicas:
+            replicas.drop()
+        self._made.clear()
+        self._routes.clear()
+        self._replicas.clear()
+
+
+def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
+    """The same nodes as a family sees them that lives on some of the ranks; None if not all have as many of them, side by side."""
+    places = [dense.ranks.index(rank) // nodes.size for rank in shards.ranks if rank in dense.ranks]
+    size = places.count(places[0]) if places else 0
+    if (
+        len(places) != shards.size
+        or size < 2
+        or places != sorted(places)
+        or any(places.count(p) != size for p in places)
+    ):
+        return None
+    return replace(nodes, size=size)
+
+
+def wants_shared(memory: str, group: Group) -> bool:
+    """Whether a model on the host is to have one copy for these ranks: asked for, or they communicate over shared memory."""
+    if group.pg is None or group.size == 1:
+        return False
+    return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))

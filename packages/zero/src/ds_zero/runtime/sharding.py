@@ -1,0 +1,309 @@
+"""A model cut into units: made once, owns everything it made, gives all of it back.
+
+`Sharding` is what `shard` builds and what the optimizer, checkpoint and access functions work with. A model without an
+optimizer (a frozen reference, inference) needs nothing more than this.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+import ds_comm as comm
+from ds_comm import Group, LocalShard
+from ds_comm.family import Family
+from ds_comm.placement import Interval
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.layout.elements import Piece
+from ds_zero.layout.families import family_name, find_families, logical_of
+from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
+from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_unit
+from ds_zero.layout.precision import Precision
+from ds_zero.layout.same import check_same, make_same
+from ds_zero.layout.units import DENSE, plan_units
+from ds_zero.offload.memory import check_room, room_refusal
+from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
+from ds_zero.policies.wire import check_options
+from ds_zero.runtime.hooks import Runtime, Schedule
+from ds_zero.runtime.rows import row_sum, tables
+from ds_zero.runtime.scattered import is_scattered
+from ds_zero.runtime.seat import Seating, SeatOptions
+from ds_zero.runtime.store import Pool
+from ds_zero.runtime.unit import Part, Unit
+
+__all__ = ["ShardOptions", "Sharding", "sharding_of"]
+
+
+def _check_everyone(everyone: Group, families: Mapping[str, Family], options: ShardOptions) -> None:
+    wants = options.clip is not None or options.precision is not None
+    beyond = sorted({rank for f in families.values() for rank in f.group.ranks} - set(everyone.ranks))
+    if beyond and (wants or options.norm is not None):
+        raise PlanError(
+            f"gradients are summed with ranks {beyond}, and the norm goes over {everyone} only",
+            code="zero-norm",
+            fix="Pass norm= a group of all ranks that hold a part of the model.",
+        )
+
+
+def _check_host(plan: ZeroPlan, everyone: Group) -> None:
+    """Every rank refuses if the host of one cannot hold what its ranks would keep there. Collective if anything is kept there."""
+    if not plan.host:
+        return
+    refusal = ""
+    try:
+        check_room(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
+    except PlanError as error:
+        refusal = error.message
+    told: list[str] = [""] * everyone.size
+    comm.all_gather_object(told, refusal, everyone, unit="plan")
+    if any(told):
+        raise room_refusal(next(filter(None, told)))
+
+
+class Sharding:
+    """The units of one model and the hooks that drive them.
+
+    Args:
+        model: Equal on every rank in shape; values are made equal to rank 0's. What is assigned to a family (`ds_comm.family`) is
+            equal on the family's ranks only.
+        groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
+        options: How.
+        habits: What the optimizer needs and keeps, by number of its group; by default the layout of the options for all.
+    Attributes:
+        plan: What was decided, unit by unit, before anything was allocated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        options: ShardOptions,
+        habits: Mapping[int, Habits] | None = None,
+    ) -> None:
+        self.model, self.options = model, options
+        self.group = comm.as_group(options.group)
+        self.precision = Precision.of(options.precision)
+        residency = options.residency
+        if options.sparse and residency.shard_optim:
+            raise PlanError(
+                f"sparse gradients were asked for with {residency}: shards of a gradient are summed, not rows",
+                code="zero-sparse",
+                fix="Use stage 0, or leave it out.",
+            )
+        check_options(options.wire, stage=residency.shard_params, shards=residency.shard_optim)
+        self.families = find_families(model, self.group)
+        self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
+        _check_everyone(self.everyone, self.families, options)
+        params, modules = describe(model, groups, habits or Habits(options.layout or "flat"), self.precision)
+        specs = plan_units(params, modules, residency, options.policy)
+        by_name = dict(model.named_parameters())
+        self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
+        check_same(specs, self.logical, self.families)
+        self.unloaded = {name for name, param in by_name.items() if param.is_meta}
+        ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
+        for name, family in self.families.items():
+            make_same([t for t in (*ready, *model.buffers()) if family_name(t) == name], family.group)
+        self.pool = Pool()
+        self.away: list[Away] = []
+        on_host = all(p.device.type == "cpu" for p in by_name.values())
+        memory = options.memory if options.rest == "device" else "private"  # what rests elsewhere is nobody else's
+        chosen = SeatOptions(residency, options.shard_size, options.nodes, memory, on_host, options.wire)
+        self.seating = Seating(self.families, self.pool, chosen)
+        ranks = self.seating.ranks
+        tiers, rests = options.tiers_of(specs), options.rests_of(specs, [ranks[s.family].shards for s in specs])
+        planned = (
+            plan_unit(s, self.precision, ranks[s.family], tier, rest, options.wire)
+            for s, tier, rest in zip(specs, tiers, rests, strict=True)
+        )
+        self.plan = ZeroPlan(self.group.size, residency, tuple(planned))
+        _check_host(self.plan, self.everyone)
+        self.seating.share(self.plan.units)
+        self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
+        if options.sparse:
+            names = tables(model)
+            for unit in self.units:
+                unit.gradients.rows = row_sum(unit.layout, names, unit.spec.name)
+        for host in self.seating.hosts:
+            host.barrier("shard")
+        largest = max((u.layout.numel for u in self.units), default=0)
+        arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
+        # One is summed while the next is filled; one more where gathers travel beside it and make it slower. At stage 0 the
+        # buffers are the gradients, so all may be under way.
+        several = 2 if residency.shard_params else 1
+        inflight = several * arena if residency.shard_optim else arena * len(self.units)
+        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight))
+        self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
+        self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
+        for param in by_name.values():
+            setattr(param, _TICKET, _Ticket(self))
+
+    def _unit(self, plan: UnitPlan, params: Mapping[str, Parameter], number: int) -> Unit:
+        members = [params[p.name] for p in plan.spec.params]
+        return Unit(plan, members, self.seating.seats[plan.spec.family], number)
+
+    def keep_gradients_local(self) -> None:
+        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
+
+        Their norm, alike on all ranks, is the root of the mean of the ranks' squared norms, which bounds the norm of their mean.
+
+        Raises:
+            UnsupportedError: some parameters are not on all ranks ("zero-family-local").
+        """
+        if len(self.families) > 1:
+            raise UnsupportedError(
+                f"the optimizer averages gradients itself, over {self.group}; the model has parameters of families "
+                f"{', '.join(sorted(set(self.families) - {DENSE}))}, which are averaged over other ranks",
+                code="zero-family-local",
+                fix="Use another optimizer for this model.",
+            )
+        alone = comm.single_group("alone", self.group.global_rank)
+        self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
+        for unit in self.units:
+            unit.seat = replace(unit.seat, family=self.families[DENSE], replicas=alone)
+            unit.gradients.seat = unit.seat
+
+    def find(self, param: Tensor) -> tuple[Unit, int] | None:
+        """The unit of a parameter and its number in it; None for a parameter of another model."""
+        return self._where.get(id(param))
+
+    def refresh(self) -> None:
+        """The shards were written from outside: make every copy of them new. Collective."""
+        self.unloaded.clear()
+        for unit in self.units:
+            unit.tier.fetch()
+            unit.mark_updated()
+            unit.tier.store()
+        self.gather_kept()
+
+    def put_away(self) -> None:
+        """What was fetched for whole access goes back to its tier, as it is now; views of it are not valid any more."""
+        for unit in self.units:
+            unit.tier.store()
+
+    def gather_kept(self) -> None:
+        """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
+        kept = [u for u in self.units if not u.releases]
+        shared, private = [u for u in kept if u.host is not None], [u for u in kept if u.host is None]
+        for host in self.seating.hosts:
+            host.barrier("update")
+        for unit in shared:
+            unit.published()
+        for unit in private:
+            unit.start_unshard()
+            if not self.options.overlap:
+                unit.finish_unshard()
+        for unit in private:
+            unit.finish_unshard()
+
+    def adopt_edits(self) -> None:
+        """Parameters that every rank edited alike since the last update go into the shards. Before an update, on all ranks."""
+        for unit in self.units:
+            unit.adopt_edits()
+        for host in self.seating.hosts:
+            for number in host.edited():
+                self.units[number].adopt_overlay()
+
+    def quiet(self, what: str, units: Iterable[Unit] | None = None) -> None:
+        """Return when no rank is still in a forward or backward of this model, where others could see a write to `units` (all
+        of them). Collective over their ranks."""
+        hosts = {unit.host for unit in (self.units if units is None else units)}
+        for host in self.seating.hosts:
+            if host in hosts:
+                host.barrier(what)
+
+    def suspend(
+        self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True, state: Iterable[Tensor] = ()
+    ) -> dict[str, int]:
+        """Move state to host memory between steps, for another program to use the device. `resume` brings it back.
+
+        Args:
+            kinds: Of `optimizer`, `masters`, `parameters`, `gradients`.
+            pin_memory: Into page-locked memory.
+            state: Tensors of the optimizer's state.
+        Returns:
+            Bytes given back by kind, and `buffers`: idle ones, which hold nothing. Memory that ranks share stays.
+        """
+        self.runtime.reducing.drain()
+        spare = 0
+        for unit in self.units:
+            unit.reshard()
+            spare += unit.drop_idle()
+        spare += self.pool.drop()
+        gone = take_away(self.units, state, kinds, pin_memory=pin_memory)
+        self.away += gone
+        return {k: sum(a.host.numel() for a in gone if a.kind == k) for k in kinds} | {"buffers": spare}
+
+    def resume(self) -> None:
+        """Bring back what `suspend` moved, to the same bits."""
+        bring_back(self.units, self.away)
+        self.away.clear()
+
+    def param_shards(self) -> list[LocalShard]:
+        """This rank's elements of every parameter, in master format, as views: `param/<name>`.
+
+        What another tier keeps is fetched, and stays until the next update or `refresh`.
+        """
+        found = []
+        for unit in self.units:
+            unit.tier.fetch()
+            dtype = dtype_name(unit.shard.dtype)
+            for piece in self.pieces(unit):
+                shard = self.logical[piece.name].shard("param", dtype, piece.interval)
+                found.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
+        return found
+
+    @staticmethod
+    def pieces(unit: Unit) -> list[Piece]:
+        """What this rank owns of a unit; an empty parameter is the first rank's."""
+        owned = list(unit.owned)
+        if unit.rank == 0:
+            owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
+        return owned
+
+    def close(self) -> None:
+        """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
+        self.resume()
+        for unit in self.units:
+            unit.gradients.finish()
+            unit.unshard()
+        self.runtime.detach()
+        for unit in self.units:
+            for param in unit.params:
+                param.__dict__.pop(_TICKET, None)
+        for unit in self.units:
+            with torch.no_grad():
+                for param in unit.params:
+                    param.data = param.data.clone()
+        self.units.clear()
+        self._where.clear()
+        self.pool.close()
+        self.seating.drop()
+
+
+_TICKET = "_ds_zero_ticket"
+
+
+class _Ticket:
+    """On a parameter: which Sharding it belongs to. A pickled or copied one belongs to none."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Sharding | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+
+    def __reduce__(self) -> tuple[type[_Ticket], tuple[()]]:
+        return _Ticket, ()
+
+
+def sharding_of(param: Tensor) -> Sharding | None:
+    """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
+    ticket = getattr(param, _TICKET, None)
+    return None if ticket is None or ticket.owner is None else ticket.owner()

@@ -1,0 +1,102 @@
+"""What the ranks agree on before an update: the gradient's norm, and which parameters nobody used.
+
+The ranks of a family agree on its parameters; all ranks that the model was given to on the rest, and where the model is on more
+ranks than those, all of them on the norm. Every rank asks in the order of families, then for the model, then for the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import ds_comm as comm
+from ds_comm.family import Family
+from ds_config.errors import PlanError
+from ds_zero.layout.units import DENSE
+from ds_zero.runtime.sharding import Sharding
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.norms import square_of
+
+__all__ = ["Facts", "agree"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The same on every rank.
+
+    Attributes:
+        square: Sum of squares of the summed gradient; None where nobody asked.
+        unused: For each trained unit the numbers of parameters that no rank used.
+        riders: Sums over the ranks of the numbers that the caller sent along.
+    """
+
+    square: float | None
+    unused: list[set[int]]
+    riders: tuple[float, ...] = ()
+
+
+def agree(sharding: Sharding, *, wants_norm: bool, riders: Sequence[float] = ()) -> Facts:
+    """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 8 bytes where the model is on more ranks.
+
+    Args:
+        wants_norm: Whether to measure the gradient.
+        riders: Numbers of the caller's own to sum over the ranks, as many on every rank.
+    Raises:
+        PlanError: in strict mode, on every rank, if only some of those that have a parameter used it ("ranks-diverged").
+    """
+    units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
+    square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
+    beyond = wants_norm and sharding.everyone.ranks != sharding.group.ranks
+    if beyond:
+        square = _sum(square, sharding.everyone)
+    absent = {n: reducing.unused[n] for n in reducing.trained}
+    unused: dict[int, set[int]] = {}
+    partly: list[str] = []
+    for name in sorted(sharding.families, key=lambda name: name == DENSE):
+        mine = [u for u in units if u.spec.family == name]
+        extra = (0.0 if beyond else square, float(len(partly)), *riders) if name == DENSE else ()
+        users, extra = _count(mine, absent, sharding.families[name], extra)
+        for unit, counts in zip(mine, users, strict=True):
+            unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
+            size = sharding.families[name].group.size
+            partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
+    within, others, *told = extra
+    if (partly or others) and sharding.options.strict:
+        raise _diverged(partly, sharding.group.size)
+    square = square if beyond else within
+    return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(told))
+
+
+def _sum(number: float, group: comm.Group) -> float:
+    total = torch.tensor([number], dtype=torch.float64)
+    comm.all_reduce(total, group=group, unit="norm")
+    return total.item()
+
+
+def _count(
+    units: Sequence[Unit], absent: dict[int, set[int]], family: Family, extra: tuple[float, ...]
+) -> tuple[list[list[float]], tuple[float, ...]]:
+    """Of each unit how many ranks of a family used each parameter; and the sums of `extra`."""
+    sizes = [len(unit.params) for unit in units]
+    counts = torch.ones(sum(sizes) + len(extra), dtype=torch.float64)
+    base = 0
+    for unit in units:
+        for i in absent[unit.number]:
+            counts[base + i] = 0.0
+        base += len(unit.params)
+    counts[base:] = torch.tensor(extra, dtype=torch.float64)
+    if family.group.size > 1 and len(counts):
+        comm.all_reduce(counts, group=family.group, unit="step")
+    parts = counts.split([*sizes, len(extra)])
+    return [part.tolist() for part in parts[:-1]], tuple(parts[-1].tolist())
+
+
+def _diverged(names: Sequence[str], size: int) -> PlanError:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return PlanError(
+        f"some of {size} ranks used these parameters in the last step and some did not: {shown or 'those of other families'}",
+        code="ranks-diverged",
+        fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
+    )

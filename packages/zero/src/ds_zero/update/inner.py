@@ -1,0 +1,135 @@
+"""Whether an optimizer may be given shards: found out by asking it, not by its name.
+
+Words: an optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do.
+It is *per tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every
+parameter must be whole on one rank. One that is neither (L-BFGS) cannot be sharded.
+
+The optimizer steps three small tensors of its own class and settings, whole and in pieces, and the results are compared.
+Nothing random is drawn and the optimizer itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from ds_config.errors import UnsupportedError
+from ds_ops.optim import OpsOptimizer
+from ds_zero._torch import plain_step
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.options import Habits
+from ds_zero.layout.precision import Dtypes
+
+__all__ = ["habits_of", "keeps_state", "owns_reduction", "state_format"]
+
+_SHAPE, _CUT, _STEPS = (8, 6), 20, 3
+
+
+def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
+    """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
+
+    Raises:
+        UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
+    """
+    habits: dict[int, Habits] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found = Habits(_declared(optimizer)) if owns_reduction(optimizer) else _habits(optimizer, group)
+        if found.layout == "whole" and asked not in (None, "whole"):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
+                code="zero-optimizer",
+                fix='Leave layout at None, or pass layout="whole".',
+            )
+        habits[number] = found if asked is None else replace(found, layout=asked)
+    return habits
+
+
+def owns_reduction(optimizer: Optimizer) -> bool:
+    """Whether an optimizer averages gradients over ranks itself; it says so by an attribute of this name."""
+    return bool(getattr(optimizer, "owns_reduction", False))
+
+
+def keeps_state(optimizer: Optimizer, dtypes: Dtypes) -> bool:
+    """Whether an optimizer can keep its state in the format asked for."""
+    if dtypes.state is None:
+        return True
+    if isinstance(optimizer, OpsOptimizer):
+        return OpsOptimizer.keeps(dtypes.master, dtypes.state)
+    return dtypes.state == dtypes.master  # what torch's do anyway
+
+
+def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
+    """The format in which an optimizer keeps its state of a parameter."""
+    return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
+
+
+def _declared(optimizer: Optimizer) -> Kind:
+    # Its step is collective and depends on how far it is, so it is not asked to step.
+    return "flat" if getattr(optimizer, "elementwise", True) else "whole"
+
+
+def _habits(optimizer: Optimizer, group: dict[str, Any]) -> Habits:
+    """`"flat"` for an elementwise optimizer, `"whole"` for a per-tensor one, with the settings of one of its groups."""
+    first = [_wave(_SHAPE, 0.3)]
+    try:
+        (alone, states), (together, _) = (
+            _run(optimizer, group, first),
+            _run(optimizer, group, [*first, _wave((6, 10), 1.7)]),
+        )
+    except Exception as error:  # whatever a foreign optimizer raises is the reason to give
+        raise _neither(optimizer, f"it cannot step a tensor of shape {_SHAPE}: {error}") from error
+    if not _close(alone, together[:1]):
+        raise _neither(optimizer, "the update of one tensor depends on the others")
+    flat = first[0].reshape(-1)
+    try:
+        pieces, _ = _run(optimizer, group, [flat[:_CUT].clone(), flat[_CUT:].clone()])
+    except Exception:  # it takes no vectors, so it takes no shards
+        return Habits("whole", states)
+    return Habits("flat" if _close([alone[0].reshape(-1)], [torch.cat(pieces)]) else "whole", states)
+
+
+def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """The tensors after a few steps, and how many tensors as large as the first the optimizer keeps for it."""
+    params = [Parameter(value.clone()) for value in values]
+    twin = object.__new__(type(optimizer))
+    own = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in optimizer.__dict__.items()}
+    twin.__dict__.update(own)
+    twin.state = defaultdict(dict)
+    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    if isinstance(settings.get("lr"), float) and settings["lr"] == 0.0:
+        settings["lr"] = 1e-2  # a warm-up begins at zero; nothing would move
+    twin.param_groups = [{**settings, "params": params}]
+    step = plain_step(type(optimizer))
+    for number in range(_STEPS):
+        for param in params:  # a function of each element, so the same whole and in pieces
+            turned = param.detach() * (5.0 + number) + 0.5
+            param.grad = turned / (1.0 + turned * turned)
+        step(twin)
+    kept = [v for v in twin.state[params[0]].values() if isinstance(v, Tensor) and v.shape == params[0].shape]
+    return [param.detach() for param in params], len(kept)
+
+
+def _wave(shape: tuple[int, ...], phase: float) -> Tensor:
+    # Not torch.sin: its first call loads a library, which takes longer than everything else here.
+    return torch.tensor([math.sin(0.7 * i + phase) for i in range(math.prod(shape))]).reshape(shape)
+
+
+def _close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))
+
+
+def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(optimizer).__name__} cannot be sharded: {why}",
+        code="zero-optimizer",
+        fix="Use an optimizer that treats elements, or at least parameters, independently of each other.",
+    )
