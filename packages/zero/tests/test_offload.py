@@ -19,11 +19,9 @@ from ds_config.errors import PlanError
 from ds_ops.io import FileTransferError, IOSettings
 from ds_zero import Placement, ShardOptions, plan
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
-from ds_zero.offload import memory
-from ds_zero.offload.file import Scratch
-from ds_zero.offload.memory import check_room, host_bytes
-from ds_zero.offload.placement import placed_numel
-from ds_zero.offload.scratch import Record, Ring
+from ds_zero.offload import placement
+from ds_zero.offload.placement import check_room, host_bytes, placed_numel
+from ds_zero.offload.scratch import Record, Ring, Scratch
 
 CPU = torch.device("cpu")
 
@@ -80,7 +78,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 
 def test_more_than_the_host_has_is_refused() -> None:
     few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
-    with mock.patch.object(memory, "host_memory", return_value=few):
+    with mock.patch.object(placement, "host_memory", return_value=few):
         check_room(1 << 19, 2, what="nothing")
         with pytest.raises(PlanError, match="2 ranks of this host would keep 640 KiB each") as caught:
             check_room(5 << 17, 2, what="the plan")
@@ -91,7 +89,7 @@ def test_refused_page_locking_falls_back_with_one_warning(caplog: pytest.LogCapt
     def refuse(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
         raise RuntimeError("Cannot allocate memory")
 
-    with mock.patch.object(memory, "_told", set()), mock.patch.object(torch, "zeros", refuse):
+    with mock.patch.object(placement, "_told", set()), mock.patch.object(torch, "zeros", refuse):
         for _ in range(3):
             found = host_bytes(5000, torch.device("cuda"), pin=True)
             assert found.numel() == 5000

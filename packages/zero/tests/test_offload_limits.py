@@ -129,9 +129,9 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
         from unittest import mock
-        from ds_zero.offload import memory, scratch, tiers
+        from ds_zero.offload import placement, scratch, tiers
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-        locked, zeros, given = [0], torch.zeros, memory.host_bytes
+        locked, zeros, given = [0], torch.zeros, placement.host_bytes
 
         def lock(*size, pin_memory=False, **rest):
             if not pin_memory:
@@ -209,7 +209,7 @@ def test_drawn_sizes_interrupted_beside_another_process(tmp_path: Path) -> None:
     code = """
         import random, signal
         from ds_ops.io import IOSettings
-        from ds_zero.offload.file import Scratch
+        from ds_zero.offload.scratch import Scratch
         beats = [0]
         signal.signal(signal.SIGALRM, lambda *_: beats.__setitem__(0, beats[0] + 1))
         signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)

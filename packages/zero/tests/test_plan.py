@@ -11,8 +11,7 @@ from torch import nn
 import ds_zero
 from ds_zero.layout.plan import Ranks, Reduction, Storage, passing_bytes, plan_unit
 from ds_zero.layout.precision import Precision
-from ds_zero.layout.residency import STAGES, UnitBytes
-from ds_zero.layout.units import ModuleInfo, ParamInfo, plan_units
+from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, UnitBytes, plan_units
 
 
 def net():

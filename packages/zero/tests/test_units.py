@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_zero.layout.residency import STAGES
-from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy, plan_units
+from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, UnitPolicy, plan_units
 
 
 def param(name, numel=100, **keys):

@@ -1,8 +1,7 @@
 """One core for ZeRO 0, 1, 2 and 3, usable alone in a plain PyTorch loop."""
 
-from ds_zero.access.init import Init, MiCS_Init
+from ds_zero.access.init import Init, MiCS_Init, load_pretrained
 from ds_zero.access.nonfinite import Nonfinite, NonfiniteSearch
-from ds_zero.access.pretrained import load_pretrained
 from ds_zero.access.tensors import (
     GatheredParameters,
     register_external_parameter,
@@ -26,10 +25,9 @@ from ds_zero.layout.elements import UnitLayout, plan_layout
 from ds_zero.layout.options import Habits, ShardOptions
 from ds_zero.layout.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
 from ds_zero.layout.precision import LossScale, Precision, PrecisionRule
-from ds_zero.layout.residency import STAGES, Residency
-from ds_zero.layout.units import UnitPolicy, UnitSpec, plan_units
+from ds_zero.layout.units import STAGES, Residency, UnitPolicy, UnitSpec, plan_units
 from ds_zero.offload.placement import Placement
-from ds_zero.policies.tiled import TiledLinear
+from ds_zero.policies.layers import TiledLinear
 from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
 from ds_zero.runtime.nodes import Nodes
 from ds_zero.runtime.released import Released

@@ -1,4 +1,4 @@
-"""The configuration sections that ds-zero owns: `zero_optimization`, `fp16`, `bf16`, `torch_autocast`, `data_types`.
+"""The configuration sections of ds-zero: `zero_optimization`, `fp16`, `bf16`, `torch_autocast`, `data_types`.
 
 Imported only by who reads a configuration; `import ds_zero` does not need pydantic. Keys and defaults are those of
 DeepSpeed's schema; each is used, deprecated, dead (with what replaces it), or not built (an error when it is switched on).

@@ -14,7 +14,7 @@ import ds_zero
 from ds_testing import world
 from ds_zero.layout.elements import plan_layout
 from ds_zero.runtime.exchange import Exchange, sends_from_anywhere
-from ds_zero.runtime.store import Pool
+from ds_zero.runtime.memory import Pool
 
 
 def drawn(seed, rank, layout, kind):

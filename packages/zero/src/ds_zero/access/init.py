@@ -7,19 +7,27 @@
     optimizer = ds_zero.shard(model, AdamW(model.parameters()), stage=3)
     ds_zero.load_pretrained(model, "weights/")  # each rank reads the bytes it holds
 
-Init uses torch's own registration hooks, replaces nothing in torch, and draws no random numbers of its own: with equal seeds
+`Init` uses torch's own registration hooks, replaces nothing in torch, and draws no random numbers of its own: with equal seeds
 the values are those of the model built without it.
+
+The format of safetensors: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data;
+row-major, so a range of a flattened parameter is a range of the file.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,9 +36,12 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_comm import Group
-from ds_zero.runtime.scattered import Scatter, is_scattered
+from ds_comm.placement import TensorShard
+from ds_config.errors import CheckpointError, PlanError
+from ds_zero.runtime.released import Scatter, is_scattered
+from ds_zero.runtime.sharding import Sharding, sharding_of
 
-__all__ = ["Init", "MiCS_Init"]
+__all__ = ["Init", "MiCS_Init", "load_pretrained"]
 
 
 class Init:
@@ -123,3 +134,180 @@ class Init:
 
 class MiCS_Init(Init):  # noqa: N801  the reference's name
     """Init for a model that `shard(..., shard_size=...)` then cuts over replicas. Until then all ranks share one copy."""
+
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor is: file, first byte, format, shape."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> tuple[str, ...]:
+    """Fill a sharded model from safetensors. Collective.
+
+    Args:
+        model: Given to `shard` before; built on meta (`Init(meta=True)`) or with values of its own.
+        path: A .safetensors file, or a directory with such files (with or without an index).
+        strict: Raise if a parameter or persistent buffer is in no file. Else it keeps its value, or is zero on meta.
+    Returns:
+        Names the files have and the model does not.
+    Raises:
+        PlanError: the model is not sharded ("zero-not-sharded").
+        CheckpointError: a name is missing ("pretrained-missing"), a shape differs ("pretrained-shape"), or a file is not
+            what it says ("pretrained-file").
+    Cost: reads each byte of the files once over all ranks of a replica; 16 MiB of memory besides the shards.
+    """
+    sharding = next((s for s in map(sharding_of, model.parameters()) if s is not None), None)
+    if sharding is None:
+        raise PlanError(
+            "load_pretrained was given a model that is not sharded",
+            code="zero-not-sharded",
+            fix="Call ds_zero.shard(model, ...) first; on meta it allocates this rank's shards only.",
+        )
+    entries = _entries(Path(path))
+    aliases = _aliases(model)
+    # Checked on all ranks before anything is written on one.
+    found = _find(sharding, entries, aliases)
+    missing = _told(sharding, [n for n, entry in found.items() if entry is None] + _missing_buffers(model, entries))
+    if missing and strict:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the model are in no file of {path}: {', '.join(missing[:5])}",
+            code="pretrained-missing",
+            fix="Load the right weights, or pass strict=False and set what is missing yourself.",
+        )
+    _read_params(sharding, found)
+    _read_buffers(model, entries)
+    sharding.unloaded.clear()
+    sharding.refresh()
+    known = {alias for names in aliases.values() for alias in names} | {n for n, _ in model.named_buffers()}
+    known |= {logical.name for logical in sharding.logical.values()}
+    # What no rank has: of experts each has others.
+    return tuple(sorted(set(entries).difference(_told(sharding, sorted(known & set(entries))))))
+
+
+def _told(sharding: Sharding, names: list[str]) -> list[str]:
+    """The names of all ranks, where the ranks' models differ. Collective."""
+    if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
+        return names
+    told = comm.all_gather_json(names, sharding.everyone, unit="load_pretrained")
+    return sorted({name for of in told for name in of})
+
+
+def _find(
+    sharding: Sharding, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
+) -> dict[str, _Entry | None]:
+    """Where each parameter's logical tensor is in the files."""
+    found: dict[str, _Entry | None] = {}
+    for slot in (slot for unit in sharding.units for slot in unit.layout.slots):
+        logical = sharding.logical[slot.name]
+        names = aliases[slot.name] if logical.name == slot.name else [logical.name]
+        entry = found[slot.name] = next((entries[n] for n in names if n in entries), None)
+        if entry is not None and entry.shape != logical.shape:
+            raise CheckpointError(
+                f"{logical.name} has shape {logical.shape}, the file says {entry.shape} ({entry.path.name})",
+                code="pretrained-shape",
+                fix="Build the model with the configuration that the weights were made with.",
+            )
+    return found
+
+
+def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None:
+    sharding.quiet("load_pretrained")
+    for unit in sharding.units:
+        unit.tier.fetch()
+        for piece in sharding.pieces(unit):
+            entry = found[piece.name]
+            if entry is not None:
+                mine = sharding.logical[piece.name].shard("param", "", piece.interval)
+                for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
+                    _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
+        unit.tier.store()
+
+
+def _fits(entry: _Entry | None, buffer: Tensor) -> bool:
+    return entry is not None and entry.shape == tuple(buffer.shape)
+
+
+def _missing_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> list[str]:
+    needless = {
+        f"{name}.{key}" if name else key for name, m in model.named_modules() for key in m._non_persistent_buffers_set
+    }
+    return [n for n, b in model.named_buffers() if not _fits(entries.get(n), b) and n not in needless]
+
+
+def _read_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> None:
+    for name, buffer in model.named_buffers():
+        entry = entries.get(name)
+        if entry is not None and _fits(entry, buffer):
+            _read(entry, 0, buffer.view(-1))
+
+
+def _read(entry: _Entry, start: int, out: Tensor) -> None:
+    """out = elements [start, start + n) of a tensor in a file, cast to out's format."""
+    width, done = entry.dtype.itemsize, 0
+    with open(entry.path, "rb") as file, torch.no_grad():
+        file.seek(entry.start + start * width)
+        while done < out.numel():
+            raw = bytearray(file.read(min((out.numel() - done) * width, _CHUNK_BYTES)))
+            if not raw or len(raw) % width:
+                raise _damaged(entry.path, "it ends before its data does")
+            part = torch.frombuffer(raw, dtype=entry.dtype)
+            out[done : done + part.numel()].copy_(part)
+            done += part.numel()
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name of each parameter -> all its names: of tied parameters a file may have any one."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    names: dict[str, list[str]] = {n: [] for n in first.values()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[first[id(param)]].append(name)
+    return names
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not files:
+        raise _damaged(path, "there is no .safetensors file")
+    return {name: entry for file in files for name, entry in _header(file).items()}
+
+
+def _header(path: Path) -> dict[str, _Entry]:
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= path.stat().st_size - 8:
+                raise _damaged(path, f"its header cannot be {length} bytes long")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, facts in header.items():
+        if facts["dtype"] not in _DTYPES:
+            raise _damaged(path, f"{name} has the format {facts['dtype']}, which torch cannot read here")
+        start = 8 + length + facts["data_offsets"][0]
+        entries[name] = _Entry(path, start, _DTYPES[facts["dtype"]], tuple(facts["shape"]))
+    return entries
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as safetensors: {why}",
+        code="pretrained-file",
+        fix="Give a .safetensors file, or a directory that has some.",
+    )

@@ -15,8 +15,7 @@ from ds_config.errors import PlanError
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.families import family_name
 from ds_zero.layout.precision import Precision
-from ds_zero.layout.residency import STAGES, Residency
-from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy, UnitSpec
+from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.placement import Placement
 from ds_zero.policies.importance import Importance
 from ds_zero.policies.wire import EXACT, Wire
@@ -47,7 +46,7 @@ class ShardOptions:
         sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
-        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.tier.TIERS`, a
+        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.tiers.TIERS`, a
             `ds_zero.Placement`, or a function that says one of these for each unit.
         rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
         wire: What travels as small codes instead of as it is (ZeRO++), see `wire.py`.

@@ -20,10 +20,9 @@ from ds_ops.formats import QuantSpec
 from ds_zero.layout.elements import UnitLayout, plan_layout
 from ds_zero.layout.options import Habits, ShardOptions, describe
 from ds_zero.layout.precision import Dtypes, Precision
-from ds_zero.layout.residency import Residency, UnitBytes
-from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitSpec, plan_units
+from ds_zero.layout.units import ModuleInfo, ParamInfo, Residency, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.placement import Placement
-from ds_zero.offload.tier import kind_of
+from ds_zero.offload.tiers import kind_of
 from ds_zero.policies.wire import EXACT, Wire, check_options, check_wire
 from ds_zero.runtime.nodes import Nodes
 

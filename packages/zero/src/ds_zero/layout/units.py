@@ -1,7 +1,10 @@
-"""Which parameters travel together: from records about parameters and modules to `UnitSpec`s. Pure; no tensor.
+"""Which parameters form a unit, and which of its model states are cut into shards. Pure; no tensor.
 
-Words: parameters may share a unit when their *key* is equal: element format, optimizer group, whether they are trained,
-family, and whether they stay gathered. A unit *belongs* to the module whose forward needs it.
+Words: *model states* are parameters, gradients and optimizer state. A `Residency` says which of them are cut into one shard a rank and
+which every rank keeps whole; a ZeRO stage is a value of it. Reference: Rajbhandari et al. 2020, "ZeRO", section 5.
+
+Parameters may share a unit when their *key* is equal: element format, optimizer group, whether they are trained, family, and whether
+they stay gathered. A unit *belongs* to the module whose forward needs it.
 
 Without sharded parameters nothing is gathered during forward, so a unit is a run of parameters in registration order, cut
 at `max_numel`. With sharded parameters a unit is a module's subtree, split further while it is above `max_numel`; a
@@ -15,9 +18,77 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.residency import Residency
 
-__all__ = ["DENSE", "ModuleInfo", "ParamInfo", "UnitPolicy", "UnitSpec", "plan_units"]
+__all__ = [
+    "DENSE",
+    "STAGES",
+    "ModuleInfo",
+    "ParamInfo",
+    "Residency",
+    "UnitBytes",
+    "UnitPolicy",
+    "UnitSpec",
+    "plan_units",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Which model states are cut into shards.
+
+    Attributes:
+        shard_optim: The optimizer updates (and keeps state for) this rank's shard only.
+        shard_grads: A rank keeps the gradient of its shard only, from every backward on; otherwise it keeps all of them until
+            the microbatch after which they are reduced.
+        shard_params: Between uses a rank keeps its shard of the parameters only.
+    """
+
+    shard_optim: bool
+    shard_grads: bool
+    shard_params: bool
+
+    def __post_init__(self) -> None:
+        if (self.shard_params and not self.shard_grads) or (self.shard_grads and not self.shard_optim):
+            raise ValueError(f"parameters shard only with gradients, gradients only with optimizer state; got {self}")
+
+
+STAGES: Mapping[int, Residency] = {
+    0: Residency(shard_optim=False, shard_grads=False, shard_params=False),
+    1: Residency(shard_optim=True, shard_grads=False, shard_params=False),
+    2: Residency(shard_optim=True, shard_grads=True, shard_params=False),
+    3: Residency(shard_optim=True, shard_grads=True, shard_params=True),
+}
+"""The four ZeRO stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit on one rank.
+
+    Attributes:
+        full: Kept bytes of the parameters in the format forward uses.
+        shard: Kept bytes of the master shard; 0 where it is a part of full.
+        grads: Bytes of this rank's share of the gradients from backward to update: of memory of its own, which is kept, or of the
+            gradients that it is made of, which is not.
+        optim: Kept bytes of the optimizer's per-element state.
+        gathered: Passing bytes while the unit is in use.
+        arena: Passing bytes while its gradients travel.
+        host, file: Bytes of the above that are kept there instead of on the device.
+    """
+
+    full: int = 0
+    shard: int = 0
+    grads: int = 0
+    optim: int = 0
+    gathered: int = 0
+    arena: int = 0
+    host: int = 0
+    file: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.full + self.shard + self.grads + self.optim
+
 
 DENSE = "dense"
 """The family of parameters that nobody assigned to one."""

@@ -19,7 +19,7 @@ from ds_zero.layout.units import DENSE
 from ds_zero.policies.importance import Calendar, Importance, Turn, Votes, bad, columns_of, top_columns
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Part, Unit
-from ds_zero.update.stepping import step_with
+from ds_zero.update.inner import step_with
 
 __all__ = ["SUM", "Split"]
 

@@ -1,5 +1,6 @@
-"""In what form parameters and gradients travel: as they are, or as small codes in groups that share a scale. Reference: Wang et al.
-2023, "ZeRO++" (qwZ, qgZ); Xie et al. 2024, "LoCo".
+"""How parameters and gradients travel: as they are, or as small codes in groups that share a scale.
+
+Reference: Wang et al. 2023, "ZeRO++" (qwZ, qgZ); Xie et al. 2024, "LoCo".
 
 Words: a unit's *wire* is a `Wire` that says it for this unit alone. Parameters are quantized on their way only: a gather writes what
 it brought where forward reads, never over a master, and whole access (`GatheredParameters`, `safe_get_*`, checkpoints, `close`) gets

@@ -1,18 +1,134 @@
-"""Which backward is running, so that the outermost one has a beginning and an end.
+"""What autograd does: which backward is running, and one call of a module as its graph sees it.
 
 autograd numbers its backwards. One that runs inside another (a checkpointed segment) has its own number and belongs to the
 outermost one. A backward that raised has no end; the next event notices.
+
+A call of a module ends when its backward has computed the gradients of all its inputs. Its tensors are found in tuples, lists,
+mappings and records; a module that hides its results anywhere else is noticed by having none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
-from ds_zero._torch import graph_task_id, queue_callback
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Backward", "Phases"]
+from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
+
+__all__ = ["Backward", "Call", "Phases", "Watcher", "tensors_in"]
+
+
+class Watcher(Protocol):
+    """Who is told of calls."""
+
+    def entered(self, call: Call) -> None:
+        """The gradient of an output has arrived: the backward of the call begins."""
+
+    def left(self, call: Call) -> None:
+        """The gradients of all inputs have arrived."""
+
+    def unpacked(self, numbers: tuple[int, ...]) -> None:
+        """autograd needs something that the call saved."""
+
+    def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
+        """The call returned no tensor that can be found."""
+
+
+class Call:
+    """One call in forward: which units it used, and how many of its inputs still await a gradient."""
+
+    __slots__ = ("__weakref__", "_watch", "inputs", "numbers", "pending", "watcher")
+
+    def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
+        self.watcher, self.numbers, self.inputs, self.pending = watcher, numbers, 0, 0
+        self._watch: saved_tensors_hooks | None = None
+
+    def take(self, inputs: Any) -> None:
+        """The call was given `inputs`: those with gradients say when it is left."""
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                self.inputs += 1
+                tensor.register_hook(self.left)
+
+    def watch(self) -> None:
+        """Look at everything autograd unpacks of this call, until `guard`, unless it is saved as somebody else says. Inside a call that
+        is watched, what is saved is looked at for both."""
+        if not can_watch_saved():
+            return
+        around = unpack_hook()
+        if around is not None and not isinstance(around, _Unpack):
+            return
+        numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
+        self._watch = saved_tensors_hooks(_pack, _Unpack(self.watcher, numbers))
+        self._watch.__enter__()
+
+    def guard(self, output: Any) -> None:
+        """The call has returned `output`: its gradient is what begins the module's backward."""
+        if self._watch is not None:
+            self._watch.__exit__()
+            self._watch = None
+        seen = False
+        for tensor in tensors_in(output):
+            seen = True
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self.entered)
+        if not seen:
+            self.watcher.unseen(self.numbers, output)
+
+    def entered(self, grad: Tensor) -> None:
+        """Hook of every output."""
+        del grad
+        self.watcher.entered(self)
+
+    def left(self, grad: Tensor) -> None:
+        """Hook of every input."""
+        del grad
+        self.pending -= 1
+        if self.pending <= 0:
+            self.watcher.left(self)
+
+
+class _Unpack:
+    """Tells the watcher of calls of modules that own units `numbers` that something saved in them is needed."""
+
+    __slots__ = ("numbers", "watcher")
+
+    def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
+        self.watcher, self.numbers = watcher, numbers
+
+    def __call__(self, packed: tuple[Tensor, int]) -> Tensor:
+        self.watcher.unpacked(self.numbers)
+        tensor, version = packed
+        if tensor._version != version:  # autograd looks at versions only where nobody looks at what it saves
+            raise RuntimeError(
+                f"a tensor that backward needs, {tuple(tensor.shape)}, was modified by an inplace operation since forward (version "
+                f"{tensor._version}, saved at {version}): a step of the optimizer, or an edit, between forward and backward"
+            )
+        return tensor
+
+
+def _pack(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in tuples, lists, mappings and the attributes of records (dataclasses, model outputs)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth > 6 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth + 1)
 
 
 class Phases(Protocol):

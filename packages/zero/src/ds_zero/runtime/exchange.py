@@ -24,8 +24,8 @@ import ds_comm as comm
 from ds_ops.summing import sum_sources
 from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout.elements import UnitLayout
+from ds_zero.runtime.memory import Pool
 from ds_zero.runtime.posting import Run, SumPlan, plan_sums
-from ds_zero.runtime.store import Pool
 
 __all__ = ["Exchange", "Parcel", "pack", "sends_from_anywhere"]
 

@@ -1,17 +1,19 @@
-"""Memory that the ranks of one host share, so that a gather is a barrier and a reduction is one pass.
+"""The memory of units: buffers that are used again, and memory that the ranks of one host share.
 
-Words: a unit's *home* is its full buffer in shared memory, once per host; each rank writes its own chunk of it and nothing
-else. What the model's parameters are views of is this rank's *overlay* of the same memory: reads see home, a write stays
-with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or dropped. So a
-rank that edits a parameter does what it would do with memory of its own, and three ranks that halve it do not make it an
-eighth. A *slot* is a gradient buffer of every rank that all ranks can read; there are two, used in turns.
+Words: a *pool* hands out flat tensors by (elements, dtype, device) and takes them back, so that a steady step allocates nothing. A
+buffer that an unfinished collective writes or reads must not be given back before its wait.
+
+In shared memory a gather is a barrier and a reduction is one pass. A unit's *home* is its full buffer there, once per host; each rank
+writes its own chunk of it and nothing else. The model's parameters are views of this rank's *overlay* of the same memory: reads see
+home, a write stays with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or
+dropped. So three ranks that each halve a parameter do not make it an eighth. A *slot* is a gradient buffer of every rank that all ranks
+can read; there are two, used alternately.
 
 Note "two slots". Reductions have one order on all ranks, so they have numbers. Before a rank fills a slot for number k, it
 has finished number k-1: it waited until every rank posted k-1, and a rank posts k-1 only after it finished k-2. So nobody
 still reads what the slot held. A rank may be one whole unit ahead of the others before it waits.
 
-Nothing here has a name in the file system, a thread or a descriptor that stays open; what is left is memory, and it goes with
-the last tensor.
+Nothing here has a name in the file system, a thread or a descriptor that stays open; the memory goes with the last tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +35,56 @@ from ds_comm.neighbours import neighbours
 from ds_comm.tally import Tally
 from ds_ops.shm import Segment
 
-__all__ = ["HostMemory", "HostPlan", "Slot", "host_refusal"]
+__all__ = ["HostMemory", "HostPlan", "Pool", "Slot", "host_refusal"]
+
+
+class Pool:
+    """Reusable flat buffers.
+
+    Attributes:
+        fresh: Buffers allocated so far; stays constant in a steady state.
+        bytes: Bytes of all buffers ever allocated and not dropped.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._shared: dict[Hashable, Any] = {}
+        self.fresh = 0
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer [numel] of unspecified content, exclusively the caller's until `give`."""
+        idle = self._idle.get((numel, dtype, device))
+        if idle:
+            return idle.pop()
+        self.fresh += 1
+        self.bytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that `take` handed out."""
+        self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What several units use together besides buffers: made when first asked for, closed with the pool."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def close(self) -> None:
+        """`drop`, and `close` what is shared."""
+        self.drop()
+        for made in self._shared.values():
+            made.close()
+        self._shared.clear()
+
+    def drop(self) -> int:
+        """Free every idle buffer; how many bytes they had."""
+        freed = sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
+        self.bytes -= freed
+        self._idle.clear()
+        return freed
+
 
 _PAGE = mmap.PAGESIZE
 # Buffers that one pass reads together do not start at the same place of a page; see docs/benchmarks/ops.md.

@@ -29,7 +29,7 @@ import ds_comm as comm
 from ds_comm import Group, drop_group, part_group
 from ds_config.errors import PlanError
 from ds_zero.layout.elements import UnitLayout
-from ds_zero.runtime.store import Pool
+from ds_zero.runtime.memory import Pool
 
 __all__ = ["Nodes", "Route", "Secondary", "split_nodes"]
 

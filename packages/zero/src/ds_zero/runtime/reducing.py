@@ -1,7 +1,11 @@
-"""When units reduce: hooks on parameters, driven by autograd. Knows no module.
+"""When units reduce: hooks on parameters, driven by autograd; and the model's `zero_grad`. Knows no module.
 
 A unit is reduced when the last of its parameters' gradients has arrived. The end of the outermost backward closes whatever is
 open, so unused, reused, tied and checkpointed modules need no case of their own.
+
+Note "an attribute of the model". Summed gradients are not in `param.grad`, where torch's `zero_grad` looks, and torch has no hook on
+it: a loop that calls it after a backward it does not want would step those gradients later. So the instance gets an attribute of that
+name, until `close`. A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` there.
 """
 
 from __future__ import annotations
@@ -12,14 +16,59 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Reducing"]
+__all__ = ["Reducing", "ZeroGrad"]
+
+
+_NAME = "zero_grad"
+
+
+class ZeroGrad:
+    """The `zero_grad` of one model. A copied or pickled model has one that does what torch's does.
+
+    Args:
+        model: Whose it is.
+        forget: Drops what was reduced.
+    """
+
+    def __init__(self, model: nn.Module, forget: Callable[[], None] | None = None) -> None:
+        self._model, self._forget = weakref.ref(model), forget
+        self._before = model.__dict__.get(_NAME)
+
+    def attach(self) -> None:
+        """The model has it from now on."""
+        model = self._model()
+        if model is not None:
+            model.__dict__[_NAME] = self
+
+    def detach(self) -> None:
+        """The model has what it had before."""
+        model = self._model()
+        if model is None or model.__dict__.get(_NAME) is not self:
+            return
+        del model.__dict__[_NAME]
+        if self._before is not None:
+            model.__dict__[_NAME] = self._before
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if self._before is None:
+            type(model).zero_grad(model, set_to_none)
+        else:
+            self._before(set_to_none)
+        if self._forget is not None:
+            self._forget()
+
+    def __reduce__(self) -> tuple[type[ZeroGrad], tuple[nn.Module | None]]:
+        return ZeroGrad, (self._model(),)
 
 
 class Reducing:

@@ -15,16 +15,13 @@ from ds_comm import Group, drop_group, twin_group
 from ds_comm.family import Family
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError, UnsupportedError
-from ds_zero.layout.families import cut
+from ds_zero.layout.families import Replicas, cut
 from ds_zero.layout.plan import Ranks, UnitPlan
-from ds_zero.layout.replicas import Replicas
-from ds_zero.layout.residency import Residency
-from ds_zero.layout.units import DENSE
+from ds_zero.layout.units import DENSE, Residency
 from ds_zero.policies.wire import EXACT, Wire, split_levels
 from ds_zero.runtime.exchange import sends_from_anywhere
-from ds_zero.runtime.memory import HostMemory, HostPlan, host_refusal
+from ds_zero.runtime.memory import HostMemory, HostPlan, Pool, host_refusal
 from ds_zero.runtime.nodes import Nodes, Route, split_nodes
-from ds_zero.runtime.store import Pool
 
 __all__ = ["Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
 

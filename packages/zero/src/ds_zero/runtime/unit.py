@@ -15,7 +15,7 @@ shard in full's format: it is written once an update, and gathers recast nothing
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 
-Where the ranks share a host's memory (`host.py`), *home* is the full buffer that all of them see, and shard is a range of home
+Where the ranks share a host's memory (`memory.py`), *home* is the full buffer that all of them see, and shard is a range of home
 where the formats agree: `unshard` is a barrier, `reshard` is nothing. Where they do not, home is full.
 """
 
@@ -37,13 +37,11 @@ from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import Piece, Slot
 from ds_zero.layout.plan import Storage, UnitPlan
-from ds_zero.offload.part import Part
-from ds_zero.offload.tiers import made, rest_of
+from ds_zero.offload.tiers import Part, made, rest_of
 from ds_zero.policies.wire import decoded
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.nodes import Route, Secondary
-from ds_zero.runtime.released import release, restore
-from ds_zero.runtime.scattered import is_scattered, whole
+from ds_zero.runtime.released import is_scattered, release, restore, whole
 from ds_zero.runtime.seat import Members, Seat
 
 __all__ = ["Full", "Part", "Unit"]
@@ -58,7 +56,7 @@ class Full(Enum):
     GATHERING = auto()  # storage that a collective is writing
     STALE = auto()  # storage, older than the shards
     CURRENT = auto()  # equal to the gathered shards
-    AWAY = auto()  # nothing, and neither does the shard: the bytes are in host memory (moving.py)
+    AWAY = auto()  # nothing, and neither does the shard: the bytes are in host memory (suspend.py)
 
 
 class Unit:

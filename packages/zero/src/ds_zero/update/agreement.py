@@ -1,7 +1,8 @@
 """What the ranks agree on before an update: the gradient's norm, and which parameters nobody used.
 
-The ranks of a family agree on its parameters; all ranks that the model was given to on the rest, and where the model is on more
-ranks than those, all of them on the norm. Every rank asks in the order of families, then for the model, then for the norm.
+An element that several ranks hold counts once in the norm. The ranks of a family agree on its parameters; all ranks that the model was
+given to on everything else, and where the model is on more ranks than those, all of them on the norm. Every rank asks in the order of
+families, then for the model, then for the norm.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import ds_comm as comm
 from ds_comm.family import Family
@@ -17,9 +19,34 @@ from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.norms import square_of
 
-__all__ = ["Facts", "agree"]
+__all__ = ["Facts", "agree", "square_of", "weight_of"]
+
+
+def weight_of(unit: Unit, divisor: int) -> float:
+    """What the sum of a unit's gradients is multiplied by, besides what all are: 1 where its family's divisor is `divisor`."""
+    return divisor / unit.seat.family.divisor
+
+
+def square_of(units: Sequence[Unit], divisor: int) -> float:
+    """This rank's share of the sum of squares of the reduced gradients, times `divisor` squared: that of the dense family.
+
+    Reads each gradient once, unless the pass that summed it over the ranks has told.
+    """
+    total = 0.0
+    for unit in units:
+        gradients = unit.gradients
+        if gradients.sums is None:
+            continue
+        told = gradients.square
+        square = sum(map(_square, gradients.sums)) if told is None else told
+        total += square * weight_of(unit, divisor) ** 2 / unit.seat.counts
+    return total
+
+
+def _square(grad: Tensor) -> float:
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(grad, dtype=wide)) ** 2
 
 
 @dataclass(frozen=True, slots=True)

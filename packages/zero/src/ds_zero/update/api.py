@@ -1,4 +1,4 @@
-"""The verb to start with."""
+"""`shard`, the verb to start with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ds_comm import Group
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.options import ShardOptions
 from ds_zero.layout.precision import Precision
-from ds_zero.layout.residency import Residency
-from ds_zero.layout.units import UnitPolicy, UnitSpec
+from ds_zero.layout.units import Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.placement import Placement
 from ds_zero.policies.wire import Wire
 from ds_zero.runtime.nodes import Nodes

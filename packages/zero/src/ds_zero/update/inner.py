@@ -1,11 +1,13 @@
-"""Whether an optimizer may be given shards: found out by asking it, not by its name.
+"""What the user's optimizer can do, found out by asking it and not by its name: take shards, and multiply gradients while it updates.
 
 Words: an optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do.
 It is *per tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every
-parameter must be whole on one rank. One that is neither (L-BFGS) cannot be sharded.
+parameter must be whole on one rank. One that is neither (L-BFGS) cannot be sharded. To find out, it steps three small tensors of its
+own class and settings, whole and in pieces. Nothing random is drawn and the optimizer itself is not touched.
 
-The optimizer steps three small tensors of its own class and settings, whole and in pieces, and the results are compared.
-Nothing random is drawn and the optimizer itself is not touched.
+A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
+take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it. With all others the
+gradients are multiplied first: one read and one write more.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_config.errors import UnsupportedError
-from ds_ops.optim import OpsOptimizer
+from ds_ops.optim import Fusion, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.options import Habits
 from ds_zero.layout.precision import Dtypes
 
-__all__ = ["habits_of", "keeps_state", "owns_reduction", "state_format"]
+__all__ = ["habits_of", "keeps_state", "owns_reduction", "state_format", "step_with"]
+
 
 _SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
@@ -133,3 +136,41 @@ def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
         code="zero-optimizer",
         fix="Use an optimizer that treats elements, or at least parameters, independently of each other.",
     )
+
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+_LARGEST = 1e30  # its inverse is a normal fp32, too
+
+
+def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
+    """`optimizer.step()` with every gradient multiplied by `factor`.
+
+    Args:
+        grads: The memory of all gradients, each element once; it may be changed.
+    """
+    if factor == 1.0:
+        optimizer.step()
+    elif isinstance(optimizer, OpsOptimizer):
+        optimizer.step(fusion=Fusion(grad_scale=factor))
+    elif _divides(optimizer, grads) and 1 / _LARGEST < factor < _LARGEST:
+        _step_divided(optimizer, 1.0 / factor)
+    else:
+        for grad in grads:
+            grad.mul_(factor)
+        optimizer.step()
+
+
+def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
+    # The divisor is an fp32, which is not enough for wider gradients. A subclass may do something else in its step.
+    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and all(grad.dtype.itemsize <= 4 for grad in grads)
+
+
+def _step_divided(optimizer: Optimizer, divisor: float) -> None:
+    told: Any = optimizer  # both attributes exist during a step only
+    told.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    told.found_inf = torch.zeros((), dtype=torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del told.grad_scale, told.found_inf

@@ -8,7 +8,7 @@ has its own state and step count, exactly as if it had never been joined.
 An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
 
 Gradients are consumed by `step`. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
-clipping are one factor, see `stepping.py`. Names in what is kept are those of logical tensors, see `families.py`.
+clipping are one factor, see `inner.py`. Names in what is kept are those of logical tensors, see `families.py`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from ds_zero.layout.precision import Precision, ScaleState, next_scale
 from ds_zero.layout.units import DENSE
 from ds_zero.offload.suspend import KINDS
 from ds_zero.policies.splitting import SUM, Split
-from ds_zero.runtime.dropping import ZeroGrad
+from ds_zero.runtime.reducing import ZeroGrad
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Part, Unit
-from ds_zero.update.agreement import Facts, agree
-from ds_zero.update.inner import habits_of, keeps_state, owns_reduction, state_format
-from ds_zero.update.norms import weight_of
+from ds_zero.update.agreement import Facts, agree, weight_of
+from ds_zero.update.inner import habits_of, keeps_state, owns_reduction, state_format, step_with
 from ds_zero.update.state import assemble, fragments, names_of
-from ds_zero.update.stepping import step_with
 
 __all__ = ["ShardedOptimizer", "StepReport"]
 
@@ -131,7 +129,7 @@ class ShardedOptimizer(Optimizer):
         return self.sharding.families[DENSE].divisor
 
     def _average(self) -> float:
-        """What a summed gradient is multiplied by to be the gradient; in some families it has a weight besides, see `norms.py`."""
+        """What a summed gradient is multiplied by to be the gradient; in some families it has a weight besides, see `agreement.py`."""
         scale = 1.0 if self._scale is None else self._scale.scale
         return 1.0 / (self._divisor * scale * self.divisor)
 
