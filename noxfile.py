@@ -15,7 +15,7 @@ import nox
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
-from repo import install, projects, wheelhouse  # noqa: E402
+from repo import install, projects, suite, wheelhouse  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -57,9 +57,20 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The whole test suite; arguments go to pytest."""
+    """The whole test suite, or with `-- --changed[=BASE]` what a change since BASE (main) touches; arguments go to pytest."""
     python = developing(session, "lint")
-    session.run(python, "-m", "pytest", *session.posargs, external=True)
+    arguments = list(session.posargs)
+    if asked := [argument for argument in arguments if argument.split("=")[0] == "--changed"]:
+        arguments = [argument for argument in arguments if argument not in asked]
+        try:
+            folders = suite.folders_of(suite.changed_files(asked[-1].partition("=")[2] or "main"), PACKAGES)
+        except ValueError as error:
+            session.error(str(error))
+        if not folders:
+            session.skip("nothing changed")
+        arguments += folders
+    beside = suite.side_by_side(arguments, os.cpu_count() or 1)
+    session.run(python, "-m", "pytest", *beside, *arguments, external=True)
 
 
 @nox.session(venv_backend="none")

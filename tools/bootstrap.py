@@ -3,7 +3,8 @@
 
 Makes (or reuses) `.venv` beside this repository, puts nox and uv into it, and hands over to the nox session of the same
 name. Standard library only. Written for old syntax on purpose: an old Python must get as far as the message that says
-so. What follows the session's name goes to nox: `tests -- -k checkpoint`.
+so. What follows the session's name goes to nox: `tests -- -k checkpoint`. `tests --changed` runs what a change since
+`main` touches, `tests --changed=BASE` since another one.
 """
 
 import sys
@@ -28,7 +29,10 @@ def main(argv):
         python = install.ensure_environment()
     except install.InstallError as error:
         return refuse(error.message, error.fix)
-    return install.hand_over(python, argv[1], argv[2:])
+    rest = argv[2:]
+    if rest and rest[0].split("=")[0] == "--changed":
+        rest = ["--", *rest]
+    return install.hand_over(python, argv[1], rest)
 
 
 def refuse(what, fix):

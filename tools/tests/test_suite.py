@@ -1,0 +1,77 @@
+"""What `tests` adds to pytest's arguments, and what `tests --changed` runs."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from repo import ROOT
+from repo.suite import above, changed_files, folders_of, side_by_side
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cores", "added"),
+    [
+        ([], 2, ["-n", "4", "--dist", "loadfile"]),
+        (["packages/zero", "-k", "stage"], 1, ["-n", "2", "--dist", "loadfile"]),
+        ([], 64, ["-n", "8", "--dist", "loadfile"]),
+        (["-n0"], 2, []),
+        (["-n", "3"], 2, []),
+        (["--pdb"], 2, []),
+        (["-p", "no:xdist"], 2, []),
+    ],
+)
+def test_files_run_side_by_side_unless_asked_otherwise(arguments, cores, added):
+    assert side_by_side(arguments, cores) == added
+
+
+def test_what_is_above_a_package(projects):
+    assert above({"deepspeed"}, projects) == ["deepspeed"]
+    assert above({"ds-pipe"}, projects) == ["deepspeed", "ds-engine", "ds-pipe"]
+    assert above({"ds-config"}, projects) == sorted(projects)
+
+
+@pytest.mark.parametrize(
+    ("changed", "run"),
+    [
+        ([], []),
+        (["docs/index.md"], ["tools/tests"]),
+        (["packages/pipe/src/ds_pipe/x.py"], ["compat", "engine", "pipe", "tests-integration/pipe"]),
+        (["packages/pipe/tests/world/test_x.py"], ["pipe"]),
+        (["tests-integration/ckpt/test_families.py"], ["tests-integration/ckpt"]),
+        (["packages/compat/README.md"], ["compat"]),
+        (["constraints.txt", "docs/index.md"], ["."]),
+        (["tools/ds-testing/src/ds_testing/pool.py"], ["."]),
+    ],
+)
+def test_a_change_runs_its_packages_and_those_above(projects, changed, run):
+    found = folders_of(changed, projects)
+    shown = [folder.removeprefix("packages/") for folder in found if folder != "tools/tests"]
+    assert shown == [folder for folder in run if folder != "tools/tests"]
+    assert ("tools/tests" in found) == (bool(changed) and run != ["."])
+    assert all((ROOT / folder).exists() for folder in found)
+
+
+def test_native_sources_are_the_package_that_is_built_from_them(projects):
+    assert "packages/ops" in folders_of(["native/ops/x.cpp"], projects)
+
+
+def test_changed_files_are_committed_uncommitted_and_new(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q", "-b", "main")
+    for name in ("kept", "edited"):
+        (tmp_path / name).write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    git("checkout", "-qb", "mine")
+    (tmp_path / "committed").write_text("2")
+    git("add", ".")
+    git("commit", "-qm", "two")
+    (tmp_path / "edited").write_text("3")
+    (tmp_path / "new").write_text("4")
+    assert changed_files("main", tmp_path) == ["committed", "edited", "new"]
+    with pytest.raises(ValueError, match="nowhere"):
+        changed_files("nowhere", tmp_path)
