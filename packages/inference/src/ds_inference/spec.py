@@ -1,6 +1,6 @@
 """What a decoder model is made of, as data: the runner executes it and knows no family by name.
 
-A family (`families.py`) is a function from a Hugging Face configuration to a `Spec`, and a table that says from which tensors of a
+A family (`families/`) is a function from a Hugging Face configuration to a `Spec`, and a table that says from which tensors of a
 checkpoint each *role* is made. Roles are the weights that the runner asks for by name, see `roles_of`.
 """
 

@@ -1,0 +1,35 @@
+"""Families of decoders as declarations: what their configuration means, and where their checkpoints keep what.
+
+A new family is one function and one table, in the module of its kind. Configurations are plain dicts (`config.json`, or
+`config.to_dict()`), of transformers 4 and 5 alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_config.errors import UnsupportedError
+from ds_inference.families.experts import SPARSE
+from ds_inference.families.llama import LLAMA_LIKE
+from ds_inference.families.older import OLDER
+from ds_inference.families.parts import Config, Family, Sources
+
+__all__ = ["FAMILIES", "Config", "Family", "Sources", "family_of"]
+
+FAMILIES: Mapping[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER}.items()))
+
+
+def family_of(config: Config) -> Family:
+    """The declaration for a configuration.
+
+    Raises:
+        UnsupportedError: nobody declared it ("inference-family").
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise UnsupportedError(
+            f"model_type {kind!r} has no declaration; there are {', '.join(sorted(FAMILIES))}",
+            code="inference-family",
+            fix="Load the model with transformers and pass the module: it then runs through its own forward, slower.",
+        )
+    return FAMILIES[kind]
