@@ -7,13 +7,16 @@
 from ds_ckpt.catalog import find_latest, inspect, list_tags, prune, remove
 from ds_ckpt.check import Diff, Verified, diff, verify
 from ds_ckpt.engines import Asynchronous, Checkpointer, Pending, Synchronous
-from ds_ckpt.format import Manifest
 from ds_ckpt.loading import load
 from ds_ckpt.local import LocalStorage
+from ds_ckpt.match import LoadOptions
 from ds_ckpt.memory import MemoryStorage
+from ds_ckpt.near import Draining, NearCopies
 from ds_ckpt.objects import ObjectStorage
+from ds_ckpt.packing import Recipe
 from ds_ckpt.peers import PeerSnapshots
-from ds_ckpt.plan import LoadOptions
+from ds_ckpt.records import Manifest
+from ds_ckpt.retrying import Retries
 from ds_ckpt.saving import Saved, save
 from ds_ckpt.storage import At
 from ds_ckpt.tensors import whole
@@ -23,13 +26,17 @@ __all__ = [
     "At",
     "Checkpointer",
     "Diff",
+    "Draining",
     "LoadOptions",
     "LocalStorage",
     "Manifest",
     "MemoryStorage",
+    "NearCopies",
     "ObjectStorage",
     "PeerSnapshots",
     "Pending",
+    "Recipe",
+    "Retries",
     "Saved",
     "Synchronous",
     "Verified",

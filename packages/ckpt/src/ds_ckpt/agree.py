@@ -1,23 +1,49 @@
 """Ranks that do something together or not at all: JSON is exchanged, never pickles, and an error of one is an error of all.
 
-Each step of a save or load is `ranks.agree(action)`: every rank runs its action, tells the others the result or the
-error, and either all return all results or all raise. So a full disk on rank 3 is a CheckpointError on every rank that
-says so, not seven ranks in a collective that rank 3 never reaches.
+Each step of a save or load is `ranks.settle(action)`: every rank runs its action, and either all return or all raise. So a full
+disk on rank 3 is a CheckpointError on every rank that says so, not seven ranks in a collective that rank 3 never reaches.
+
+What a rank sends does not grow with the world, but for a logarithm. Everything is made of `swap`: bytes to one rank, bytes from
+another. `spread` merges a value of every rank in ceil(log2 N) swaps (dissemination: Hensgen, Finkel and Manber 1988); the merge
+must not mind meeting a value twice. `route` carries messages to any ranks in as many swaps, each message going the distances
+whose bits are set in the way it has to go (Bruck et al. 1997).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import struct
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 
+import torch
+
 from ds_ckpt.jsontext import Json
-from ds_comm import Group, GroupLike, all_gather_json, as_group, drop_group, patience, single_group, twin_group
+from ds_comm import (
+    Group,
+    GroupLike,
+    P2POp,
+    all_gather_json,
+    as_group,
+    batch_isend_irecv,
+    drop_group,
+    irecv,
+    isend,
+    patience,
+    single_group,
+    twin_group,
+)
+from ds_comm.metadata import metadata_device
 from ds_config.errors import CheckpointError, DsError
 
-__all__ = ["TRANSFER_S", "Ranks", "as_checkpoint_error"]
+__all__ = ["TRANSFER_S", "Message", "Ranks", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
 
 TRANSFER_S: Final = 3600.0  # patience for reading or writing a whole checkpoint
+_FRAME_BYTES: Final = 1024  # what goes with the length of a message; longer ones take a second
+_HEAD: Final = struct.Struct("<IIQ")
+
+Message = tuple[int, int, bytes]  # to which rank, from which, what
 
 
 class Ranks:
@@ -39,7 +65,7 @@ class Ranks:
 
     @staticmethod
     def of(group: Any) -> Ranks:
-        """`group` itself when it is one (a caller that keeps it, or a test that replaces `exchange`), else a new one."""
+        """`group` itself when it is one (a caller that keeps it, or a test that replaces `swap`), else a new one."""
         return group if isinstance(group, Ranks) else Ranks(group)
 
     def twin(self) -> Ranks:
@@ -50,37 +76,138 @@ class Ranks:
         """Destroy the group of a `twin`."""
         drop_group(self._group)
 
-    def agree(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> list[Json]:
-        """Run `action` on every rank and return all results, by rank.
+    def settle(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> Json:
+        """Run `action` on every rank and return this rank's result when all went well. Collective.
 
         Args:
             patience_s: How long the others wait for this rank's action before that is reported as a hang.
 
         Raises:
             CheckpointError: this rank's error, or where it had none, the first other rank's with that rank's number.
+        Cost: ceil(log2 N) small messages.
         """
-        mine: Exception | None = None
+        result: Json = None
+        mine: CheckpointError | None = None
         try:
             with patience(patience_s) if patience_s and self.size > 1 else nullcontext():
-                message: dict[str, Json] = {"ok": action()}
+                result = action()
         except Exception as error:
             mine = as_checkpoint_error(error)
-            message = {"message": mine.message, "code": mine.code, "fix": mine.fix}
-        if self.size == 1:
-            if mine is not None:
-                raise mine
-            return [message["ok"]]
-        answers = self.exchange(message)
+        told = [self.rank, mine.message, mine.code, mine.fix] if mine is not None else None
+        first = self.spread(told, _lowest)
         if mine is not None:
             raise mine
-        for rank, answer in enumerate(answers):
-            if "ok" not in answer:
-                raise CheckpointError(f"rank {rank}: {answer['message']}", code=answer["code"], fix=answer["fix"])
-        return [answer["ok"] for answer in answers]
+        if first is not None:
+            rank, message, code, fix = first
+            raise CheckpointError(f"rank {rank}: {message}", code=code, fix=fix)
+        return result
+
+    def first(self, action: Callable[[], Json]) -> Json:
+        """Run `action` on rank 0 and return its result, or raise its error, on every rank. Collective.
+
+        Cost: 2 ceil(log2 N) messages, of the result's size in the second half.
+        """
+        result = self.settle(lambda: action() if self.rank == 0 else None)
+        return self.spread(result, lambda mine, theirs: theirs if mine is None else mine)
+
+    def spread(self, value: Json, merge: Callable[[Json, Json], Json]) -> Json:
+        """Every rank's `value`, merged, on every rank.
+
+        Args:
+            merge: Associative, commutative, and the same when a value is merged in twice: a maximum, a union, the lowest rank's.
+        Cost: ceil(log2 N) messages of the merged value.
+        """
+        step = 1
+        while step < self.size:
+            data = json.dumps(value, separators=(",", ":")).encode()
+            theirs = self.swap(data, (self.rank + step) % self.size, (self.rank - step) % self.size)
+            value = merge(value, json.loads(theirs))
+            step *= 2
+        return value
+
+    def route(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Carry a message to each rank that is named, and return what came for this one, by sender. Collective.
+
+        Cost: ceil(log2 N) messages; a byte passes through half as many ranks on average.
+        """
+        held: list[Message] = [(to, self.rank, data) for to, data in messages.items()]
+        for step in hops(self.size):
+            going, held = moving(held, self.rank, self.size, step)
+            came = self.swap(pack(going), (self.rank + step) % self.size, (self.rank - step) % self.size)
+            held += unpack(came)
+        return arrived(held, self.rank)
 
     def exchange(self, value: Json) -> list[Any]:
-        """Everyone's `value`, by rank. Cost: two all-gathers; the second pads to the longest value."""
+        """Everyone's `value`, by rank. Its cost grows with the world: for what has gone wrong, and needs explaining."""
         return all_gather_json(value, self._group, unit="ckpt")
+
+    def swap(self, data: bytes, to: int, source: int) -> bytes:
+        """Send `data` to rank `to`, and return what rank `source` sends. Every rank is one's `to` and one's `source`."""
+        device = metadata_device(self._group)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        head = len(data).to_bytes(8, "little") + data[: _FRAME_BYTES - 8]
+        frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        came = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device=device)
+        self._pass([(isend, frame.to(device), to), (irecv, came, source)])
+        start = came.cpu().numpy().tobytes()
+        nbytes = int.from_bytes(start[:8], "little")
+        rest: list[tuple[Any, torch.Tensor, int]] = []
+        if len(data) > _FRAME_BYTES - 8:
+            more = torch.frombuffer(bytearray(data[_FRAME_BYTES - 8 :]), dtype=torch.uint8)
+            rest.append((isend, more.to(device), to))
+        tail = torch.empty(max(0, nbytes - (_FRAME_BYTES - 8)), dtype=torch.uint8, device=device)
+        if tail.numel():
+            rest.append((irecv, tail, source))
+        if rest:
+            self._pass(rest)
+        return start[8 : 8 + min(nbytes, _FRAME_BYTES - 8)] + tail.cpu().numpy().tobytes()
+
+    def _pass(self, messages: list[tuple[Any, torch.Tensor, int]]) -> None:
+        ops = [P2POp(op, data, group=self._group, group_peer=peer, unit="ckpt") for op, data, peer in messages]
+        for work in batch_isend_irecv(ops):
+            work.wait()
+
+
+def hops(size: int) -> list[int]:
+    """The distances of a route's swaps, the farthest first."""
+    return [1 << k for k in reversed(range((size - 1).bit_length()))]
+
+
+def moving(held: list[Message], rank: int, size: int, step: int) -> tuple[list[Message], list[Message]]:
+    """The messages that go `step` ranks further from `rank` now, and those that stay."""
+    going: list[Message] = []
+    staying: list[Message] = []
+    for message in held:
+        (going if (message[0] - rank) % size & step else staying).append(message)
+    return going, staying
+
+
+def pack(messages: list[Message]) -> bytes:
+    """Messages end to end."""
+    return b"".join(part for to, source, data in messages for part in (_HEAD.pack(to, source, len(data)), data))
+
+
+def unpack(data: bytes) -> list[Message]:
+    """Undo `pack`."""
+    out, at = [], 0
+    while at < len(data):
+        to, source, nbytes = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        out.append((to, source, data[at : at + nbytes]))
+        at += nbytes
+    return out
+
+
+def arrived(held: list[Message], rank: int) -> dict[int, bytes]:
+    """What a route brought, by sender, the lowest first."""
+    return {source: data for to, source, data in sorted(held, key=lambda m: m[1]) if to == rank}
+
+
+def _lowest(mine: Json, theirs: Json) -> Json:
+    """The first rank's error."""
+    if mine is None or theirs is None:
+        return theirs if mine is None else mine
+    return min(mine, theirs)
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

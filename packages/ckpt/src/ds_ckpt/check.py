@@ -12,10 +12,12 @@ from typing import Final
 from ds_ckpt.catalog import read_manifest
 from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import CODE, ITEMSIZE
-from ds_ckpt.format import FileRecord, Manifest, TensorRecord, entry_key
+from ds_ckpt.files import Files
+from ds_ckpt.format import entry_key
 from ds_ckpt.jsontext import Json, parse
 from ds_ckpt.plan import all_blocks, plan_load
-from ds_ckpt.reader import Files, check_block, read_blocks
+from ds_ckpt.reader import check_block, read_blocks
+from ds_ckpt.records import FileRecord, Manifest, TensorRecord
 from ds_ckpt.storage import At, locate
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
@@ -64,7 +66,7 @@ def verify(path: str | os.PathLike[str] | At) -> Verified:
     problems: list[str] = []
     blocks = all_blocks(manifest)
     with (
-        Files(at.storage, at.tag, manifest) as files,
+        Files(at.storage, at.tag, manifest.files) as files,
         ThreadPoolExecutor(_THREADS, thread_name_prefix="ds-ckpt") as pool,
     ):
         broken = set()
@@ -96,7 +98,7 @@ def diff(first: str | os.PathLike[str] | At, second: str | os.PathLike[str] | At
     both = sorted(left.keys() & right.keys())
     kind = [n for n in both if (left[n].dtype, left[n].shape) != (right[n].dtype, right[n].shape)]
     values = []
-    with Files(a.storage, a.tag, one) as files_a, Files(b.storage, b.tag, two) as files_b:
+    with Files(a.storage, a.tag, one.files) as files_a, Files(b.storage, b.tag, two.files) as files_b:
         for name in both:
             if name in kind or (one.block_bytes == two.block_bytes and _sums(left[name]) == _sums(right[name])):
                 continue
@@ -150,17 +152,20 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _opens(files: Files, index: int) -> bool:
-    return not _problem(lambda: files.get(index))
+    return not _problem(lambda: files.check(index))
 
 
 def _check_header(files: Files, file: tuple[int, FileRecord], manifest: Manifest) -> None:
     """The safetensors header must have its checksum and describe exactly the manifest's pieces."""
     index, record = file
     where = files.name(index)
-    source = files.get(index)
+    if not record.header_nbytes:  # a file of blocks
+        files.check(index)
+        return
     if not 8 <= record.header_nbytes <= min(_MAX_HEADER, record.nbytes):
         raise _bad_header(where, f"a header of {record.header_nbytes} bytes")
-    data = bytes(source.view(0, record.header_nbytes))
+    with files.using(index) as source:
+        data = bytes(source.view(0, record.header_nbytes))
     if f"{crc32(data):08x}" != record.header_crc32 or int.from_bytes(data[:8], "little") != record.header_nbytes - 8:
         raise _bad_header(where, f"its checksum is not {record.header_crc32}")
     entries = parse(data[8:], where)
@@ -168,7 +173,7 @@ def _check_header(files: Files, file: tuple[int, FileRecord], manifest: Manifest
     for name, tensor in manifest.tensors.items():
         for i, part in enumerate(tensor.parts):
             for j, piece in enumerate(part.pieces):
-                if piece.file == index:
+                if piece.file == index and not piece.blocks:
                     start = piece.at - record.header_nbytes
                     key = entry_key(name, tensor, i, j)
                     shape = list(tensor.shape) if key == name else [piece.numel]

@@ -16,7 +16,8 @@ from ds_ckpt.convert.fp32 import weights
 from ds_ckpt.convert.hf import open_hf, write_hf
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed, write_checkpoint
-from ds_ckpt.format import MANIFEST, Manifest
+from ds_ckpt.format import MANIFEST
+from ds_ckpt.records import Manifest
 from ds_config.errors import CheckpointError, DsError
 from ds_config.sizes import parse_bytes
 

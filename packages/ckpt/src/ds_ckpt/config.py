@@ -10,9 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ds_ckpt.engines import Asynchronous, Checkpointer, Synchronous
+from ds_ckpt.near import Draining, NearCopies
+from ds_ckpt.packing import Recipe
 from ds_config import Dead, StrictModel, Unbuilt
 
-__all__ = ["CheckpointConfig", "ParallelWriteConfig", "SavingConfig", "WriterConfig", "make_engine"]
+__all__ = [
+    "CheckpointConfig",
+    "NearConfig",
+    "ParallelWriteConfig",
+    "SavingConfig",
+    "WriterConfig",
+    "make_engine",
+    "make_near",
+]
 
 
 _Validation = Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"]
@@ -47,11 +57,40 @@ class SavingConfig(StrictModel):
         asynchronous: Return after copying, and write behind the next steps.
         buffer_bytes: Host memory for copies on each rank; None: as much as one save needs.
         keep: How many checkpoints stay in the directory, newest first; None: all. Removed after a save has succeeded.
+        incremental: Blocks that a checkpoint of the same directory holds are referred to, not written again.
+        codecs: How blocks are stored, by the start of a tensor's name: "zstd", and for what starts with "optim/" also "bf16" and
+            "int8", which lose something (`ds_ckpt.codecs` says how much, with its certificates).
     """
 
     asynchronous: bool = False
     buffer_bytes: Annotated[int, Field(ge=1)] | None = None
     keep: Annotated[int, Field(ge=1)] | None = None
+    incremental: bool = False
+    codecs: dict[str, Literal["zstd", "bf16", "int8"]] = Field(default_factory=dict)
+
+    def recipe(self) -> Recipe | None:
+        """What a save does beyond writing everything as it is; None: nothing.
+
+        Raises:
+            CheckpointError: "ckpt-codec".
+        """
+        return Recipe(self.incremental, dict(self.codecs)) if self.incremental or self.codecs else None
+
+
+class NearConfig(StrictModel):
+    """`checkpoint.near`: snapshots on the node and on a neighbour's, drained to where checkpoints are saved.
+
+    Attributes:
+        folder: On each node: in memory or on a local disk; runs may not share it.
+        every: Steps between snapshots.
+        drain_every: Steps between those that go to the directory of checkpoints; a multiple of `every`.
+        root: The directory or URL of checkpoints.
+    """
+
+    folder: str
+    root: str
+    every: Annotated[int, Field(ge=1)] = 10
+    drain_every: Annotated[int, Field(ge=1)] = 1000
 
 
 class CheckpointConfig(StrictModel):
@@ -63,6 +102,7 @@ class CheckpointConfig(StrictModel):
             universal checkpoints with `ds ckpt convert --from deepspeed --to ds`.
         layout: "ds", or "deepspeed": DeepSpeed's own files, which need pickle and resume there on as many ranks, at the same
             stage. They are read again here on any number.
+        near: Null, or what `load_checkpoint` without a tag goes on from first: copies in the memory or on the disks of the nodes.
         writer: Null, or an object; `decoupled` asks for an asynchronous engine whose files another process writes.
     """
 
@@ -73,13 +113,16 @@ class CheckpointConfig(StrictModel):
     load_universal: Annotated[
         bool, Dead("every checkpoint loads in any layout; bring others in with `ds ckpt convert --from deepspeed`")
     ] = False
-    use_node_local_storage: Annotated[bool, Unbuilt("save to a directory that all nodes share")] = False
+    use_node_local_storage: Annotated[
+        bool, Unbuilt("`near` keeps copies on the nodes, and drains them to a directory that all share")
+    ] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     checkpoint_serialization: Annotated[bool, Dead("files are safetensors; there is no pickle to choose a form of")] = (
         True
     )
     writer: WriterConfig | None = None
     saving: SavingConfig = SavingConfig()
+    near: NearConfig | None = None
     layout: Literal["ds", "deepspeed"] = Field(
         default="ds", description='"deepspeed" writes DeepSpeed\'s own files, which its loader resumes from.'
     )
@@ -92,6 +135,20 @@ def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
     if saving.asynchronous or decoupled:
         double = writer is not None and writer.io_buffer_double
         return Asynchronous(
-            group, buffer_bytes=saving.buffer_bytes, double=double, keep=saving.keep, decoupled=decoupled
+            group,
+            buffer_bytes=saving.buffer_bytes,
+            double=double,
+            keep=saving.keep,
+            decoupled=decoupled,
+            recipe=saving.recipe(),
         )
-    return Synchronous(group, keep=saving.keep)
+    return Synchronous(group, keep=saving.keep, recipe=saving.recipe())
+
+
+def make_near(config: CheckpointConfig, group: Any = None) -> NearCopies | None:
+    """The near copies that `config` asks for, if any. Collective over `group`."""
+    near, saving = config.near, config.saving
+    if near is None:
+        return None
+    draining = Draining(near.drain_every, saving.keep, saving.recipe())
+    return NearCopies(near.folder, near.root, group, every=near.every, draining=draining)

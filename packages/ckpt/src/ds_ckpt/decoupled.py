@@ -162,9 +162,17 @@ class _RemoteDraft:
 
     def __init__(self, draft: LocalDraft, process: WriterProcess) -> None:
         self._draft, self._process = draft, process
-        self.file_name, self.create, self.commit, self.abort = draft.file_name, draft.create, draft.commit, draft.abort
+        self.file_name, self.leaf_name, self.blocks_name = draft.file_name, draft.leaf_name, draft.blocks_name
+        self.create, self.commit, self.abort, self.write_shared = (
+            draft.create,
+            draft.commit,
+            draft.abort,
+            draft.write_shared,
+        )
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
+        if not nbytes:  # a small file of whatever size, from memory that the process does not have
+            return self._draft.write_file(name, nbytes)
         self._process.start()
         return _RemoteFile(self._process, self._draft.data_path(name), nbytes)
 

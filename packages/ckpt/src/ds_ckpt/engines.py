@@ -24,11 +24,12 @@ from ds_ckpt.agree import Ranks
 from ds_ckpt.catalog import prune
 from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
+from ds_ckpt.packing import Packing, Recipe
 from ds_ckpt.saving import Gathered, Job, PlanCache, Saved, prepare, publish
 from ds_ckpt.storage import At
 from ds_ckpt.tensors import Local, copier
 from ds_ckpt.writer import Copy, Pool, Stream
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["Asynchronous", "Checkpointer", "Pending", "Synchronous"]
 
@@ -73,11 +74,17 @@ class Checkpointer(Protocol):
 
 
 class Synchronous:
-    """Saves before it returns. `keep`: how many checkpoints beside the new one's to keep, newest first; None for all."""
+    """Saves before it returns.
 
-    def __init__(self, group: Any = None, *, keep: int | None = None) -> None:
+    Args:
+        keep: How many checkpoints to keep in the directory, newest first; None for all.
+        recipe: As in `ds_ckpt.save`.
+    """
+
+    def __init__(self, group: Any = None, *, keep: int | None = None, recipe: Recipe | None = None) -> None:
         self._ranks, self._keep = Ranks.of(group), keep
         self._cache, self._pool = PlanCache(), Pool()
+        self._packing = None if recipe is None else Packing(recipe)
 
     def save(
         self,
@@ -90,7 +97,7 @@ class Synchronous:
     ) -> Pending:
         with ds_monitor.span("ckpt.save", checkpoint=str(path)):
             gathered = Gathered(shards)
-            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
+            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache, self._packing)
             stream = job.stream(self._pool)
             saved = publish(self._ranks, job, lambda: job.write(stream, copier(gathered.local)))
             _retain(self._ranks, job, self._keep)
@@ -120,7 +127,11 @@ class Asynchronous:
         double: With `buffer_bytes=None`, room for a second save while the first is being written.
         keep: How many checkpoints to keep in the directory, newest first; None for all. Older ones are removed after a
             save has succeeded, never before.
-        decoupled: Let a process of its own do the writing; only for directories.
+        decoupled: Let a process of its own do the writing; only for directories, and for files that are not packed.
+        recipe: As in `ds_ckpt.save`.
+
+    Raises:
+        UnsupportedError: "ckpt-decoupled": both of the last two.
     """
 
     def __init__(
@@ -131,7 +142,15 @@ class Asynchronous:
         double: bool = False,
         keep: int | None = None,
         decoupled: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
+        if decoupled and recipe is not None:
+            raise UnsupportedError(
+                "a writer process writes files as they are, and incremental or encoded ones were asked for",
+                code="ckpt-decoupled",
+                fix="Leave checkpoint.writer.decoupled false where checkpoint.saving has incremental or codecs.",
+            )
+        self._packing = None if recipe is None else Packing(recipe)
         self._ranks = Ranks.of(group)
         self._background = self._ranks.twin()
         self._rooms = 0 if buffer_bytes is not None else 1 + double
@@ -161,7 +180,9 @@ class Asynchronous:
         self._raise_failed()
         with ds_monitor.span("ckpt.snapshot", checkpoint=str(path)):
             gathered = Gathered(shards)
-            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache)
+            if self._packing is not None:
+                self.wait()  # what the save before wrote is what this one refers to
+            job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache, self._packing)
             job = self._place.job(job)
             stream = job.stream(self._pool)
             if self._rooms:
@@ -216,7 +237,7 @@ class Asynchronous:
 
     def _raise_failed(self) -> None:
         # Ranks notice the end of a save at different times; they decide together which saves are over.
-        over = min(self._ranks.agree(lambda: sum(1 for p in self._saves if p.done())))
+        over = self._ranks.spread(sum(1 for p in self._saves if p.done()), min)
         finished, self._saves = self._saves[:over], self._saves[over:]
         for error in map(_error, finished):
             if error is not None:
@@ -262,4 +283,4 @@ def _error(pending: Pending) -> BaseException | None:
 
 def _retain(ranks: Ranks, job: Job, keep: int | None) -> None:
     if keep is not None:
-        ranks.agree(lambda: prune(job.at.storage, keep) if ranks.rank == 0 else None)
+        ranks.first(lambda: prune(job.at.storage, keep))

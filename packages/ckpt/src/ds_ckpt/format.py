@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import CODE, ITEMSIZE
+from ds_ckpt.fields import CRC, FILE_NAME, LINE, MAX_DIMS, MAX_NUMEL, Reader, damaged, invalid
 from ds_ckpt.jsontext import Json, dump, parse
+from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
 from ds_comm.placement import Box
 from ds_config.errors import CheckpointError
 
@@ -29,94 +30,28 @@ __all__ = [
     "BLOCK_BYTES",
     "MANIFEST",
     "MAX_MANIFEST_BYTES",
-    "FileRecord",
-    "Manifest",
-    "PartRecord",
-    "PieceRecord",
-    "TensorRecord",
+    "check_cover",
+    "check_inside",
     "decode",
+    "decode_box",
+    "decode_tensor_kind",
     "disjoint",
     "encode",
     "entry_key",
     "peek_sequence",
+    "seal",
+    "unseal",
     "valid_name",
+    "version_of",
 ]
 
 MANIFEST: Final = "manifest.json"
-VERSION: Final = 1
 BLOCK_BYTES: Final = 16 * 2**20
 MAX_MANIFEST_BYTES: Final = 2**30
-_MAX_DIMS, _MAX_NAME, _MAX_NUMEL = 64, 4096, 2**60
+_MAX_NAME, _MAX_FILES, _MAX_ITEMS = 4096, 10**6, 10**7
 _MAX_TANGLED = 2048  # boxes that no axis separates: compared pair by pair, so bounded
 _HEAD = re.compile(rb'\{"format":"ds-ckpt","version":(\d{1,9}),"crc32":"([0-9a-f]{8})",\n')
 _SEQUENCE = re.compile(rb'"sequence":(\d{1,18}),')
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_CRC = re.compile(r"[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """One safetensors file. `header_nbytes` counts the 8 length bytes and the padded header; entries start there."""
-
-    name: str
-    nbytes: int
-    header_nbytes: int
-    header_crc32: str
-
-
-@dataclass(frozen=True, slots=True)
-class PieceRecord:
-    """`numel` elements at byte `at` of file number `file`, with one checksum per block."""
-
-    file: int
-    at: int
-    numel: int
-    crc32: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PartRecord:
-    """A box of a tensor and the pieces of its flattened elements, in order."""
-
-    box: Box
-    pieces: tuple[PieceRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """A logical tensor. One without elements has no part."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[PartRecord, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Everything a reader needs to find every element. `meta` is the caller's JSON, as `jsontext.to_json` left it.
-
-    `crc32` is the checksum of the text that `decode` read (empty before): the identity of what is on disk.
-    """
-
-    sequence: int
-    created: str
-    writer: str
-    block_bytes: int
-    files: tuple[FileRecord, ...]
-    tensors: Mapping[str, TensorRecord]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    meta: Mapping[str, Json] = field(default_factory=dict)
-    crc32: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all logical tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def valid_name(name: str) -> bool:
@@ -130,7 +65,12 @@ def entry_key(name: str, record: TensorRecord, part: int, piece: int) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`."""
+    """The bytes of `manifest.json`, version 1.
+
+    Raises:
+        CheckpointError: "ckpt-manifest-size": `decode` would refuse it.
+    """
+    _check_readable(manifest)
     rest = {
         "sequence": manifest.sequence,
         "created": manifest.created,
@@ -144,8 +84,72 @@ def encode(manifest: Manifest) -> bytes:
         "aliases": dict(manifest.aliases),
         "meta": dict(manifest.meta),
     }
+    return seal(1, rest)
+
+
+def seal(version: int, rest: Mapping[str, Json]) -> bytes:
+    """A manifest of a version: the line with the checksum, and the rest. `rest` starts with the sequence number.
+
+    Raises:
+        CheckpointError: "ckpt-manifest-size": larger than any reader takes.
+    """
     body = dump(rest)[1:].encode() + b"\n"
-    return f'{{"format":"ds-ckpt","version":{VERSION},"crc32":"{crc32(body):08x}",\n'.encode() + body
+    data = f'{{"format":"ds-ckpt","version":{version},"crc32":"{crc32(body):08x}",\n'.encode() + body
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise _too_large(f"a manifest of {len(data)} bytes, and readers take {MAX_MANIFEST_BYTES}")
+    return data
+
+
+def version_of(data: bytes, where: str) -> int:
+    """The version of a manifest. Raises CheckpointError: "ckpt-manifest-damaged", "ckpt-version"."""
+    head = _HEAD.match(data)
+    if head is None:
+        raise damaged(where, "it does not start with the line of a ds-ckpt manifest")
+    version = int(head.group(1))
+    if version not in (1, 2):
+        raise CheckpointError(
+            f"{where} has format version {version}; this program reads versions 1 and 2",
+            code="ckpt-version",
+            fix="Update ds-ckpt, or convert the checkpoint with the program that wrote it.",
+        )
+    return version
+
+
+def unseal(data: bytes, where: str, version: int) -> tuple[Json, str]:
+    """The object of a manifest of this version, and its checksum. Raises CheckpointError as `decode` says."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise invalid(where, f"{len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
+    if version_of(data, where) != version:
+        raise CheckpointError(
+            f"{where} is of version {version_of(data, where)}, not {version}",
+            code="ckpt-version",
+            fix="Read it with ds_ckpt.inspect, which takes both.",
+        )
+    head = _HEAD.match(data)
+    stated = head.group(2).decode() if head else ""
+    found = f"{crc32(memoryview(data)[head.end() if head else 0 :]):08x}"
+    if found != stated:
+        raise damaged(where, f"its checksum says {stated}, its content {found}")
+    return parse(data, where), found
+
+
+def _check_readable(manifest: Manifest) -> None:
+    """What no reader would take is not written: as `decode` counts."""
+    if len(manifest.files) > _MAX_FILES:
+        raise _too_large(f"{len(manifest.files)} files, and readers take {_MAX_FILES}")
+    for name, tensor in manifest.tensors.items():
+        if len(tensor.shape) > MAX_DIMS or math.prod(tensor.shape) > MAX_NUMEL:
+            raise _too_large(f"{name[:80]!r} of shape {list(tensor.shape)[:8]}, {len(tensor.shape)} dims")
+        if len(tensor.parts) > _MAX_ITEMS or any(len(part.pieces) > _MAX_ITEMS for part in tensor.parts):
+            raise _too_large(f"{name[:80]!r} in more than {_MAX_ITEMS} pieces")
+
+
+def _too_large(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"nobody could read this checkpoint back: {what}",
+        code="ckpt-manifest-size",
+        fix="Save with a group of more ranks, or with fewer or smaller tensors and meta.",
+    )
 
 
 def peek_sequence(head: bytes) -> int:
@@ -166,21 +170,8 @@ def decode(data: bytes, where: str = MANIFEST) -> Manifest:
         CheckpointError: "ckpt-version" (written by a newer program), "ckpt-manifest-damaged" (checksum),
             "ckpt-manifest-invalid" (well formed but not consistent), naming `where` and the place inside.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise _invalid(where, f"{len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
-    head = _HEAD.match(data)
-    if head is None:
-        raise _damaged(where, "it does not start with the line of a ds-ckpt manifest")
-    if int(head.group(1)) != VERSION:
-        raise CheckpointError(
-            f"{where} has format version {int(head.group(1))}; this program reads version {VERSION}",
-            code="ckpt-version",
-            fix="Update ds-ckpt, or convert the checkpoint with the program that wrote it.",
-        )
-    found = f"{crc32(memoryview(data)[head.end() :]):08x}"
-    if found != head.group(2).decode():
-        raise _damaged(where, f"its checksum says {head.group(2).decode()}, its content {found}")
-    manifest = _manifest(_Reader(where), parse(data, where))
+    body, _ = unseal(data, where, 1)
+    manifest = _manifest(Reader(where), body)
     _check_files(manifest, where)
     return manifest
 
@@ -241,48 +232,7 @@ def _tensor_json(record: TensorRecord) -> Json:
     }
 
 
-class _Reader:
-    """Typed access to parsed JSON; every failure names the file and the place."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def fields(self, value: Json, path: str, names: tuple[str, ...]) -> list[Json]:
-        if type(value) is not dict or set(value) != set(names):
-            found = sorted(value)[:12] if type(value) is dict else type(value).__name__
-            raise _invalid(
-                self.where, f"{path} must have exactly the fields {', '.join(names)}; found {str(found)[:200]}"
-            )
-        return [value[name] for name in names]
-
-    def integer(self, value: Json, path: str, low: int = 0, high: int = _MAX_NUMEL) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise _invalid(self.where, f"{path} must be an integer in {low}..{high}, found {str(value)[:80]}")
-        return value
-
-    def text(self, value: Json, path: str, pattern: re.Pattern[str]) -> str:
-        if type(value) is not str or not pattern.fullmatch(value):
-            raise _invalid(self.where, f"{path} must match {pattern.pattern}, found {str(value)[:80]!r}")
-        return value
-
-    def items(self, value: Json, path: str, limit: int) -> list[Json]:
-        if type(value) is not list or len(value) > limit:
-            raise _invalid(self.where, f"{path} must be a list of at most {limit} items")
-        return value
-
-    def mapping(self, value: Json, path: str) -> dict[str, Json]:
-        if type(value) is not dict:
-            raise _invalid(self.where, f"{path} must be an object, found {type(value).__name__}")
-        return value
-
-    def shape(self, value: Json, path: str) -> tuple[int, ...]:
-        return tuple(self.integer(n, path) for n in self.items(value, path, _MAX_DIMS))
-
-
-_LINE = re.compile(r"[^\x00-\x1f]{0,200}")
-
-
-def _manifest(r: _Reader, value: Json) -> Manifest:
+def _manifest(r: Reader, value: Json) -> Manifest:
     names = (
         "format",
         "version",
@@ -298,22 +248,22 @@ def _manifest(r: _Reader, value: Json) -> Manifest:
     )
     f = dict(zip(names, r.fields(value, "manifest", names), strict=True))
     block_bytes = r.integer(f["block_bytes"], "block_bytes", 1, 2**40)
-    files = tuple(_file(r, item, f"files[{i}]") for i, item in enumerate(r.items(f["files"], "files", 10**6)))
+    files = tuple(_file(r, item, f"files[{i}]") for i, item in enumerate(r.items(f["files"], "files", _MAX_FILES)))
     tensors = {}
     for name, item in r.mapping(f["tensors"], "tensors").items():
         if not valid_name(name):
-            raise _invalid(r.where, f"a tensor is named {name[:80]!r}")
+            raise invalid(r.where, f"a tensor is named {name[:80]!r}")
         tensors[name] = _tensor(r, item, f"tensors[{name[:200]!r}]", block_bytes)
     aliases = r.mapping(f["aliases"], "aliases")
     for name, target in aliases.items():
         if not valid_name(name) or name in tensors or type(target) is not str or target not in tensors:
-            raise _invalid(
+            raise invalid(
                 r.where, f"the alias {name[:80]!r} must be a new name for a stored tensor, found {str(target)[:80]!r}"
             )
     return Manifest(
         sequence=r.integer(f["sequence"], "sequence", 0, 10**18 - 1),
-        created=r.text(f["created"], "created", _LINE),
-        writer=r.text(f["writer"], "writer", _LINE),
+        created=r.text(f["created"], "created", LINE),
+        writer=r.text(f["writer"], "writer", LINE),
         block_bytes=block_bytes,
         files=files,
         tensors=tensors,
@@ -323,108 +273,114 @@ def _manifest(r: _Reader, value: Json) -> Manifest:
     )
 
 
-def _file(r: _Reader, value: Json, path: str) -> FileRecord:
+def _file(r: Reader, value: Json, path: str) -> FileRecord:
     name, nbytes, header, crc = r.fields(value, path, ("name", "nbytes", "header_nbytes", "header_crc32"))
     record = FileRecord(
-        r.text(name, f"{path}.name", _FILE_NAME),
+        r.text(name, f"{path}.name", FILE_NAME),
         r.integer(nbytes, f"{path}.nbytes"),
         r.integer(header, f"{path}.header_nbytes", 8),
-        r.text(crc, f"{path}.header_crc32", _CRC),
+        r.text(crc, f"{path}.header_crc32", CRC),
     )
     if record.name == MANIFEST:
-        raise _invalid(r.where, f"{path}.name is the manifest itself")
+        raise invalid(r.where, f"{path}.name is the manifest itself")
     return record
 
 
-def _tensor(r: _Reader, value: Json, path: str, block_bytes: int) -> TensorRecord:
-    dtype, shape_json, parts_json = r.fields(value, path, ("dtype", "shape", "parts"))
+def decode_tensor_kind(r: Reader, dtype: Json, shape_json: Json, path: str) -> tuple[str, tuple[int, ...]]:
+    """A dtype and a shape that a tensor can have."""
     if type(dtype) is not str or dtype not in CODE:
-        raise _invalid(r.where, f"{path}.dtype {str(dtype)[:80]!r} is not one of {', '.join(CODE)}")
+        raise invalid(r.where, f"{path}.dtype {str(dtype)[:80]!r} is not one of {', '.join(CODE)}")
     shape = r.shape(shape_json, f"{path}.shape")
-    numel = math.prod(shape)
-    if numel > _MAX_NUMEL:
-        raise _invalid(r.where, f"{path}.shape has {numel:.3e} elements")
+    if math.prod(shape) > MAX_NUMEL:
+        raise invalid(r.where, f"{path}.shape has {math.prod(shape):.3e} elements")
+    return dtype, shape
+
+
+def decode_box(r: Reader, offset: Json, shape: Json, path: str) -> Box:
+    """A box that is not empty."""
+    lows, sides = r.shape(offset, f"{path}.offset"), r.shape(shape, f"{path}.shape")
+    if len(lows) != len(sides) or 0 in sides:
+        raise invalid(r.where, f"{path} needs one offset and one size of at least 1 per dim")
+    return Box(lows, sides)
+
+
+def check_inside(where: str, box: Box, shape: tuple[int, ...], path: str) -> None:
+    """Raises CheckpointError unless the box is inside a tensor of this shape."""
+    fits = len(box.shape) == len(shape) and all(
+        o + s <= n for o, s, n in zip(box.offset, box.shape, shape, strict=True)
+    )
+    if not fits:
+        raise invalid(where, f"{path} {box} is not inside shape {list(shape)}")
+
+
+def check_cover(where: str, path: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raises CheckpointError unless the boxes cover a tensor of this shape, each element once."""
+    numel, covered = math.prod(shape), sum(box.numel for box in boxes)
+    if covered != numel:
+        raise invalid(where, f"{path} has {numel} elements, its parts {covered}")
+    try:
+        apart = disjoint(boxes)
+    except ValueError as error:
+        raise invalid(where, f"{path} has {error}") from error
+    if not apart:
+        raise invalid(where, f"{path} has parts that overlap")
+
+
+def _tensor(r: Reader, value: Json, path: str, block_bytes: int) -> TensorRecord:
+    dtype_json, shape_json, parts_json = r.fields(value, path, ("dtype", "shape", "parts"))
+    dtype, shape = decode_tensor_kind(r, dtype_json, shape_json, path)
     parts = tuple(
         _part(r, item, f"{path}.parts[{i}]", (ITEMSIZE[dtype], block_bytes))
-        for i, item in enumerate(r.items(parts_json, f"{path}.parts", 10**7))
+        for i, item in enumerate(r.items(parts_json, f"{path}.parts", _MAX_ITEMS))
     )
     for i, part in enumerate(parts):
-        fits = len(part.box.shape) == len(shape) and all(
-            o + s <= n for o, s, n in zip(part.box.offset, part.box.shape, shape, strict=True)
-        )
-        if not fits:
-            raise _invalid(r.where, f"{path}.parts[{i}] {part.box} is not inside shape {list(shape)}")
-    covered = sum(part.box.numel for part in parts)
-    if covered != numel:
-        raise _invalid(r.where, f"{path} has {numel} elements, its parts {covered}")
-    try:
-        apart = disjoint([part.box for part in parts])
-    except ValueError as error:
-        raise _invalid(r.where, f"{path} has {error}") from error
-    if not apart:
-        raise _invalid(r.where, f"{path} has parts that overlap")
+        check_inside(r.where, part.box, shape, f"{path}.parts[{i}]")
+    check_cover(r.where, path, shape, [part.box for part in parts])
     return TensorRecord(dtype, shape, parts)
 
 
-def _part(r: _Reader, value: Json, path: str, sizes: tuple[int, int]) -> PartRecord:
+def _part(r: Reader, value: Json, path: str, sizes: tuple[int, int]) -> PartRecord:
     offset, shape, pieces_json = r.fields(value, path, ("offset", "shape", "pieces"))
-    lows, sides = r.shape(offset, f"{path}.offset"), r.shape(shape, f"{path}.shape")
-    if len(lows) != len(sides) or 0 in sides:
-        raise _invalid(r.where, f"{path} needs one offset and one size of at least 1 per dim")
-    box = Box(lows, sides)
-    pieces = tuple(
-        _piece(r, item, f"{path}.pieces[{i}]", sizes)
-        for i, item in enumerate(r.items(pieces_json, f"{path}.pieces", 10**7))
-    )
-    if sum(piece.numel for piece in pieces) != box.numel:
-        raise _invalid(r.where, f"{path} has {box.numel} elements, its pieces {sum(p.numel for p in pieces)}")
-    return PartRecord(box, pieces)
+    box = decode_box(r, offset, shape, path)
+    pieces, start = [], 0
+    for i, item in enumerate(r.items(pieces_json, f"{path}.pieces", _MAX_ITEMS)):
+        pieces.append(_piece(r, item, f"{path}.pieces[{i}]", sizes, start))
+        start += pieces[-1].numel
+    if start != box.numel:
+        raise invalid(r.where, f"{path} has {box.numel} elements, its pieces {start}")
+    return PartRecord(box, tuple(pieces))
 
 
-def _piece(r: _Reader, value: Json, path: str, sizes: tuple[int, int]) -> PieceRecord:
+def _piece(r: Reader, value: Json, path: str, sizes: tuple[int, int], start: int) -> PieceRecord:
     file, at, numel_json, crc = r.fields(value, path, ("file", "at", "numel", "crc32"))
     itemsize, block_bytes = sizes
     numel = r.integer(numel_json, f"{path}.numel", 1)
-    sums = tuple(r.text(c, f"{path}.crc32", _CRC) for c in r.items(crc, f"{path}.crc32", 10**7))
+    sums = tuple(r.text(c, f"{path}.crc32", CRC) for c in r.items(crc, f"{path}.crc32", _MAX_ITEMS))
     if len(sums) != -(-numel * itemsize // block_bytes):
-        raise _invalid(
+        raise invalid(
             r.where, f"{path} has {numel * itemsize} bytes and {len(sums)} checksums, one per {block_bytes} bytes"
         )
-    return PieceRecord(r.integer(file, f"{path}.file", 0, 10**6), r.integer(at, f"{path}.at", 8), numel, sums)
+    return PieceRecord(
+        r.integer(file, f"{path}.file", 0, _MAX_FILES), r.integer(at, f"{path}.at", 8), numel, sums, start
+    )
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
     if len({f.name for f in manifest.files}) != len(manifest.files):
-        raise _invalid(where, "two files have the same name")
+        raise invalid(where, "two files have the same name")
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for name, tensor in manifest.tensors.items():
         for part in tensor.parts:
             for piece in part.pieces:
                 if piece.file >= len(spans):
-                    raise _invalid(where, f"{name[:80]!r} is in file {piece.file} of {len(spans)}")
+                    raise invalid(where, f"{name[:80]!r} is in file {piece.file} of {len(spans)}")
                 spans[piece.file].append((piece.at, piece.at + piece.numel * ITEMSIZE[tensor.dtype]))
     for record, span in zip(manifest.files, spans, strict=True):
         at = record.header_nbytes
         for start, stop in sorted(span):
             if start != at:
                 what = "overlap" if start < at else "leave a hole"
-                raise _invalid(where, f"pieces of {record.name} {what} at byte {start}")
+                raise invalid(where, f"pieces of {record.name} {what} at byte {start}")
             at = stop
         if at != record.nbytes:
-            raise _invalid(where, f"{record.name} has {record.nbytes} bytes, its header and pieces {at}")
-
-
-def _invalid(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} is not consistent: {what}",
-        code="ckpt-manifest-invalid",
-        fix="The file is damaged or was not written by this program; use another checkpoint.",
-    )
-
-
-def _damaged(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} is damaged: {what}",
-        code="ckpt-manifest-damaged",
-        fix="Use another checkpoint; `ds_ckpt.find_latest(dir)` skips this one.",
-    )
+            raise invalid(where, f"{record.name} has {record.nbytes} bytes, its header and pieces {at}")

@@ -9,6 +9,7 @@ was begun, and that of another one is a leftover only when nothing has touched i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -18,13 +19,14 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.protocols import Draft, ReadFile, WriteFile, not_found, truncated
+from ds_ckpt.holds import READERS, held_tags, hold_name
+from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put, truncated
 from ds_config.errors import CheckpointError
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile
@@ -215,12 +217,18 @@ class LocalDraft:
     """A directory beside its place, renamed when it is complete."""
 
     def __init__(self, storage: LocalStorage, tag: str, token: str) -> None:
-        self._storage, self._disk, self._tag = storage, storage.disk, tag
+        self._storage, self._disk, self._tag, self._token = storage, storage.disk, tag, token
         self._path = os.path.join(storage.root, f"{_TMP}{tag}-{token}")
         self._lock = -1
 
     def file_name(self, rank: int) -> str:
         return f"data-{rank:05d}.safetensors"
+
+    def leaf_name(self, rank: int) -> str:
+        return f"leaf-{rank:05d}.json"
+
+    def blocks_name(self, rank: int) -> str:
+        return f"blocks-{rank:05d}-{self._token}.bin"
 
     def create(self) -> None:
         root = self._storage.root
@@ -249,16 +257,17 @@ class LocalDraft:
             )
         return os.path.join(self._path, name)
 
+    def write_shared(self, name: str) -> WriteFile:
+        folder = os.path.join(self._storage.root, SHARED)
+        self._disk.make_directory(folder)
+        return LocalWriteFile(self._disk, os.path.join(folder, name), 0)
+
     def commit(self, manifest: bytes) -> None:
         disk, root = self._disk, self._storage.root
-        file = LocalWriteFile(disk, os.path.join(self._path, MANIFEST), 0)
-        try:
-            file.write(0, memoryview(manifest))
-            file.close()
-        except BaseException:
-            file.abandon()
-            raise
+        put(self, MANIFEST, manifest)
         disk.sync_directory(self._path)
+        if os.path.isdir(shared := os.path.join(root, SHARED)):
+            disk.sync_directory(shared)
         target, aside = os.path.join(root, self._tag), os.path.join(root, _OLD + self._tag)
         replaced = os.path.lexists(target)
         if replaced:
@@ -278,6 +287,7 @@ class LocalDraft:
             if os.path.isdir(self._path):
                 self._disk.remove_tree(self._path)
             self._storage.put_back()
+            self._storage.remove_shared([name for name, _ in self._storage.shared() if self._token in name])
         finally:
             self._unlock()
 
@@ -329,6 +339,39 @@ class LocalStorage:
 
     def where(self, tag: str) -> str:
         return os.path.join(self.root, tag)
+
+    def shared(self) -> list[tuple[str, float]]:
+        try:
+            return [(e.name, time.time() - e.stat().st_mtime) for e in os.scandir(os.path.join(self.root, SHARED))]
+        except FileNotFoundError:
+            return []
+
+    def remove_shared(self, names: Collection[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.root, SHARED, name))
+
+    def hold(self, tag: str, seconds: float) -> Callable[[], None]:
+        path = os.path.join(self.root, READERS, hold_name(tag, seconds))
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            ds_monitor.event("ckpt.not_held", checkpoint=self.where(tag), why=str(error))
+            return lambda: None
+
+        def over() -> None:
+            with contextlib.suppress(OSError):  # it ends by itself
+                os.unlink(path)
+                os.rmdir(os.path.dirname(path))  # when it was the last
+
+        return over
+
+    def held(self) -> set[str]:
+        try:
+            return held_tags(os.listdir(os.path.join(self.root, READERS)))
+        except OSError:
+            return set()
 
     def recover(self) -> None:
         """Finish or undo what a crash left: overwritten checkpoints, drafts whose owner is gone."""

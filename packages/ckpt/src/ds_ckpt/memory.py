@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.protocols import Draft, ReadFile, WriteFile, not_found, truncated
+from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, truncated
 
 __all__ = ["MemoryStorage"]
 
@@ -13,7 +15,7 @@ class _MemoryFile:
         self.data = bytearray(nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
-        self.data[offset : offset + data.nbytes] = data
+        self.data[offset : offset + data.nbytes] = data  # grows where the size was not known
 
     def close(self) -> None:
         """Memory is as durable as it gets."""
@@ -36,22 +38,36 @@ class _BytesReadFile:
 
 
 class _MemoryDraft:
-    def __init__(self, storage: MemoryStorage, tag: str) -> None:
-        self._storage, self._tag = storage, tag
+    def __init__(self, storage: MemoryStorage, tag: str, token: str) -> None:
+        self._storage, self._tag, self._token = storage, tag, token
         self._files: dict[str, _MemoryFile] = {}
 
     def file_name(self, rank: int) -> str:
         return f"data-{rank:05d}.safetensors"
 
+    def leaf_name(self, rank: int) -> str:
+        return f"leaf-{rank:05d}.json"
+
+    def blocks_name(self, rank: int) -> str:
+        return f"blocks-{rank:05d}-{self._token}.bin"
+
     def create(self) -> None:
         self._files = {}
+
+    def write_shared(self, name: str) -> WriteFile:
+        file = self._files[f"{SHARED}/{name}"] = _MemoryFile(0)
+        return file
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
         self._files[name] = _MemoryFile(nbytes)
         return self._files[name]
 
     def commit(self, manifest: bytes) -> None:
-        self._storage.checkpoints[self._tag] = {**{n: f.data for n, f in self._files.items()}, MANIFEST: manifest}
+        own = {n: f.data for n, f in self._files.items() if not n.startswith(SHARED)}
+        beside = {n.rpartition("/")[2]: f.data for n, f in self._files.items() if n.startswith(SHARED)}
+        if beside:
+            self._storage.checkpoints[SHARED] = {**self._storage.checkpoints.get(SHARED, {}), **beside}
+        self._storage.checkpoints[self._tag] = {**own, MANIFEST: manifest}
 
     def abort(self) -> None:
         self._files = {}
@@ -64,7 +80,7 @@ class MemoryStorage:
         self.checkpoints: dict[str, dict[str, bytes | bytearray]] = {}
 
     def tags(self) -> list[str]:
-        return list(self.checkpoints)
+        return [tag for tag in self.checkpoints if tag != SHARED]
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
         return bytes(self._file(tag, name)[:limit])
@@ -73,10 +89,23 @@ class MemoryStorage:
         return _BytesReadFile(self._file(tag, name), f"{self.where(tag)}/{name}")
 
     def draft(self, tag: str, token: str) -> Draft:
-        return _MemoryDraft(self, tag)
+        return _MemoryDraft(self, tag, token)
 
     def remove(self, tag: str) -> None:
         del self.checkpoints[tag]
+
+    def shared(self) -> list[tuple[str, float]]:
+        return [(name, 0.0) for name in self.checkpoints.get(SHARED, {})]
+
+    def remove_shared(self, names: Collection[str]) -> None:
+        for name in names:
+            self.checkpoints.get(SHARED, {}).pop(name, None)
+
+    def hold(self, tag: str, seconds: float) -> Callable[[], None]:
+        return lambda: None  # what is read stays in memory with its reader
+
+    def held(self) -> set[str]:
+        return set()
 
     def where(self, tag: str) -> str:
         return f"memory:{tag}"

@@ -1,57 +1,48 @@
 """Checkpoints below an fsspec URL.
 
 Object storage has no rename. Data objects get names of their own (the token), and the manifest, one atomic put, is the
-commit. What no manifest names is removed after the next commit.
+commit. What no manifest names is removed after the next commit, unless somebody reads there. Requests that fail are made again
+(see `retrying`); what comes back short is asked for again.
+
+Somebody who reads says so by an object in `.readers/`, named after the checkpoint and the time until which it is held.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
+import ds_monitor
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.protocols import Draft, ReadFile, WriteFile, not_found, truncated
+from ds_ckpt.holds import READERS, held_tags, hold_name
+from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, truncated
+from ds_ckpt.retrying import IncompleteError, Retries
+from ds_ckpt.uploads import PartsFile, PlainFile, put_object
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["ObjectStorage"]
 
 
-class _ObjectWriteFile:
-    def __init__(self, fs: Any, path: str) -> None:
-        self._file, self._at, self._path = fs.open(path, "wb"), 0, path
-
-    def write(self, offset: int, data: memoryview) -> None:
-        if offset != self._at:
-            raise CheckpointError(
-                f"{self._path}: a write at byte {offset} where {self._at} comes next",
-                code="ckpt-storage",
-                fix="Report this: objects are written in order.",
-            )
-        self._file.write(data)
-        self._at += data.nbytes
-
-    def close(self) -> None:
-        self._file.close()
-
-    def abandon(self) -> None:
-        # An upload that is not completed leaves no object; `discard` is what fsspec's buffered files call it.
-        discard = getattr(self._file, "discard", None)
-        if discard is not None:
-            discard()
-        with contextlib.suppress(AttributeError):  # files that cannot be told; the others would upload when collected
-            self._file.closed = True
-
-
 class _ObjectReadFile:
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        self.nbytes = int(fs.info(path)["size"])
+    def __init__(self, storage: ObjectStorage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self.nbytes = int(storage.ask(f"look at {path}", lambda fs: fs.info(path)["size"]))
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        data = self._fs.cat_file(self._path, start=offset, end=offset + nbytes) if nbytes else b""
-        if len(data) != nbytes:
+        if not nbytes:
+            return memoryview(b"")
+        if offset + nbytes > self.nbytes:
             raise truncated(self._path, offset, nbytes)
-        return memoryview(data)
+
+        def fetch(fs: Any) -> bytes:
+            data: bytes = fs.cat_file(self._path, start=offset, end=offset + nbytes)
+            if len(data) != nbytes:
+                raise IncompleteError(f"{len(data)} bytes came, {nbytes} were asked for")
+            return data
+
+        return memoryview(self._storage.ask(f"read bytes {offset}..{offset + nbytes} of {self._path}", fetch))
 
     def close(self) -> None:
         """Ranges are separate requests; nothing is open."""
@@ -65,62 +56,111 @@ class _ObjectDraft:
     def file_name(self, rank: int) -> str:
         return f"data-{rank:05d}-{self._token}.safetensors"
 
+    def leaf_name(self, rank: int) -> str:
+        return f"leaf-{rank:05d}-{self._token}.json"
+
+    def blocks_name(self, rank: int) -> str:
+        return f"blocks-{rank:05d}-{self._token}.bin"
+
     def create(self) -> None:
-        self._storage.fs.makedirs(self._path, exist_ok=True)
+        self._storage.ask(f"make {self._path}", lambda fs: fs.makedirs(self._path, exist_ok=True))
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
-        return _ObjectWriteFile(self._storage.fs, f"{self._path}/{name}")
+        return self._storage.writer(f"{self._path}/{name}", nbytes)
+
+    def write_shared(self, name: str) -> WriteFile:
+        return self._storage.writer(f"{self._storage.root}/{SHARED}/{name}", 0)
 
     def commit(self, manifest: bytes) -> None:
-        fs = self._storage.fs
-        fs.pipe_file(f"{self._path}/{MANIFEST}", manifest)
-        self._clean(keep_token=True)
+        put_object(self._storage.fs, self._storage.retries, f"{self._path}/{MANIFEST}", manifest)
+        try:
+            if self._tag not in self._storage.held():
+                self._storage.drop(self._path, lambda name: _is_data(name) and self._token not in name)
+        except (OSError, CheckpointError) as error:  # the save is done; the next one to this place tries again
+            ds_monitor.event("ckpt.leftover", path=self._path, why=str(error))
 
     def abort(self) -> None:
-        self._clean(keep_token=False)
+        self._storage.drop(self._path, lambda name: _is_data(name) and self._token in name)
+        self._storage.drop(f"{self._storage.root}/{SHARED}", lambda name: self._token in name)
 
-    def _clean(self, *, keep_token: bool) -> None:
-        # After a commit everything but this draft's objects is garbage; after an abort exactly these are.
-        fs = self._storage.fs
-        for path in fs.ls(self._path, detail=False, refresh=True) if fs.exists(self._path) else []:
-            name = path.rsplit("/", 1)[-1]
-            if name.startswith("data-") and name.endswith(f"-{self._token}.safetensors") != keep_token:
-                fs.rm_file(path)
+
+def _is_data(name: str) -> bool:
+    return name.startswith(("data-", "leaf-", "blocks-"))
 
 
 class ObjectStorage:
     """Checkpoints below an fsspec URL (`s3://bucket/run`, `memory://run`, ...). Needs the extra `fsspec`."""
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, *, retries: Retries | None = None, **options: Any) -> None:
         try:
             import fsspec
         except ImportError as error:
             raise UnsupportedError(
                 f"{url} needs fsspec, which is not installed", code="ckpt-fsspec", fix="pip install 'ds-ckpt[fsspec]'"
             ) from error
-        self.url = url.rstrip("/")
+        self.url, self.retries = url.rstrip("/"), retries or Retries()
         self.fs, root = fsspec.core.url_to_fs(self.url, **options)
         self.root = root.rstrip("/")
 
-    def tags(self) -> list[str]:
+    def ask(self, what: str, action: Callable[[Any], Any]) -> Any:
+        """The answer of the store to `action`, which may be made several times."""
+        return self.retries(what, lambda: action(self.fs))
+
+    def writer(self, path: str, nbytes: int) -> WriteFile:
+        """A new object."""
+        if hasattr(self.fs, "call_s3"):
+            return PartsFile(self.fs, self.retries, path, nbytes)
+        return PlainFile(self.fs, path)
+
+    def names(self, path: str) -> list[tuple[str, float]]:
+        """What is below a path, and how many seconds ago it was written (0 where the store does not say)."""
         try:
-            paths = self.fs.ls(self.root, detail=False, refresh=True)
+            found = self.ask(f"list {path}", lambda fs: fs.ls(path, detail=True, refresh=True))
         except FileNotFoundError:
             return []
-        names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
-        return [n for n in names if n and not n.startswith(".") and self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
+        now = time.time()
+        out = []
+        for entry in found:
+            name = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+            written = entry.get("LastModified") or entry.get("mtime") or entry.get("created")
+            stamp = getattr(written, "timestamp", None)
+            out.append((name, now - float(stamp() if stamp is not None else written) if written else 0.0))
+        return [(name, age) for name, age in out if name]
+
+    def drop(self, path: str, gone: Callable[[str], bool]) -> None:
+        """Remove objects below a path by name."""
+        for name, _ in self.names(path):
+            if gone(name):
+                with contextlib.suppress(FileNotFoundError):
+                    self.ask(f"remove {path}/{name}", lambda fs, name=name: fs.rm_file(f"{path}/{name}"))  # type: ignore[misc]
+
+    def tags(self) -> list[str]:
+        return [n for n, _ in self.names(self.root) if not n.startswith(".") and self._is_there(n)]
+
+    def _is_there(self, tag: str) -> bool:
+        path = f"{self.root}/{tag}/{MANIFEST}"
+        return bool(self.ask(f"look for {path}", lambda fs: fs.exists(path)))
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
         path = f"{self.root}/{tag}/{name}"
+
+        def fetch(fs: Any) -> bytes:
+            fs.invalidate_cache(f"{self.root}/{tag}")
+            size = min(limit, int(fs.info(path)["size"]))
+            data = bytes(fs.cat_file(path, start=0, end=size)) if size else b""
+            if len(data) != size:
+                raise IncompleteError(f"{len(data)} bytes came, {size} were asked for")
+            return data
+
         try:
-            size = int(self.fs.info(path, refresh=True)["size"])
-            return bytes(self.fs.cat_file(path, start=0, end=min(limit, size))) if size else b""
+            out: bytes = self.ask(f"read {path}", fetch)
         except FileNotFoundError as error:
             raise not_found(self.where(tag), name) from error
+        return out
 
     def open(self, tag: str, name: str) -> ReadFile:
         try:
-            return _ObjectReadFile(self.fs, f"{self.root}/{tag}/{name}")
+            return _ObjectReadFile(self, f"{self.root}/{tag}/{name}")
         except FileNotFoundError as error:
             raise not_found(self.where(tag), name) from error
 
@@ -129,8 +169,38 @@ class ObjectStorage:
 
     def remove(self, tag: str) -> None:
         # The manifest goes first: without it there is no checkpoint.
-        self.fs.rm_file(f"{self.root}/{tag}/{MANIFEST}")
-        self.fs.rm(f"{self.root}/{tag}", recursive=True)
+        path = f"{self.root}/{tag}"
+        with contextlib.suppress(FileNotFoundError):
+            self.ask(f"remove {path}/{MANIFEST}", lambda fs: fs.rm_file(f"{path}/{MANIFEST}"))
+        self.drop(path, lambda name: True)
+
+    def shared(self) -> list[tuple[str, float]]:
+        return self.names(f"{self.root}/{SHARED}")
+
+    def remove_shared(self, names: Collection[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.ask(f"remove {name}", lambda fs, name=name: fs.rm_file(f"{self.root}/{SHARED}/{name}"))  # type: ignore[misc]
+
+    def hold(self, tag: str, seconds: float) -> Callable[[], None]:
+        path = f"{self.root}/{READERS}/{hold_name(tag, seconds)}"
+        try:
+            put_object(self.fs, self.retries, path, b"held\n")
+        except (OSError, CheckpointError) as error:
+            ds_monitor.event("ckpt.not_held", checkpoint=self.where(tag), why=str(error))
+            return lambda: None
+
+        def over() -> None:
+            try:
+                self.ask(f"remove {path}", lambda fs: fs.rm_file(path))
+            except (OSError, CheckpointError) as error:  # it ends by itself
+                ds_monitor.event("ckpt.leftover", path=path, why=str(error))
+
+        return over
+
+    def held(self) -> set[str]:
+        names = [name for name, _ in self.names(f"{self.root}/{READERS}")]
+        return held_tags(names)
 
     def where(self, tag: str) -> str:
         return f"{self.url}/{tag}"

@@ -3,7 +3,8 @@
 Every few steps each rank's shards are copied, stored under a folder in memory (`/dev/shm/...`), and sent to a *buddy* on
 another host, who stores them, too. Memory files outlive the processes; the copy at the buddy outlives the host. After a
 restart on as many ranks `restore` finds the newest step of which every rank's shards are somewhere, moves those that are not
-where they are needed, and fills the shards. It answers None where that cannot be done: then a checkpoint is loaded.
+where they are needed, and fills the shards. It answers None where that cannot be done: then a checkpoint is loaded. `near.NearCopies`
+does so, and writes some of the snapshots to a slower store behind the steps.
 
 Words: an *owner* is the rank whose shards a snapshot holds; a *holder* is a rank that stores it, itself or its buddy.
 Snapshots are checkpoints of one rank in the usual format, so every byte is proven before it is used.
@@ -16,6 +17,7 @@ Snapshots are checkpoints of one rank in the usual format, so every byte is prov
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,17 +31,17 @@ import ds_monitor
 from ds_ckpt.agree import TRANSFER_S, Ranks
 from ds_ckpt.catalog import inspect, list_tags, prune
 from ds_ckpt.dtypes import ITEMSIZE
-from ds_ckpt.jsontext import Json
+from ds_ckpt.jsontext import Json, dump, from_json, to_json
 from ds_ckpt.loading import load
 from ds_ckpt.local import LocalStorage
 from ds_ckpt.saving import save
 from ds_ckpt.storage import At
 from ds_ckpt.tensors import Local, check_local, torch_dtype, whole
 from ds_comm import GroupLike, irecv, isend
-from ds_comm.placement import TensorShard
+from ds_comm.placement import Box, Interval, LocalShard, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["PeerSnapshots"]
+__all__ = ["PeerSnapshots", "shards_of"]
 
 _ALIGN = 64  # of each shard in a snapshot, so that it can be viewed as its dtype
 _KEEP = 2  # a host may fail while a step is being sent: the one before is still whole
@@ -125,50 +127,52 @@ class PeerSnapshots:
             self._thread.shutdown()
             self._behind.close()
 
-    def restore(self, shards: Iterable[Local]) -> tuple[int, dict[str, Json]] | None:
+    def restore(self, shards: Iterable[Local], *, newer_than: int = -1) -> tuple[int, dict[str, Json]] | None:
         """Fill `shards` from the newest complete snapshot; its step and meta. None: there is none for these shards.
 
         A snapshot that is damaged, or of other shards or another number of ranks, is passed over.
+
+        Args:
+            newer_than: Steps up to this one do not count; the same on every rank.
         """
         self.wait()
         local = check_local(shards)
-        passed: set[tuple[int, int, int]] = set()  # (step, owner, holder)
+        passed: set[tuple[int, int]] = set()  # (step, holder) whose copy of this rank's shards is damaged
         while True:
-            held = self._ranks.agree(lambda: self._held(passed))
-            choice = _newest([{int(o): set(s) for o, s in have.items()} for have in held])
-            if choice is None:
+            givers = self._givers(passed)
+            common = self._ranks.spread(sorted(s for s in givers if s > newer_than), _both)
+            if not common:
                 return None
-            step, holders = choice
-            mine = [owner for owner, holder in enumerate(holders) if holder == self._ranks.rank]
-            read, bad = self._read(step, mine)
-            shown = self._ranks.agree(
-                lambda: {"bad": bad, "shards": {str(o): s.record["shards"] for o, s in read.items()}},  # noqa: B023
-                patience_s=TRANSFER_S,
-            )
-            broken = [(step, owner, rank) for rank, answer in enumerate(shown) for owner in answer["bad"]]
-            passed.update(broken)
-            if broken:
+            step = max(common)
+            giver = self._ranks.rank if self._ranks.rank in givers[step] else min(givers[step])
+            read, record = self._read(step, giver)
+            if record is None:
+                passed.add((step, giver))
+            if self._ranks.spread(record is None, lambda mine, theirs: mine or theirs) or record is None:
                 continue
-            described = {int(owner): found for answer in shown for owner, found in answer["shards"].items()}
-            if not all(self._ranks.agree(lambda: described[self._ranks.rank] == _described(local))):  # noqa: B023
+            same = record["shards"] == _described(local)
+            if not self._ranks.spread(same, lambda mine, theirs: mine and theirs):
                 ds_monitor.event("ckpt.peer_skipped", step=step, why="the shards of a rank are others now")
                 return None
-            snapshot = self._moved(holders, read)
-            _fill(local, snapshot.data)
-            return step, snapshot.record["meta"]
+            _fill(local, self._moved(giver, read, record))
+            return step, record["meta"]
+
+    def copy_of(self, step: int) -> tuple[At, dict[str, Json]]:
+        """This rank's own snapshot of a step, where it lies on this host, and its record."""
+        at = At(LocalStorage(self._place(self._ranks.rank, self._ranks.rank)), f"step-{step}")
+        return at, dict(from_json(inspect(at).meta))
 
     # -- behind the steps
 
     def _spread(self, step: int, own: _Snapshot) -> None:
         rank, size = self._ranks.rank, self._ranks.size
-        sizes = self._behind.agree(lambda: [own.data.numel(), own.record])
-        owner = (rank - self._distance) % size
+        owner, buddy = (rank - self._distance) % size, (rank + self._distance) % size
         kept = [(rank, own)]
         if owner != rank:
-            nbytes, record = sizes[owner]
-            theirs = _Snapshot(torch.empty(nbytes, dtype=torch.uint8), record)
+            said = json.loads(self._behind.swap(json.dumps([own.data.numel(), own.record]).encode(), buddy, owner))
+            theirs = _Snapshot(torch.empty(said[0], dtype=torch.uint8), said[1])
             works = [
-                isend(own.data, group=self._behind.group, group_dst=(rank + self._distance) % size, unit="snapshot"),
+                isend(own.data, group=self._behind.group, group_dst=buddy, unit="snapshot"),
                 irecv(theirs.data, group=self._behind.group, group_src=owner, unit="snapshot"),
             ]
             for work in works:
@@ -181,57 +185,69 @@ class PeerSnapshots:
                 at = At(storage, f"step-{step}")
                 save(at, whole({"bytes": snapshot.data}), snapshot.record, group=Ranks.alone())
 
-        self._behind.agree(store, patience_s=TRANSFER_S)
+        self._behind.settle(store, patience_s=TRANSFER_S)
 
         def thin() -> None:  # only now: until every rank has the new step, the older one is what all have
             for whose, _ in kept:
                 prune(LocalStorage(self._place(rank, whose)), _KEEP)
 
-        self._behind.agree(thin)
+        self._behind.settle(thin)
 
     # -- restoring
 
     def _place(self, holder: int, owner: int) -> Path:
         return self._folder / f"holder-{holder:05d}" / f"owner-{owner:05d}"
 
-    def _found(self, owner: int) -> dict[int, Path]:
-        """Snapshots of an owner on this host, whoever holds them: step -> where."""
-        out: dict[int, Path] = {}
-        for place in sorted(self._folder.glob(f"holder-*/owner-{owner:05d}")):
+    def _found(self) -> dict[int, dict[int, Path]]:
+        """Snapshots on this host, whoever holds them: owner -> step -> where."""
+        out: dict[int, dict[int, Path]] = {}
+        for place in sorted(self._folder.glob("holder-*/owner-*")):
             for tag in list_tags(place):
                 meta = inspect(place / tag).meta
                 if meta["world"] == self._ranks.size:
-                    out[int(meta["step"])] = place / tag
+                    out.setdefault(int(place.name.removeprefix("owner-")), {})[int(meta["step"])] = place / tag
         return out
 
-    def _held(self, passed: set[tuple[int, int, int]]) -> Json:
-        held = {owner: self._found(owner) for owner in range(self._ranks.size)}
-        rank = self._ranks.rank
-        return {str(o): [s for s in steps if (s, o, rank) not in passed] for o, steps in held.items() if steps}
+    def _givers(self, passed: set[tuple[int, int]]) -> dict[int, set[int]]:
+        """Of this rank's shards: which step whose host has. Collective."""
+        told = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._found().items()}
+        out: dict[int, set[int]] = {}
+        for holder, data in self._ranks.route({o: d for o, d in told.items() if o < self._ranks.size}).items():
+            for step in json.loads(data):
+                if (step, holder) not in passed:
+                    out.setdefault(step, set()).add(holder)
+        return out
 
-    def _read(self, step: int, owners: Sequence[int]) -> tuple[dict[int, _Snapshot], list[int]]:
-        """The snapshots of these owners, proven; and the owners whose snapshot is damaged."""
-        read, bad = {}, []
-        for owner in owners:
-            path = self._found(owner)[step]
+    def _read(self, step: int, giver: int) -> tuple[dict[int, _Snapshot], dict[str, Json] | None]:
+        """Read what is asked of this rank, and hear what `giver` read for it: snapshots by owner, and the own one's record.
+
+        None for a record: the giver's copy is damaged.
+        """
+        asked = self._ranks.route({giver: b""})
+        found = self._found()
+        read: dict[int, _Snapshot] = {}
+        answers = {}
+        for owner in asked:
             try:
+                path = found[owner][step]
                 data = torch.empty(inspect(path).nbytes, dtype=torch.uint8)
                 read[owner] = _Snapshot(data, load(path, whole({"bytes": data}), group=Ranks.alone()))
-            except CheckpointError as error:
-                ds_monitor.event("ckpt.peer_skipped", step=step, owner=owner, why=error.message)
-                bad.append(owner)
-        return read, bad
+            except (CheckpointError, KeyError) as error:
+                ds_monitor.event("ckpt.peer_skipped", step=step, owner=owner, why=str(error))
+            answers[owner] = dump(to_json(read[owner].record) if owner in read else None).encode()
+        came = self._ranks.route(answers)
+        record = from_json(json.loads(came[giver]))
+        return read, record
 
-    def _moved(self, holders: Sequence[int], read: Mapping[int, _Snapshot]) -> _Snapshot:
+    def _moved(self, giver: int, read: Mapping[int, _Snapshot], record: Mapping[str, Json]) -> Tensor:
         """This rank's snapshot, from whoever read it."""
         rank = self._ranks.rank
-        shown = self._ranks.agree(lambda: {str(o): [s.data.numel(), s.record] for o, s in read.items() if o != rank})
         works = []
-        mine = read.get(rank)
-        if mine is None:
-            nbytes, record = shown[holders[rank]][str(rank)]
-            mine = _Snapshot(torch.empty(nbytes, dtype=torch.uint8), record)
-            works.append(irecv(mine.data, group=self._behind.group, group_src=holders[rank], unit="snapshot"))
+        if giver == rank:
+            mine = read[rank].data
+        else:
+            mine = torch.empty(_starts([_shard(row) for row in record["shards"]])[1], dtype=torch.uint8)
+            works.append(irecv(mine, group=self._behind.group, group_src=giver, unit="snapshot"))
         for owner, snapshot in read.items():
             if owner != rank:
                 works.append(isend(snapshot.data, group=self._behind.group, group_dst=owner, unit="snapshot"))
@@ -240,18 +256,21 @@ class PeerSnapshots:
         return mine
 
 
-def _newest(held: Sequence[Mapping[int, set[int]]]) -> tuple[int, list[int]] | None:
-    """The newest step of which every owner's snapshot is held, and who gives each: the owner itself where it can.
+def _both(mine: Json, theirs: Json) -> Json:
+    """Steps that both have."""
+    return sorted(set(mine) & set(theirs))
 
-    Args:
-        held: By rank: owner -> steps on that rank's host.
-    """
-    size = len(held)
-    for step in sorted({s for have in held for steps in have.values() for s in steps}, reverse=True):
-        givers = [[r for r in range(size) if step in held[r].get(owner, ())] for owner in range(size)]
-        if all(givers):
-            return step, [owner if owner in found else found[0] for owner, found in enumerate(givers)]
-    return None
+
+def shards_of(record: Mapping[str, Json], data: Tensor) -> list[Local]:
+    """The shards of a snapshot, as they were taken: views of its bytes."""
+    shards = [_shard(row) for row in record["shards"]]
+    starts, _ = _starts(shards)
+    return [LocalShard(s, _part(data, s, start)) for s, start in zip(shards, starts, strict=True)]
+
+
+def _shard(row: Json) -> TensorShard:
+    name, dtype, shape, offset, size, start, stop = row
+    return TensorShard(name, tuple(shape), dtype, Box(tuple(offset), tuple(size)), Interval(start, stop))
 
 
 def _taken(step: int, world: int, local: Sequence[Local], meta: Mapping[str, Json]) -> _Snapshot:

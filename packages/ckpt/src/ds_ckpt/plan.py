@@ -7,36 +7,38 @@ it: world size, ZeRO stage and parallel degrees appear only as boxes and interva
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ds_ckpt.dtypes import CODE, ITEMSIZE
-from ds_ckpt.format import BLOCK_BYTES, Manifest, PartRecord, TensorRecord, disjoint, valid_name
+from ds_ckpt.format import BLOCK_BYTES, disjoint, valid_name
+from ds_ckpt.records import Manifest, PartRecord, PieceRecord, Stored, TensorRecord
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
 __all__ = [
+    "SHOWN",
     "BlockRead",
     "Item",
-    "LoadOptions",
     "PlannedPart",
     "PlannedPiece",
     "PlannedTensor",
     "Run",
     "SavePlan",
     "all_blocks",
-    "check_load",
+    "in_file_order",
+    "more",
+    "of_shards",
     "plan_load",
     "plan_save",
 ]
 
-_SHOWN: Final = 10  # names listed in an error before "and N more"
+SHOWN: Final = 10  # names listed in an error before "and N more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,17 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One entry of one rank's file: the safetensors `key`, and the elements of the rank's shard that it holds."""
+    """One entry of one rank's file: the safetensors `key` and shape, the elements of the rank's shard that it holds, and where
+    they belong: from element `at` on of the part `box` of tensor `name`, whose global shape is `total`."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     piece: PlannedPiece
+    name: str
+    total: tuple[int, ...]
+    box: Box
+    at: int
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +113,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """What one rank needs of one block: byte `at` of file number `file`, `nbytes` long, with its checksum."""
+    """What one rank needs of one block: byte `at` of file number `file`, `nbytes` long, with its checksum.
+
+    With a `codec` there are `stored_nbytes` in the file, out of which it makes the `nbytes`.
+    """
 
     name: str
     file: int
@@ -114,26 +124,13 @@ class BlockRead:
     nbytes: int
     crc32: str
     runs: tuple[Run, ...]
+    codec: str = ""
+    stored_nbytes: int = 0
 
     @property
     def needed(self) -> int:
         """Bytes of the block that the rank holds; the block's size when it holds all of it (once)."""
         return sum(run.nbytes for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What a load may leave out or change. The default: everything there is, as it is.
-
-    Attributes:
-        prefixes: Names that this load is about; others in the checkpoint are ignored (`("param/",)`: weights only).
-        strict: Tensors in the checkpoint (under the prefixes) that no rank asked for are an error.
-        cast: Fill a shard of another floating-point dtype by conversion, instead of an error.
-    """
-
-    prefixes: tuple[str, ...] = ("",)
-    strict: bool = True
-    cast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +144,13 @@ class _Source:
     at: int
 
 
-def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOCK_BYTES) -> SavePlan:
+def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOCK_BYTES, favoured: int = 0) -> SavePlan:
     """Give every element of every tensor one writer.
 
     Args:
         requests: The shards of each rank, by rank. Replicas are written once; what several ranks hold is given to the
             one with the least to write, in stretches of at most `split_bytes`.
+        favoured: Which rank comes first among those with the same to write, its followers after it.
 
     Raises:
         CheckpointError: "ckpt-name" (a name the format cannot hold), "ckpt-shape-conflict" (ranks disagree about a
@@ -181,7 +179,7 @@ def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOC
                 for low in range(start, stop, step):
                     high = min(low + step, stop)
                     shared.append(((high - low) * itemsize, name, number, low, high, holders))
-    _balance(shared, load, chosen)
+    _balance(shared, load, chosen, favoured)
     tensors = {}
     for name, parts_chosen in chosen.items():
         shard = held[name][0][2]
@@ -194,19 +192,22 @@ def _balance(
     shared: list[tuple[int, str, int, int, int, tuple[_Source, ...]]],
     load: list[int],
     chosen: dict[str, list[tuple[Box, list[tuple[int, int, _Source]]]]],
+    favoured: int,
 ) -> None:
     # Longest first to the least loaded holder. A heap entry may be out of date when another set of holders gave its
     # rank work meanwhile: it is then put back with the rank's present load, so one heap per set stays n log n.
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    heaps: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # (load, place in the order, rank)
     for nbytes, name, number, low, high, holders in sorted(shared, key=lambda s: (-s[0], *s[1:4])):
         by_rank = {h.rank: h for h in reversed(holders)}
         ranks = tuple(sorted(by_rank))
-        heap = heaps.setdefault(ranks, [(0, r) for r in ranks])
-        while heap[0][0] != load[heap[0][1]]:
-            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
-        rank = heap[0][1]
+        if ranks not in heaps:
+            heaps[ranks] = sorted((0, (r - favoured) % len(load), r) for r in ranks)
+        heap = heaps[ranks]
+        while heap[0][0] != load[heap[0][2]]:
+            heapq.heapreplace(heap, (load[heap[0][2]], heap[0][1], heap[0][2]))
+        rank = heap[0][2]
         load[rank] += nbytes
-        heapq.heapreplace(heap, (load[rank], rank))
+        heapq.heapreplace(heap, (load[rank], heap[0][1], rank))
         chosen[name][number][1].append((low, high, by_rank[rank]))
 
 
@@ -302,11 +303,18 @@ def _items(tensors: Mapping[str, PlannedTensor], world: int) -> tuple[tuple[Item
     for name, tensor in tensors.items():
         whole = len(tensor.parts) == 1 and len(tensor.parts[0].pieces) == 1
         for i, part in enumerate(tensor.parts):
+            at = 0
             for j, piece in enumerate(part.pieces):
                 key = name if whole else f"{name}#{i}.{j}"
-                out[piece.rank].append(Item(key, tensor.dtype, tensor.shape if whole else (piece.numel,), piece))
-    # Widest elements first: every entry then starts at a multiple of its element size.
-    return tuple(tuple(sorted(items, key=lambda i: (-ITEMSIZE[i.dtype], i.key))) for items in out)
+                shape = tensor.shape if whole else (piece.numel,)
+                out[piece.rank].append(Item(key, tensor.dtype, shape, piece, name, tensor.shape, part.box, at))
+                at += piece.numel
+    return tuple(in_file_order(items) for items in out)
+
+
+def in_file_order(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Widest elements first: every entry then starts at a multiple of its element size."""
+    return tuple(sorted(items, key=lambda i: (-ITEMSIZE[i.dtype], i.key)))
 
 
 def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockRead, ...]:
@@ -316,17 +324,18 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
     caller that casts reads into a buffer of that dtype first.
     Cost: one run per contiguous stretch; a rank with the layout of the writer has one per block.
     """
-    wanted: dict[tuple[int, int], tuple[str, int, str, list[Run]]] = {}
+    wanted: dict[tuple[int, int], tuple[BlockRead, list[Run]]] = {}
     for index, shard in enumerate(shards):
         name = manifest.aliases.get(shard.name, shard.name)
         record = manifest.tensors[name]
         itemsize = ITEMSIZE[record.dtype]
         for part in record.parts:
-            stops = _piece_stops(part)
+            starts = [piece.start for piece in part.pieces]
             for in_shard, in_part, numel in _aligned(shard, part.box):
-                for block in _cut(record, part, stops, (in_part, numel), manifest.block_bytes):
-                    file, at, nbytes, crc, offset, done, count = block
-                    runs = wanted.setdefault((file, at), (name, nbytes, crc, []))[3]
+                for block, offset, done, count in _cut(
+                    (name, record), part, starts, (in_part, numel), manifest.block_bytes
+                ):
+                    runs = wanted.setdefault((block.file, block.at), (block, []))[1]
                     to = (in_shard + done) * itemsize
                     last = runs[-1] if runs else None
                     if last and last.shard == index and (last.at + last.nbytes, last.to + last.nbytes) == (offset, to):
@@ -334,53 +343,56 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
                     else:
                         runs.append(Run(offset, index, to, count))
     return tuple(
-        BlockRead(name, file, at, nbytes, crc, tuple(sorted(runs, key=lambda r: (r.at, r.shard))))
-        for (file, at), (name, nbytes, crc, runs) in sorted(wanted.items())
+        replace(block, runs=tuple(sorted(runs, key=lambda r: (r.at, r.shard))))
+        for _, (block, runs) in sorted(wanted.items())
     )
 
 
+def of_shards(reads: Sequence[BlockRead], chosen: Collection[int]) -> list[BlockRead]:
+    """The reads of a load plan as far as they fill these shards."""
+    kept = (replace(read, runs=tuple(run for run in read.runs if run.shard in chosen)) for read in reads)
+    return [read for read in kept if read.runs]
+
+
 def all_blocks(manifest: Manifest) -> tuple[BlockRead, ...]:
-    """Every block of a checkpoint, by file and offset, without runs."""
-    out = []
+    """Every block of a checkpoint, by file and offset, without runs. One that several pieces share is there once."""
+    out = {}
     for name, tensor in manifest.tensors.items():
         for part in tensor.parts:
             for piece in part.pieces:
-                nbytes = piece.numel * ITEMSIZE[tensor.dtype]
-                for i, crc in enumerate(piece.crc32):
-                    low = i * manifest.block_bytes
-                    size = min(manifest.block_bytes, nbytes - low)
-                    out.append(BlockRead(name, piece.file, piece.at + low, size, crc, ()))
-    return tuple(sorted(out, key=lambda b: (b.file, b.at)))
+                for i in range(len(piece.crc32)):
+                    block = _block(name, ITEMSIZE[tensor.dtype], piece, i, manifest.block_bytes)
+                    out[(block.file, block.at)] = block
+    return tuple(out[key] for key in sorted(out))
 
 
-def _piece_stops(part: PartRecord) -> list[int]:
-    stops, at = [], 0
-    for piece in part.pieces:
-        at += piece.numel
-        stops.append(at)
-    return stops
+def _block(name: str, itemsize: int, piece: PieceRecord, number: int, block_bytes: int) -> BlockRead:
+    low = number * block_bytes
+    nbytes = min(block_bytes, piece.numel * itemsize - low)
+    where = piece.blocks[number] if piece.blocks else Stored(piece.file, piece.at + low, nbytes, "", "")
+    return BlockRead(name, where.file, where.at, nbytes, piece.crc32[number], (), where.codec, where.nbytes)
 
 
 def _cut(
-    record: TensorRecord, part: PartRecord, stops: Sequence[int], run: tuple[int, int], block_bytes: int
-) -> Iterator[tuple[int, int, int, str, int, int, int]]:
-    # -> (file, byte of the block in it, block bytes, checksum, byte in the block, elements of the run before, bytes)
+    tensor: tuple[str, TensorRecord], part: PartRecord, starts: Sequence[int], run: tuple[int, int], block_bytes: int
+) -> Iterator[tuple[BlockRead, int, int, int]]:
+    # -> (block, byte in the block, elements of the run before, bytes). What no piece holds is left out: `missing_bytes` sees it.
+    name, record = tensor
     itemsize = ITEMSIZE[record.dtype]
     start, numel = run
-    number, done = bisect_right(stops, start), 0
-    while done < numel:
+    stop = start + numel
+    for number in range(max(0, bisect_right(starts, start) - 1), len(starts)):
         piece = part.pieces[number]
-        first = (start + done - (stops[number] - piece.numel)) * itemsize  # byte inside the piece
-        last = min(piece.numel * itemsize, first + (numel - done) * itemsize)
+        if piece.start >= stop:
+            break
+        first = (max(start, piece.start) - piece.start) * itemsize  # byte inside the piece
+        last = (min(stop, piece.start + piece.numel) - piece.start) * itemsize
         while first < last:
-            block = first // block_bytes
-            low = block * block_bytes
-            high = min(low + block_bytes, piece.numel * itemsize)
-            count = min(last, high) - first
-            yield piece.file, piece.at + low, high - low, piece.crc32[block], first - low, done, count
-            done += count // itemsize
+            block = _block(name, itemsize, piece, first // block_bytes, block_bytes)
+            low = first // block_bytes * block_bytes
+            count = min(last, low + block.nbytes) - first
+            yield block, first - low, piece.start + first // itemsize - start, count
             first += count
-        number += 1
 
 
 def _aligned(shard: TensorShard, part: Box) -> Iterator[tuple[int, int, int]]:
@@ -421,58 +433,10 @@ def _flat(offset: Sequence[int], origin: Sequence[int], strides: Sequence[int]) 
     return sum((o - b) * s for o, b, s in zip(offset, origin, strides, strict=True))
 
 
-def check_load(shards: Sequence[TensorShard], asked: Iterable[str], manifest: Manifest, options: LoadOptions) -> None:
-    """Refuse, with every reason at once, what the checkpoint cannot fill exactly.
-
-    Args:
-        shards: This rank's.
-        asked: Names that any rank asked for.
-
-    A tensor without elements may be missing or unexpected.
-
-    Raises:
-        CheckpointError: "ckpt-mismatch": missing names (with the nearest stored ones), unexpected names, shapes or
-            dtypes that differ.
-    """
-    known = {**{name: name for name in manifest.tensors}, **manifest.aliases}
-    # Tensors without elements say nothing: whether one is there depends on the layout that wrote it.
-    missing = sorted({s.name for s in shards if math.prod(s.shape)} - known.keys())
-    problems = []
-    for name in missing[:_SHOWN]:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) if len(known) <= 20000 else []
-        problems.append(f"missing {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
-    problems += _more(missing)
-    if options.strict:
-        served = {known[name] for name in asked if name in known}
-        mine = sorted(
-            n for n, t in manifest.tensors.items() if n not in served and n.startswith(options.prefixes) and t.parts
-        )
-        problems += [f"unexpected {name!r}" for name in mine[:_SHOWN]] + _more(mine)
-    wrong = []
-    for shard in shards:
-        if shard.name not in known:
-            continue
-        record = manifest.tensors[known[shard.name]]
-        castable = options.cast and _castable(record.dtype) and _castable(shard.dtype)
-        if shard.shape != record.shape or (shard.dtype != record.dtype and not castable):
-            stored, wanted = f"{record.dtype}{list(record.shape)}", f"{shard.dtype}{list(shard.shape)}"
-            wrong.append(f"{shard.name!r} is stored as {stored}, asked for as {wanted}")
-    problems += wrong[:_SHOWN] + _more(wrong)
-    if problems:
-        raise CheckpointError(
-            "the checkpoint does not match what is loaded into:\n  " + "\n  ".join(problems),
-            code="ckpt-mismatch",
-            fix="Use LoadOptions(prefixes=..., strict=False, cast=True) for a load that is meant to be partial.",
-        )
-
-
-def _castable(dtype: str) -> bool:
-    return "float" in dtype
-
-
-def _more(names: Sequence[str]) -> list[str]:
-    return [f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+def more(names: Sequence[str]) -> list[str]:
+    """What an error says of the names after the first `SHOWN`."""
+    return [f"... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join([*names[:_SHOWN], *_more(names)])
+    return ", ".join([*names[:SHOWN], *more(names)])

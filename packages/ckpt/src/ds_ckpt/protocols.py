@@ -4,14 +4,16 @@ invisible to readers until `commit`. How that is made atomic is the storage's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 
-__all__ = ["Draft", "OnDisk", "ReadFile", "Storage", "WriteFile", "not_found", "truncated"]
+__all__ = ["SHARED", "Draft", "OnDisk", "ReadFile", "Storage", "WriteFile", "not_found", "put", "truncated"]
+
+SHARED: Final = ".blocks"  # where files lie that several checkpoints use: as if it were a tag
 
 
 class WriteFile(Protocol):
@@ -58,8 +60,15 @@ class Draft(Protocol):
     """A checkpoint under way. Rank 0 creates, commits and aborts; every rank writes its own files."""
 
     def file_name(self, rank: int) -> str: ...
+    def leaf_name(self, rank: int) -> str: ...
+    def blocks_name(self, rank: int) -> str:
+        """A name for a file of encoded or shared blocks: no other save's."""
+
     def create(self) -> None: ...
     def write_file(self, name: str, nbytes: int) -> WriteFile: ...
+    def write_shared(self, name: str) -> WriteFile:
+        """A file beside the checkpoints, of as many bytes as will be written. `abort` removes it."""
+
     def commit(self, manifest: bytes) -> None: ...
     def abort(self) -> None: ...
 
@@ -76,8 +85,34 @@ class Storage(Protocol):
     def open(self, tag: str, name: str) -> ReadFile: ...
     def draft(self, tag: str, token: str) -> Draft: ...
     def remove(self, tag: str) -> None: ...
+    def shared(self) -> list[tuple[str, float]]:
+        """Files beside the checkpoints, and how many seconds ago each was written. `open(SHARED, name)` opens one."""
+
+    def remove_shared(self, names: Collection[str]) -> None: ...
+    def hold(self, tag: str, seconds: float) -> Callable[[], None]:
+        """Ask that nobody removes a checkpoint for so long; what is returned says that it is over.
+
+        A storage that one may only read is not told.
+        """
+
+    def held(self) -> set[str]:
+        """Tags that somebody has asked not to remove."""
+
     def where(self, tag: str) -> str:
         """The tag as a user would write it, for messages."""
+
+
+def put(draft: Draft, name: str, data: bytes) -> None:
+    """Write a small file of a draft, durably."""
+    file = draft.write_file(name, 0)
+    try:
+        ended = file.write(0, memoryview(data))
+        if ended is not None:
+            ended()
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
 def not_found(where: str, name: str) -> CheckpointError:

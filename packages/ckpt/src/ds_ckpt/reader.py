@@ -5,9 +5,8 @@ reports the part's contribution to the block's checksum (see `crc`): when the ra
 must be the recorded value. What the ranks together do not cover is then read by one of them, only to be checked.
 
 Words: a *span* is a range of a block that is needed. Spans that meet in the file are read as one *stretch*, of up to
-`_STRETCH` bytes; stretches are read, copied and checked on a few threads in any order. What is in the page cache is copied out of it. What is not is read past it, into
-slabs of aligned memory, `_AHEAD_BYTES` ahead: through the cache the device would wait for the processor, and here it was
-half as fast. But where ranks of one host read the same bytes, one of them had better leave them in the cache for the others.
+`STRETCH_BYTES` bytes; stretches are read, copied and checked on a few threads in any order (see `files`). A block that was encoded is read
+and decoded as a whole, wherever a part of it is needed.
 """
 
 from __future__ import annotations
@@ -15,29 +14,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ds_ckpt.codecs import decode
 from ds_ckpt.crc import copy_crc32, crc32, shifted
-from ds_ckpt.format import Manifest
+from ds_ckpt.files import DIRECT_BYTES, STRETCH_BYTES, Files
 from ds_ckpt.plan import BlockRead, Run
-from ds_ckpt.protocols import OnDisk, ReadFile, Storage
-from ds_ckpt.writer import SLAB_BYTES, Pool
 from ds_config.errors import CheckpointError
-from ds_ops.io import AsyncIO, IOSettings, Transfer
 
-__all__ = ["Files", "Partial", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]
+__all__ = ["Partial", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]
 
 _GAP: Final = 4096  # bytes between two runs that are read through: a disk reads pages anyway
 _THREADS: Final = 4
-_STRETCH: Final = SLAB_BYTES
 _LARGE: Final = 2**16
-_DIRECT: Final = 2**18  # shorter stretches gain nothing from bypassing the page cache
-_AHEAD_BYTES: Final = 8 * SLAB_BYTES
-_QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
-_PAGE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,88 +40,6 @@ class Partial:
     at: int
     ranges: tuple[tuple[int, int], ...]
     crc: int
-
-
-class Files:
-    """The data files of one checkpoint, opened on first use, with their sizes checked; a context manager.
-
-    `direct`: read what is not in the page cache past it. Costs `_AHEAD_BYTES` of memory when there is any.
-    """
-
-    def __init__(self, storage: Storage, tag: str, manifest: Manifest, *, direct: bool = True) -> None:
-        self._storage, self._tag, self._manifest, self._direct = storage, tag, manifest, direct
-        self._open: dict[int, ReadFile] = {}
-        self._cold: set[int] = set()
-        self._stack = ExitStack()
-        self._lock = threading.Lock()
-        self._io: AsyncIO | None = None
-        self._pool = Pool(_AHEAD_BYTES)
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def get(self, index: int) -> ReadFile:
-        """File number `index`. Raises CheckpointError "ckpt-not-found" or "ckpt-file-truncated" (wrong size)."""
-        if index not in self._open:
-            record = self._manifest.files[index]
-            file = self._storage.open(self._tag, record.name)
-            self._stack.callback(file.close)
-            if file.nbytes != record.nbytes:
-                raise CheckpointError(
-                    f"{self.name(index)} has {file.nbytes} bytes, the manifest says {record.nbytes}",
-                    code="ckpt-file-truncated",
-                    fix="The file was cut or replaced; use another checkpoint.",
-                )
-            self._open[index] = file
-            if self._direct and isinstance(file, OnDisk) and file.on_disk(0, file.nbytes) is not None:
-                self._cold.add(index)
-        return self._open[index]
-
-    def name(self, index: int) -> str:
-        return f"{self._storage.where(self._tag)}/{self._manifest.files[index].name}"
-
-    def fetch(self, index: int, offset: int, nbytes: int) -> AbstractContextManager[memoryview]:
-        """Begin to read at most `_STRETCH` bytes that do not cross a multiple of it; inside the context they are there.
-
-        Waits while too much is under way. The context must be entered; it may be, from another thread.
-        """
-        file = self.get(index)
-        path = None
-        if index in self._cold and nbytes >= _DIRECT and isinstance(file, OnDisk):
-            path = file.on_disk(offset, nbytes)
-        if path is None:
-            return _present(file, offset, nbytes)
-        low, high = offset // _PAGE * _PAGE, min(-(-(offset + nbytes) // _PAGE) * _PAGE, file.nbytes)
-        slab = self._pool.wait()
-        try:
-            transfer = self._engine().read(path, memoryview(slab)[: high - low], low)
-        except BaseException:
-            self._pool.release(slab)
-            raise
-        return _landing(transfer, memoryview(slab)[offset - low :][:nbytes], lambda: self._pool.release(slab))
-
-    def _engine(self) -> AsyncIO:
-        with self._lock:
-            if self._io is None:
-                self._io = self._stack.enter_context(AsyncIO(_QUEUE))
-            return self._io
-
-
-@contextmanager
-def _present(file: ReadFile, offset: int, nbytes: int) -> Iterator[memoryview]:
-    yield file.view(offset, nbytes)
-
-
-@contextmanager
-def _landing(transfer: Transfer, data: memoryview, release: Callable[[], None]) -> Iterator[memoryview]:
-    try:
-        transfer.wait()
-        yield data
-    finally:
-        release()
 
 
 class _Block:
@@ -183,9 +93,8 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
         CheckpointError: "ckpt-block-damaged", naming file, byte range and tensor.
     Cost: each byte is read once; up to 4 KiB between needed ranges is read through.
     """
-    for index in sorted({read.file for read in reads}):
-        files.get(index)
-    blocks = [_Block(files, read) for read in reads]
+    blocks = [_Block(files, read) for read in reads if not read.codec]
+    encoded = [read for read in reads if read.codec]
     failed = threading.Event()
     tasks: list[Future[None]] = []
 
@@ -205,6 +114,8 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
             else:
                 take = partial(_take_all, files, stretches, buffers)
             tasks.append(pool.submit(run, take))
+        for read in encoded:
+            tasks.append(pool.submit(run, partial(_take_encoded, files, read, buffers, failed)))
         for task in tasks:
             task.result()
     return [block.partial() for block in blocks if not block.whole]
@@ -216,12 +127,12 @@ def _tasks(blocks: Sequence[_Block]) -> Iterator[list[_Stretch]]:
     num_bytes = 0
     for stretch in _stretches(blocks):
         nbytes = stretch[-1].stop - stretch[0].start
-        if nbytes >= _DIRECT:
+        if nbytes >= DIRECT_BYTES:
             yield [stretch]
             continue
         short.append(stretch)
         num_bytes += nbytes
-        if num_bytes >= _STRETCH:
+        if num_bytes >= STRETCH_BYTES:
             yield short
             short, num_bytes = [], 0
     if short:
@@ -229,12 +140,12 @@ def _tasks(blocks: Sequence[_Block]) -> Iterator[list[_Stretch]]:
 
 
 def _stretches(blocks: Sequence[_Block]) -> Iterator[_Stretch]:
-    """The spans of all blocks, cut at multiples of _STRETCH of their files and joined where they meet."""
+    """The spans of all blocks, cut at multiples of STRETCH_BYTES of their files and joined where they meet."""
     open_: _Stretch = []
     for piece in _pieces(blocks):
         if open_:
             last = open_[-1]
-            same = (last.file, last.start // _STRETCH) == (piece.file, piece.start // _STRETCH)
+            same = (last.file, last.start // STRETCH_BYTES) == (piece.file, piece.start // STRETCH_BYTES)
             if not same or not 0 <= piece.start - last.stop < _GAP:
                 yield open_
                 open_ = []
@@ -248,13 +159,35 @@ def _pieces(blocks: Sequence[_Block]) -> Iterator[_Piece]:
         file, at = block.read.file, block.read.at
         for low, high, runs in block.spans:
             while low < high:
-                stop = min(high, (at + low) // _STRETCH * _STRETCH + _STRETCH - at)
+                stop = min(high, (at + low) // STRETCH_BYTES * STRETCH_BYTES + STRETCH_BYTES - at)
                 yield _Piece(block, low, stop, runs, file, at + low, at + stop)
                 low = stop
 
 
 def _fetch(files: Files, stretch: _Stretch) -> AbstractContextManager[memoryview]:
-    return files.fetch(stretch[0].file, stretch[0].start, stretch[-1].stop - stretch[0].start)
+    return files.start(stretch[0].file, stretch[0].start, stretch[-1].stop - stretch[0].start)
+
+
+def _take_encoded(files: Files, read: BlockRead, buffers: Sequence[memoryview], failed: threading.Event) -> None:
+    """Read a whole block, decode and check it, and put its runs where they belong. Costs its memory, encoded and not."""
+    if failed.is_set():
+        return
+    view = memoryview(_decoded(files, read))
+    for run in read.runs:
+        buffers[run.shard][run.to : run.to + run.nbytes] = view[run.at : run.at + run.nbytes]
+
+
+def _decoded(files: Files, read: BlockRead) -> bytes | memoryview:
+    with files.using(read.file) as file:
+        try:
+            data = decode(read.codec, file.view(read.at, read.stored_nbytes), read.nbytes)
+        except CheckpointError as error:
+            if error.code != "ckpt-block-damaged":
+                raise
+            raise bad_block(files, read) from error
+    if crc32(data) != int(read.crc32, 16):
+        raise bad_block(files, read)
+    return data
 
 
 def _take_all(files: Files, stretches: Sequence[_Stretch], buffers: Sequence[memoryview]) -> None:
@@ -335,9 +268,12 @@ def unproven(partials: Iterable[Partial], expected: Mapping[tuple[int, int], tup
 
 def check_block(files: Files, read: BlockRead) -> None:
     """Read all of a block only to check it. Raises CheckpointError "ckpt-block-damaged"."""
+    if read.codec:
+        _decoded(files, read)
+        return
     crc, low = 0, 0
     while low < read.nbytes:
-        high = min(read.nbytes, (read.at + low) // _STRETCH * _STRETCH + _STRETCH - read.at)
+        high = min(read.nbytes, (read.at + low) // STRETCH_BYTES * STRETCH_BYTES + STRETCH_BYTES - read.at)
         with files.fetch(read.file, read.at + low, high - low) as view:
             crc = crc32(view, crc)
         low = high
@@ -357,7 +293,7 @@ def missing_bytes(reads: Sequence[BlockRead], sizes: Sequence[int]) -> list[int]
 def bad_block(files: Files, read: BlockRead) -> CheckpointError:
     """The error that names a damaged block."""
     return CheckpointError(
-        f"{files.name(read.file)} is damaged: bytes {read.at}..{read.at + read.nbytes}, part of {read.name!r}, "
+        f"{files.name(read.file)} is damaged: bytes {read.at}..{read.at + (read.stored_nbytes or read.nbytes)}, part of {read.name!r}, "
         f"do not have the checksum {read.crc32}",
         code="ckpt-block-damaged",
         fix="Use another checkpoint; `ds ckpt verify` lists all damaged blocks.",

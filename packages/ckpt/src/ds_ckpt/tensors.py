@@ -14,7 +14,17 @@ from ds_ckpt.plan import Item
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Local", "byte_view", "check_local", "copier", "dtype_name", "staging", "torch_dtype", "whole"]
+__all__ = [
+    "Local",
+    "byte_view",
+    "check_local",
+    "copier",
+    "dtype_name",
+    "staged_groups",
+    "staging",
+    "torch_dtype",
+    "whole",
+]
 
 
 class Local(Protocol):
@@ -92,12 +102,38 @@ def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
     return copy
 
 
+def _in_place(local: Local, stored_dtype: str) -> bool:
+    data = local.data
+    return data.device.type == "cpu" and data.is_contiguous() and local.shard.dtype == stored_dtype
+
+
+def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_bytes: int) -> list[set[int]]:
+    """Which shards to fill together: in order, so that host memory beside them stays below the limit, or is one shard's.
+
+    A shard that is read into where it is (host memory: pinned, shared with other processes, or plain) counts for nothing.
+    """
+    groups: list[set[int]] = [set()]
+    held = 0
+    for i, (local, dtype) in enumerate(zip(locals_, stored_dtypes, strict=True)):
+        nbytes = 0 if _in_place(local, dtype) else local.shard.numel * ITEMSIZE[dtype]
+        if held and held + nbytes > limit_bytes:
+            groups.append(set())
+            held = 0
+        groups[-1].add(i)
+        held += nbytes
+    return groups
+
+
 def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
-    """Host memory to read a shard into: (the shard's own data, False) where that works, else (a buffer, True)."""
+    """Host memory to read a shard into: (the shard's own data, False) where that works, else (a buffer, True).
+
+    For a device's shard the buffer is pinned where the device wants that.
+    """
     data = local.data.detach()
-    if data.device.type == "cpu" and data.is_contiguous() and local.shard.dtype == stored_dtype:
+    if _in_place(local, stored_dtype):
         return data.reshape(-1), False
-    return torch.empty(local.shard.numel, dtype=torch_dtype(stored_dtype)), True
+    pinned = data.device.type == "cuda"
+    return torch.empty(local.shard.numel, dtype=torch_dtype(stored_dtype), pin_memory=pinned), True
 
 
 class _Whole:

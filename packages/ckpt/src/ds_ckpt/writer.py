@@ -26,9 +26,10 @@ from typing import Final
 
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE, ITEMSIZE
-from ds_ckpt.format import BLOCK_BYTES, FileRecord
+from ds_ckpt.format import BLOCK_BYTES
 from ds_ckpt.plan import Item
 from ds_ckpt.protocols import Draft, WriteFile
+from ds_ckpt.records import FileRecord
 from ds_config.errors import CheckpointError
 
 __all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "safetensors_header"]

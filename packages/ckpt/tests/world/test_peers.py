@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt.peers import _newest
+from ds_ckpt.peers import _both
 from ds_config.errors import CheckpointError
 from ds_testing import world
 
@@ -119,11 +119,9 @@ def test_alone_it_is_a_copy_in_memory(tmp_path, model):
         ds_ckpt.PeerSnapshots(tmp_path, every=0)
 
 
-def test_which_step_and_who_gives():
-    assert _newest([{0: {1, 2}, 1: {1}}, {1: {1, 2}}]) == (2, [0, 1])
-    assert _newest([{0: {2}, 1: {2}}, {}]) == (2, [0, 0])
-    assert _newest([{0: {2}}, {1: {1}}]) is None
-    assert _newest([{}, {}]) is None
+def test_which_steps_everybody_has():
+    assert _both([1, 2, 3], [2, 3, 4]) == [2, 3]
+    assert _both([2], [1]) == []
 
 
 def test_a_folder_that_others_can_look_into_is_refused(tmp_path):

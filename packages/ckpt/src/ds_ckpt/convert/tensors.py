@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.catalog import read_manifest
+from ds_ckpt.files import Files
 from ds_ckpt.jsontext import Json, from_json
 from ds_ckpt.plan import plan_load
-from ds_ckpt.reader import Files, check_block, read_blocks
+from ds_ckpt.reader import check_block, read_blocks
 from ds_ckpt.saving import Saved, save_from
 from ds_ckpt.storage import At, locate
 from ds_ckpt.tensors import byte_view, dtype_name, torch_dtype
@@ -63,7 +64,7 @@ def open_checkpoint(path: str | os.PathLike[str] | At) -> Source:
         record = manifest.tensors[name]
         out = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
         reads = plan_load([TensorShard.whole(name, record.shape, record.dtype)], manifest)
-        with Files(at.storage, at.tag, manifest) as files:
+        with Files(at.storage, at.tag, manifest.files) as files:
             unproven = {(p.file, p.at) for p in read_blocks(files, reads, [byte_view(out)])}
             for block in reads:
                 if (block.file, block.at) in unproven:

@@ -1,0 +1,308 @@
+"""Planning a save and a load by world size, 2 to 16,384 ranks with 4,000 pieces each: one rank's time, memory, messages and bytes.
+
+usage: nox -s bench -- ckpt_scale [--worlds N ...] [--layouts flat mesh replica]
+
+No tensor, no other rank: the rank that plans most is run for real, with what the others would have sent it. Routes are run hop by hop,
+each taking in what it gives away: layouts look the same from every rank. One process for each row; memory is its peak beyond what it had
+before it began. Layouts: `flat` cuts 4,000 tensors over all ranks; `mesh` has tensor 8 x pipeline 16 x data, flat over data;
+`replica` holds 1,000 tensors on every rank, and cuts 3,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt_scale.json"
+PICTURE = ROOT / "docs" / "benchmarks" / "ckpt-scale.svg"
+PIECES = 4000
+WORLDS = [2, 8, 32, 128, 512, 2048, 8192, 10000, 16384]
+PERIOD = 4
+
+
+class Layout:
+    """Who holds what. `shards(rank)` are a rank's, `held(name)` the ranks that hold a tensor, with its shard there."""
+
+    def __init__(self, kind: str, world: int) -> None:
+        self.kind, self.world = kind, world
+        self.tensor = min(8, world) if kind == "mesh" else 1
+        self.stages = min(16, max(1, world // self.tensor)) if kind == "mesh" else 1
+        self.data = max(1, world // (self.tensor * self.stages))
+        self.world = self.tensor * self.stages * self.data
+        # As much for each rank whatever their number: 16,384 to 32,768 elements a piece.
+        self.shapes = [(64 * world, 256), (256, 64 * world), (128 * world, 256), (16384 * world,)]
+        self.names = [[f"param/layers.{s}.block.{i}.weight" for i in range(PIECES)] for s in range(self.stages)]
+
+    def shard(self, stage: int, index: int, rank: int) -> Any:
+        from ds_comm.placement import Box, Interval, TensorShard
+
+        shape = self.shapes[index % PERIOD]
+        t, d = rank % self.tensor, rank // (self.tensor * self.stages)
+        dim = index % 2 if len(shape) == 2 else 0
+        side = shape[dim] // self.tensor
+        box = Box(
+            tuple(t * side if i == dim else 0 for i in range(len(shape))),
+            tuple(side if i == dim else n for i, n in enumerate(shape)),
+        )
+        numel = box.numel
+        if self.kind == "replica" and index % 4 == 0:
+            part = Interval(0, numel)
+        else:
+            part = Interval(numel * d // self.data, numel * (d + 1) // self.data)
+        return TensorShard(self.names[stage][index], shape, "float32", box, part)
+
+    def stage(self, rank: int) -> int:
+        return rank // self.tensor % self.stages
+
+    def shards(self, rank: int) -> list[Any]:
+        return [self.shard(self.stage(rank), i, rank) for i in range(PIECES)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--layouts", nargs="+", default=["flat", "mesh", "replica"])
+    parser.add_argument("--one", nargs=2, metavar=("LAYOUT", "WORLD"), help="one row, here, as JSON")
+    parser.add_argument("--picture", action="store_true", help="only draw what is recorded")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(row(args.one[0], int(args.one[1]))))
+        return
+    if not args.picture:
+        rows = []
+        for layout in args.layouts:
+            for world in args.worlds:
+                command = [sys.executable, __file__, "--one", layout, str(world)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                rows.append(json.loads(done.stdout))
+                print(told(rows[-1]), flush=True)
+        record = {"machine": machine(), "pieces": PIECES, "rows": rows}
+        DATA.write_text(json.dumps(record, indent=1) + "\n")
+    PICTURE.write_text(picture(json.loads(DATA.read_text())["rows"]))
+
+
+def machine() -> dict[str, str]:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def told(r: dict[str, Any]) -> str:
+    return (
+        f"{r['layout']:8} {r['world']:6} ranks: {r['planners']:4} planners, plan {r['plan_s']:.2f} s, {r['plan_mb']:.0f} MB, "
+        f"{r['messages']} messages, {r['sent_mb']:.1f} MB sent; index {r['index_mb']:.1f} MB; load {r['load_s']:.2f} s, {r['load_mb']:.0f} MB, "
+        f"leaves {r['leaves_same']} the same layout, {r['leaves_other']} another"
+    )
+
+
+class Meter:
+    """Seconds and peak memory of what runs inside, with what goes on before left out."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, action: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        out = action()
+        self.seconds += time.perf_counter() - start
+        return out
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+def row(kind: str, world: int) -> dict[str, Any]:
+    """One rank's part in a save and a load."""
+    from ds_ckpt.agree import hops, moving, pack, unpack
+    from ds_ckpt.planning import described, num_planners, planned, planner_of, told
+
+    layout = Layout(kind, world)
+    world = layout.world
+    count = num_planners(PIECES, world)
+    loads: dict[int, list[tuple[int, int]]] = {}
+    for stage, names in enumerate(layout.names):
+        for index, name in enumerate(names):
+            loads.setdefault(planner_of(name, count, world), []).append((stage, index))
+    busiest = max(loads, key=lambda rank: len(loads[rank]))
+    before, meter = peak_mb(), Meter()
+    # What it tells, and what passes by.
+    own = layout.shards(busiest)
+    messages = meter(lambda: described(own, count, world))
+    sent = 0
+    held = [(to, busiest, data) for to, data in messages.items()]
+    for step in hops(world):
+        going, held = meter(lambda step=step, held=held: moving(held, busiest, world, step))
+        data = meter(lambda going=going: pack(going))
+        sent += len(data)
+        held += [((to + step) % world, source, text) for to, source, text in meter(lambda data=data: unpack(data))]
+    del held
+    # What it plans.
+    came = {}
+    for rank in range(world):
+        mine = [layout.shard(s, i, rank) for s, i in loads[busiest] if s == layout.stage(rank)]
+        if mine:
+            came[rank] = described(mine, count, world)[busiest]
+    answers, table = meter(lambda: planned(came, busiest, world))
+    sent += sum(map(len, answers.values())) * len(hops(world)) // 2
+    items = meter(lambda: told({busiest: _answer_like(own, layout, busiest)}, own, busiest))
+    plan_mb = peak_mb() - before
+    return {
+        "layout": kind,
+        "world": world,
+        "planners": count,
+        "shards_planned": sum(text.count(b"],[") + 1 for text in came.values()),
+        "tensors_planned": len(table),
+        "plan_s": meter.seconds,
+        "plan_mb": plan_mb,
+        "messages": 2 * len(hops(world)) + 4 * len(hops(world)),
+        "sent_mb": sent / 1e6,
+        "entries": len(items),
+        **manifest_row(kind, world),
+    }
+
+
+def _answer_like(own: list[Any], layout: Layout, rank: int) -> bytes:
+    """All of a rank's shards given to it to write."""
+    rows = [[i, 0, s.numel, [s.box.offset[0], rank], None, s.interval.start] for i, s in enumerate(own)]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def manifest_row(kind: str, world: int) -> dict[str, Any]:
+    """The index and the leaves, in a process of their own."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import ckpt_scale, json; print(json.dumps(ckpt_scale.manifests({kind!r}, {world})))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def manifests(kind: str, world: int) -> dict[str, Any]:
+    """Write the index as rank 0 does; read it, choose leaves, and plan a load as one rank does."""
+    from ds_ckpt.index import Index, decode_index, decode_leaf, encode_index, encode_leaf, entry_of, join, select
+    from ds_ckpt.plan import plan_load
+
+    layout = Layout(kind, world)
+    kinds = {s.name: (s.dtype, s.shape) for stage in range(layout.stages) for s in layout.shards(stage * layout.tensor)}
+    entries = tuple(_entry(layout, rank) for rank in range(layout.world))
+    writing, reading = Meter(), Meter()
+    index = Index(1, "2026-01-01T00:00:00+00:00", "ds-ckpt", 2**24, kinds, entries, {}, {})
+    data = writing(partial(encode_index, index))
+    del index, entries, kinds
+    before = peak_mb()
+    rank = layout.world // 3
+    own = layout.shards(rank)
+    read = reading(lambda: decode_index(data))
+    chosen = reading(lambda: select(read, own))
+    leaves = []
+    for entry in chosen:
+        leaf = _leaf(layout, int(entry.name[5:10]))
+        text = encode_leaf(leaf)
+        true = entry_of(leaf, entry.name, text)
+        leaves.append(reading(lambda text=text, true=true: decode_leaf(text, true, read, entry.name)))
+    manifest = reading(lambda: join(read, leaves, whole=False))
+    plan = reading(lambda: plan_load(own, manifest))
+    load_mb = peak_mb() - before
+    filled = sum(run.nbytes for block in plan for run in block.runs)
+    if filled != sum(s.numel * 4 for s in own):
+        raise SystemExit(f"{filled} bytes planned of {sum(s.numel * 4 for s in own)}")
+    other = Layout(kind, max(2, layout.world * 3 // 4))
+    theirs = select(read, other.shards(other.world // 3))
+    return {
+        "index_mb": len(data) / 1e6,
+        "index_s": writing.seconds,
+        "load_s": reading.seconds,
+        "load_mb": load_mb,
+        "leaves_same": len(chosen),
+        "leaves_other": len(theirs),
+        "leaf_mb": len(encode_leaf(leaf)) / 1e6,
+    }
+
+
+def _leaf(layout: Layout, rank: int) -> Any:
+    from ds_ckpt.index import Leaf
+    from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, TensorRecord
+
+    at, tensors = 4096, {}
+    for shard in layout.shards(rank):
+        if not shard.numel:
+            continue
+        blocks = -(-shard.numel * 4 // 2**24)
+        piece = PieceRecord(0, at, shard.numel, ("0123abcd",) * blocks, shard.interval.start)
+        tensors[shard.name] = TensorRecord(shard.dtype, shard.shape, (PartRecord(shard.box, (piece,)),))
+        at += shard.numel * 4
+    return Leaf((FileRecord(f"data-{rank:05d}.safetensors", at, 4096, "0123abcd"),), tensors)
+
+
+def _entry(layout: Layout, rank: int) -> Any:
+    """The index entry of a rank's leaf: tensors of one shape and place have the same bounds, so that a few stand for all."""
+    from ds_ckpt.index import LeafEntry
+    from ds_ckpt.zones import bounds_of, zones_of
+
+    stage = layout.stage(rank)
+    period = PERIOD
+    order = sorted(range(PIECES), key=lambda i: layout.names[stage][i])
+    ends = {i % period: i for i in reversed(order)}, {i % period: i for i in order}
+    pieces = []
+    for several in ends:
+        for index in several.values():
+            s = layout.shard(stage, index, rank)
+            if s.numel:
+                pieces.append((s.name, bounds_of(s.shape, s.box, s.interval.start, s.interval.stop)))
+    name = f"data-{rank:05d}.safetensors"
+    return LeafEntry(f"leaf-{rank:05d}.json", 500_000, "0123abcd", ((name, 10**9, False),), zones_of(pieces))
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Four small plots over the world size: seconds, memory, index, messages of one rank."""
+    plots = [
+        ("planning a save, s", "plan_s", 2.0),
+        ("its memory, MB", "plan_mb", 200.0),
+        ("index that a rank reads, MB", "index_mb", 20.0),
+        ("planning a load, s", "load_s", 2.0),
+    ]
+    colours = {"flat": "#1f6fb4", "mesh": "#d2691e", "replica": "#3a8f3a"}
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 470" font-family="sans-serif" font-size="12">']
+    out.append('<rect width="760" height="470" fill="white"/>')
+    worlds = sorted({r["world"] for r in rows})
+    for number, (title, key, limit) in enumerate(plots):
+        left, top = 60 + number % 2 * 370, 40 + number // 2 * 215
+        high = max(limit, max(r[key] for r in rows)) * 1.1
+
+        def x(world: int, left: int = left) -> float:
+            return left + 300 * (world.bit_length() - 1 + world / (1 << (world.bit_length() - 1)) - 2) / 13
+
+        def y(value: float, top: int = top, high: float = high) -> float:
+            return top + 150 - 150 * value / high
+
+        out.append(f'<text x="{left}" y="{top - 10}" font-weight="bold">{title}</text>')
+        out.append(f'<path d="M{left},{top} v150 h300" fill="none" stroke="#444"/>')
+        out.append(f'<path d="M{left},{y(limit):.1f} h300" stroke="#b00" stroke-dasharray="5 4"/>')
+        out.append(f'<text x="{left - 6}" y="{y(limit) + 4:.1f}" text-anchor="end" fill="#b00">{limit:g}</text>')
+        out.append(f'<text x="{left - 6}" y="{top + 154}" text-anchor="end">0</text>')
+        for world in worlds:
+            if world in (2, 32, 512, 16384) or (world == 10000 and 16384 not in worlds):
+                out.append(f'<text x="{x(world):.1f}" y="{top + 166}" text-anchor="middle">{world}</text>')
+        for layout, colour in colours.items():
+            mine = sorted((r["world"], r[key]) for r in rows if r["layout"] == layout)
+            line = " ".join(f"{x(w):.1f},{y(v):.1f}" for w, v in mine)
+            out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    for i, (layout, colour) in enumerate(colours.items()):
+        out.append(f'<text x="{60 + 90 * i}" y="460" fill="{colour}">{layout}</text>')
+    out.append('<text x="700" y="460" text-anchor="end">ranks; dashed: the limit</text></svg>')
+    return "\n".join(out) + "\n"
+
+
+if __name__ == "__main__":
+    main()
