@@ -15,16 +15,20 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "checkpoint-format.md"
 
 @pytest.mark.parametrize("style", ["flat", "replica", "mixed"])
 @pytest.mark.parametrize("mesh", [(1, 1), (3, 1), (2, 2)])
-def test_the_program_on_the_page_reads_everything(tmp_path, model, mesh, style):
+@pytest.mark.parametrize("form", ["whole", "leaves", "blocks"])
+def test_the_program_on_the_page_reads_everything(tmp_path, model, mesh, style, form, monkeypatch):
     if not PAGE.exists():
         pytest.skip("the page is in the repository, not in the package")
     scope = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1], scope)
     data, tensor = mesh
+    if form == "leaves":
+        monkeypatch.setattr(ds_ckpt.planning, "SHARDS_ALONE", 0)
 
     def save(ranks):
         local = [model.local(s, fill=True) for s in model.layout(ranks.rank, data, tensor, style)]
-        ds_ckpt.save(tmp_path / "a", local, {"x": 1}, group=ranks, aliases={"tied": "param/prime"})
+        recipe = ds_ckpt.Recipe(incremental=True) if form == "blocks" else None
+        ds_ckpt.save(tmp_path / "a", local, {"x": 1}, group=ranks, aliases={"tied": "param/prime"}, recipe=recipe)
 
     model.together(data * tensor, save)
     for name in model.SHAPES:

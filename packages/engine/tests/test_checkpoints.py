@@ -1,6 +1,7 @@
 """A run that is stopped and resumed is the run that was not: parameters, rates, samples, random numbers."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,35 @@ def test_seven_and_thirteen_steps_are_twenty(
         )
     for (name, a), (_, b) in zip(second.module.state_dict().items(), straight.module.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("node_lost", [False, True])
+def test_a_run_goes_on_from_the_copies_on_its_nodes_or_from_what_was_drained(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path, node_lost: bool
+) -> None:
+    """Steps 2 and 4 and so on are on the node, step 4 and the last one in the store: either is the run that was not stopped."""
+    near = {"folder": str(tmp_path / "node"), "root": str(tmp_path / "far"), "every": 2, "drain_every": 4}
+    saving = {"incremental": True, "keep": 1}
+    asked = settings(config, zero_optimization={"stage": 2}, checkpoint={"near": near, "saving": saving})
+    random.seed(1)
+    first = start(Noisy(make_model()), asked, rows)
+    seen = [first.train_batch() for _ in range(9)]
+    first.close()
+    weights = {name: p.detach().clone() for name, p in first.module.state_dict().items()}
+    assert ds_ckpt.list_tags(tmp_path / "far") == ["step-8"]
+    if node_lost:
+        shutil.rmtree(tmp_path / "node")
+    else:
+        shutil.rmtree(tmp_path / "far")
+    torch.manual_seed(999)
+    random.seed(999)
+    second = start(Noisy(make_model()), asked, rows)
+    path, _ = second.load_checkpoint(tmp_path / "far")
+    assert path == (str(tmp_path / "far" / "step-8") if node_lost else "the nodes' copy of step 8")
+    assert second.global_steps == 8
+    assert second.train_batch().loss == seen[8].loss
+    assert all(torch.equal(value, weights[name]) for name, value in second.module.state_dict().items())
+    second.close()
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 1), (2, 0)])

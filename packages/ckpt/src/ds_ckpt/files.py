@@ -27,13 +27,19 @@ DIRECT_BYTES: Final = 2**18  # shorter stretches gain nothing from bypassing the
 _AHEAD_BYTES: Final = 8 * SLAB_BYTES
 _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
 _PAGE: Final = 4096
+_VIEWED_BYTES: Final = 2**27  # of all open files together, about
 
 
 class _Handle:
-    """An open file, how many use it now, and whether it is worth reading past the page cache."""
+    """An open file, how many use it now, and whether it is worth reading past the page cache.
+
+    What was looked at stays in this process's memory as long as the file is open, if it is mapped: `viewed` bytes. A handle that has seen
+    `_VIEWED_BYTES` is `over`: the next one who comes opens the file anew, and the last one who goes closes this.
+    """
 
     def __init__(self, file: ReadFile, cold: bool) -> None:
         self.file, self.cold, self.users = file, cold, 0
+        self.viewed, self.over = 0, False
 
 
 class Files:
@@ -49,6 +55,7 @@ class Files:
         self._storage, self._tag, self._records, self._direct = storage, tag, records, direct
         self._limit = limit or _most_open()
         self._open: OrderedDict[int, _Handle] = OrderedDict()
+        self._viewed = 0
         self._stack = ExitStack()
         self._lock = threading.Lock()
         self._io: AsyncIO | None = None
@@ -98,14 +105,33 @@ class Files:
         finally:
             with self._lock:
                 handle.users -= 1
+                last = handle.over and not handle.users
+            if last:
+                handle.file.close()
 
     def _close_idle(self) -> None:
         with self._lock:
-            over = len(self._open) - self._limit
-            idle = [i for i, handle in self._open.items() if not handle.users][: max(0, over)]
+            many = len(self._open) - self._limit
+            idle = [i for i, handle in self._open.items() if not handle.users][: max(0, many)]
             closing = [self._open.pop(i) for i in idle]
+            self._viewed -= min(self._viewed, sum(handle.viewed for handle in closing))
         for handle in closing:
             handle.file.close()
+
+    def _saw(self, handle: _Handle, nbytes: int) -> None:
+        """Count what was looked at; when it is much, let go of every file as soon as nobody uses it."""
+        with self._lock:
+            handle.viewed += nbytes
+            self._viewed += nbytes
+            closing = []
+            if self._viewed > _VIEWED_BYTES:
+                self._viewed = 0
+                closing = [h for h in self._open.values() if not h.users]
+                for h in self._open.values():
+                    h.over = True
+                self._open.clear()
+        for h in closing:
+            h.file.close()
 
     def _opened(self, index: int) -> _Handle:
         record = self._records[index]
@@ -155,6 +181,7 @@ class Files:
     def _present(self, index: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         with self._handle(index) as handle:
             yield handle.file.view(offset, nbytes)
+            self._saw(handle, nbytes)
 
     def _engine(self) -> AsyncIO:
         with self._lock:

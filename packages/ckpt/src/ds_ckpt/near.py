@@ -13,7 +13,7 @@ next drain, never a step. A drained step is an ordinary checkpoint, `<root>/step
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -81,7 +81,7 @@ class NearCopies:
                 fix="Use 1 or more.",
             )
         self._ranks = Ranks.of(group)
-        self._near = PeerSnapshots(folder, group, every=every)
+        self._near, self._every = PeerSnapshots(folder, group, every=every), every
         self._storage = open_storage(root)
         self._behind = self._ranks.twin()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain")
@@ -92,20 +92,29 @@ class NearCopies:
         recipe = self._draining.recipe
         self._packing = None if recipe is None else Packing(recipe)
 
+    def due(self, step: int) -> bool:
+        """Whether `offer` takes this step."""
+        return step % self._every == 0
+
     def offer(
         self,
         step: int,
         shards: Iterable[Local],
         meta: Mapping[str, Json],
         aliases: Mapping[str, str] | None = None,
+        near_only: Iterable[str] = (),
     ) -> bool:
         """Take a snapshot if it is time for one; whether it was. The shards may change when this returns.
+
+        Args:
+            meta, aliases: As for `ds_ckpt.save`.
+            near_only: Names of this rank's shards that are not drained: another rank's go to the store.
 
         Raises:
             CheckpointError: what went wrong with the one before, or with what was drained, on every rank.
         """
         self._start_drain()  # of the snapshot before: by now it is on the nodes, or is waited for below
-        if not self._near.offer(step, shards, {"meta": dict(meta), "aliases": dict(aliases or {})}):
+        if not self._near.offer(step, shards, _told(meta, aliases or {}, near_only)):
             return False
         self._taken = step
         self._due = self._due or step % self._draining.every == 0
@@ -125,6 +134,21 @@ class NearCopies:
             return None
         meta = load(At(self._storage, tag), local, group=self._ranks, options=options)
         return int(meta.pop(_STEP, -1)), meta
+
+    def restore_near(
+        self, shards: Callable[[Mapping[str, Json], list[str]], Iterable[Local]], *, newer_than: int = -1
+    ) -> tuple[int, dict[str, Json]] | None:
+        """Fill shards from the nodes alone; step and meta. None: they have nothing newer that fits.
+
+        Args:
+            shards: Gives this rank's for the meta and the names of a snapshot.
+        """
+
+        def wanted(record: Mapping[str, Json]) -> Iterable[Local]:
+            return shards(record["meta"]["meta"], [row[0] for row in record["shards"]])
+
+        found = self._near.restore(wanted, newer_than=newer_than)
+        return None if found is None else (found[0], dict(found[1]["meta"]))
 
     def wait(self) -> None:
         """Return when the last snapshot is on the nodes, and what was due is in the store."""
@@ -178,7 +202,8 @@ class NearCopies:
             def read() -> None:
                 data = torch.empty(inspect(at).nbytes, dtype=torch.uint8)
                 load(at, whole({"bytes": data}), group=Ranks.alone())
-                local.extend(shards_of(record, data))
+                hidden = set(record["meta"]["near_only"])
+                local.extend(item for item in shards_of(record, data) if item.shard.name not in hidden)
 
             self._behind.settle(read, patience_s=TRANSFER_S)
             told = record["meta"]
@@ -191,3 +216,7 @@ class NearCopies:
             publish(self._behind, job, lambda: job.write(stream, copier(local)))
             if self._draining.keep is not None:
                 self._behind.first(lambda: prune(self._storage, self._draining.keep or 1))
+
+
+def _told(meta: Mapping[str, Json], aliases: Mapping[str, str], near_only: Iterable[str]) -> dict[str, Json]:
+    return {"meta": dict(meta), "aliases": dict(aliases), "near_only": sorted(near_only)}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,16 +127,19 @@ class PeerSnapshots:
             self._thread.shutdown()
             self._behind.close()
 
-    def restore(self, shards: Iterable[Local], *, newer_than: int = -1) -> tuple[int, dict[str, Json]] | None:
+    def restore(
+        self, shards: Iterable[Local] | Callable[[Mapping[str, Json]], Iterable[Local]], *, newer_than: int = -1
+    ) -> tuple[int, dict[str, Json]] | None:
         """Fill `shards` from the newest complete snapshot; its step and meta. None: there is none for these shards.
 
         A snapshot that is damaged, or of other shards or another number of ranks, is passed over.
 
         Args:
+            shards: This rank's, or what gives them for the record of a snapshot (its `meta`, and its `shards`, name first).
             newer_than: Steps up to this one do not count; the same on every rank.
         """
         self.wait()
-        local = check_local(shards)
+        shards = shards if callable(shards) else list(shards)
         passed: set[tuple[int, int]] = set()  # (step, holder) whose copy of this rank's shards is damaged
         while True:
             givers = self._givers(passed)
@@ -150,6 +153,7 @@ class PeerSnapshots:
                 passed.add((step, giver))
             if self._ranks.spread(record is None, lambda mine, theirs: mine or theirs) or record is None:
                 continue
+            local = check_local(shards(record) if callable(shards) else shards)
             same = record["shards"] == _described(local)
             if not self._ranks.spread(same, lambda mine, theirs: mine and theirs):
                 ds_monitor.event("ckpt.peer_skipped", step=step, why="the shards of a rank are others now")

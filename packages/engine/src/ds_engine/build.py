@@ -18,7 +18,7 @@ from torch import nn
 
 import ds_monitor
 from ds_accel import get_accelerator
-from ds_ckpt.config import make_engine
+from ds_ckpt.config import make_engine, make_near
 from ds_comm import Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError
@@ -129,6 +129,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         apply_all(TRANSFORMS, site := Site(model, plan, mesh, device, parts)) as applied,
     ):
         checkpointer = make_engine(plan.config.checkpoint, mesh["world"])
+        near = make_near(plan.config.checkpoint, mesh["world"])
     if site.sharding is None:
         raise RuntimeError("a plan without ZeRO")
     plan = replace(plan, zero=site.sharding.plan)
@@ -146,6 +147,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         device=device,
         telemetry=Telemetry(plan.telling, mesh.rank == 0, accelerator, comms),
         checkpointer=checkpointer,
+        near=near,
         activations=site.activations,
         executor=site.executor,
         applied=applied,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import ds_ckpt
 import ds_monitor
-from ds_ckpt import LoadOptions
+from ds_ckpt import LoadOptions, NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
 from ds_comm.family import assignment_of
@@ -30,7 +31,7 @@ from ds_config.errors import CheckpointError
 from ds_zero import ShardedOptimizer, Sharding
 from ds_zero.layout.families import logical_of
 
-__all__ = ["Run", "load_run", "save_run"]
+__all__ = ["Contents", "Run", "contents_of", "keep_near", "load_run", "save_run"]
 
 _FORMAT = 1
 _log = logging.getLogger("ds_engine")
@@ -61,11 +62,21 @@ class Run(Protocol):
         """The configuration, as JSON."""
 
 
-def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = True) -> str:
-    """Write a checkpoint of `run`. Collective. Returns where it is.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is saved of a run: this rank's shards, the same meta and aliases on every rank."""
+
+    shards: list[LocalShard]
+    meta: dict[str, Any]
+    aliases: dict[str, str]
+
+
+def contents_of(run: Run, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False) -> Contents:
+    """What a checkpoint of `run` holds. Collective.
 
     Args:
         frozen: Whether parameters that need no gradient are in it, too.
+        buffers: This rank's buffers on every rank, not those of one.
     """
     if run.optimizer is not None:
         run.optimizer.synchronise()
@@ -83,65 +94,124 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
     }
     still = [n for n, p in run.module.named_parameters() if not p.requires_grad]
     left_out = set() if frozen else {f"param/{run.sharding.logical[n].name}" for n in still}
-    # Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same; of a family, of its first.
-    first = all(run.mesh[name].rank == 0 for name in ("gradient", "tensor"))
-    family = {n: assignment_of(buffer).family for n, buffer in run.module.named_buffers()}
-    buffers = [s for n, s in _buffers(run.module) if (first if (of := family[n]) is None else of.group.rank == 0)]
-    model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *buffers]
+    kept = [s for n, s in _buffers(run.module) if buffers or _gives(run, n)]
+    model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *kept]
     aliases = {name: stored for name, stored in _aliases(run).items() if stored not in left_out}
     shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
-    run.checkpointer.save(path, shards, meta, aliases=aliases)
-    del shards, model
+    return Contents(shards, meta, aliases)
+
+
+def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = True) -> str:
+    """Write a checkpoint of `run`. Collective. Returns where it is.
+
+    Args:
+        frozen: Whether parameters that need no gradient are in it, too.
+    """
+    what = contents_of(run, client, frozen=frozen)
+    run.checkpointer.save(path, what.shards, what.meta, aliases=what.aliases)
+    del what
     run.sharding.put_away()
     ds_monitor.event("engine/saved", path=path)
     return path
 
 
-def load_run(run: Run, root: str, tag: str | None, parts: frozenset[str]) -> tuple[str | None, dict[str, Any] | None]:
+def keep_near(run: Run, near: NearCopies) -> None:
+    """Take a copy of `run` on the nodes, if it is time for one. Collective."""
+    step = run.progress()["steps"]
+    if not near.due(step):
+        return
+    what = contents_of(run, {}, buffers=True)
+    others = [shard.shard.name for name, shard in _buffers(run.module) if not _gives(run, name)]
+    near.offer(step, what.shards, what.meta, what.aliases, others)
+    del what
+    run.sharding.put_away()
+
+
+def load_run(
+    run: Run, root: str, tag: str | None, parts: frozenset[str], near: NearCopies | None = None
+) -> tuple[str | None, dict[str, Any] | None]:
     """Go on from the checkpoint `root/tag`, or from the newest in `root`. Collective.
 
     Args:
         parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model;
             "partly" leaves tensors of the model alone that the checkpoint lacks, and those of the checkpoint unread that the
             model lacks.
+        near: Without a tag, a newer copy on the nodes goes before.
     """
     run.checkpointer.wait()
-    path = f"{root}/{tag}" if tag is not None else _newest(root)
-    if path is None:
+    path = f"{root}/{tag}" if tag is not None else _newest(root, missing=near is not None)
+    manifest = None if path is None else ds_ckpt.inspect(path)
+    if tag is None and near is not None and "partly" not in parts:
+        asked: list[_Wanted] = []
+
+        def wanted(meta: Mapping[str, Any], names: list[str]) -> list[LocalShard]:
+            asked[:] = [_wanted(run, meta, names, parts)]
+            return asked[0].shards
+
+        reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
+        found = near.restore_near(wanted, newer_than=reached)
+        if found is not None:
+            return _taken_up(run, f"the nodes' copy of step {found[0]}", found[1], (asked[0], parts))
+    if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
-    manifest = ds_ckpt.inspect(path)
+    want = _wanted(run, manifest.meta, list(manifest.tensors), parts)
+    options = LoadOptions(prefixes=want.prefixes, strict="partly" not in parts)
+    meta = ds_ckpt.load(path, want.shards, group=run.mesh["world"], options=options)
+    return _taken_up(run, path, meta, (want, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is read into a run, and from under which prefixes; random states only where they are used again."""
+
+    shards: list[LocalShard]
+    prefixes: tuple[str, ...]
+    buffers: list[tuple[str, LocalShard]]
+    states: dict[str, Tensor]
+    resumed: bool
+
+
+def _wanted(run: Run, meta: Mapping[str, Any], names: Collection[str], parts: frozenset[str]) -> _Wanted:
+    """What of a checkpoint with this meta and these tensors goes into `run`."""
     # A checkpoint that was converted from another library's has no random states.
-    random_states = any(name.startswith("rng/") for name in manifest.tensors)
-    as_many = manifest.meta.get("world") == run.mesh["world"].size
+    random_states = any(name.startswith("rng/") for name in names)
+    as_many = meta.get("world") == run.mesh["world"].size
     resumed = "run" in parts and random_states and as_many
     buffers = _buffers(run.module)
     shards, prefixes = [*run.sharding.param_shards(), *(shard for _, shard in buffers)], ["param/", "buffer/"]
     if "partly" in parts:
-        shards = [shard for shard in shards if shard.shard.name in manifest.tensors]
+        known = set(names)
+        shards = [shard for shard in shards if shard.shard.name in known]
     if "optimizer" in parts and run.optimizer is not None:
-        run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in manifest.tensors if n.startswith("optim/")}))
+        run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in names if n.startswith("optim/")}))
         shards += _optim_shards(run)
         prefixes.append("optim/")
-        _expect_errors(run, manifest.meta.get("onebit", {}), as_many)
+        _expect_errors(run, meta.get("onebit", {}), as_many)
         shards += _error_shards(run)
         prefixes += ["onebit/"] if as_many else []
     states = _random_states(run.device)
     if resumed:
         shards += _random_shards(run, states)
         prefixes.append("rng/")
-    options = LoadOptions(prefixes=tuple(prefixes), strict="partly" not in parts)
-    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
+    return _Wanted(shards, tuple(prefixes), buffers, states, resumed)
+
+
+def _taken_up(
+    run: Run, path: str, meta: Mapping[str, Any], what: tuple[_Wanted, frozenset[str]]
+) -> tuple[str, dict[str, Any]]:
+    """Go on with what was read."""
+    want, parts = what
     if meta.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",
             code="engine-checkpoint",
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
-    _set_buffers(run.module, buffers)
+    _set_buffers(run.module, want.buffers)
     _restore(run, meta, parts)
-    if resumed:
-        _set_random_states(run.device, states)
+    if want.resumed:
+        _set_random_states(run.device, want.states)
     ds_monitor.event("engine/loaded", path=path)
     return path, meta["client"]
 
@@ -158,8 +228,11 @@ def _restore(run: Run, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
         run.set_progress(meta["counters"])
 
 
-def _newest(root: str) -> str | None:
+def _newest(root: str, *, missing: bool = False) -> str | None:
+    """The newest checkpoint in `root`. `missing`: there may be no such directory."""
     if "://" not in root and not os.path.isdir(root):
+        if missing:
+            return None
         raise CheckpointError(
             f"there is no checkpoint directory {root} (working directory: {Path.cwd()})",
             code="ckpt-not-found",
@@ -180,6 +253,17 @@ def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
         for n, buffer in module.named_buffers()
         if n in persistent
     ]
+
+
+def _gives(run: Run, name: str) -> bool:
+    """Whether a buffer is saved as this rank has it.
+
+    Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same; of a family, of its first.
+    """
+    family = assignment_of(run.module.get_buffer(name)).family
+    if family is None:
+        return all(run.mesh[axis].rank == 0 for axis in ("gradient", "tensor"))
+    return family.group.rank == 0
 
 
 def _set_buffers(module: nn.Module, loaded: Iterable[tuple[str, LocalShard]]) -> None:

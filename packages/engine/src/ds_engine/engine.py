@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from ds_ckpt import NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_compress import CompressionScheduler
@@ -32,7 +33,7 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_data.order import Lane
 from ds_data.variable import VariableBatchSizeLR
 from ds_engine.batch import BatchRequest
-from ds_engine.checkpoints import load_run, save_run
+from ds_engine.checkpoints import keep_near, load_run, save_run
 from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
@@ -74,6 +75,7 @@ class Components:
         executor: Runs the program of this rank.
         applied: The transforms that the model went through.
         followers: What goes on with each applied update.
+        near: Copies on the nodes; None without `checkpoint.near`.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 
@@ -90,6 +92,7 @@ class Components:
     executor: Executor
     applied: Applied
     followers: tuple[Follower, ...] = ()
+    near: NearCopies | None = None
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
@@ -142,7 +145,7 @@ class Engine(nn.Module):
         self.activations, self._applied = components.activations, components.applied
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
-        self._followers = components.followers
+        self._followers, self._near = components.followers, components.near
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -366,7 +369,7 @@ class Engine(nn.Module):
             self._drop_step()
         root, wanted = fspath(load_dir), frozenset(name for name, asked in parts.items() if asked)
         if not self.plan.foreign:
-            return load_run(self, root, tag, wanted)
+            return load_run(self, root, tag, wanted, self._near)
         tag = tag or latest_tag(root)
         with translated(root, tag, self.mesh["world"]) as copy:
             path, client = load_run(self, root, copy or tag, wanted)
@@ -531,6 +534,8 @@ class Engine(nn.Module):
         """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""
         self.resume()
         self.checkpointer.close()
+        if self._near is not None:
+            self._near.close()
         self._telemetry.close()
         self._applied.undo()
         ds_monitor.detach(self._sinks)
@@ -694,6 +699,8 @@ class Engine(nn.Module):
             waited_s=waited,
             mean=totals.loss if totals else None,
         )
+        if self._near is not None:
+            keep_near(self, self._near)
         epoch, momentum = (0 if loader is None else loader.epoch), _momentum(optimizer.param_groups)
         self._telemetry.step(
             result, Standing(counters.samples, counters.skipped, counters.micro_steps, epoch, momentum)

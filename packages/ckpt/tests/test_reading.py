@@ -1,0 +1,169 @@
+"""What a reader costs: few open files, little memory, only the bytes that are wanted."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import torch
+
+import ds_ckpt
+from ds_ckpt import loading
+from ds_ckpt.crc import crc32
+from ds_ckpt.files import Files
+from ds_ckpt.format import BLOCK_BYTES, encode
+from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
+from ds_ckpt.writer import safetensors_header
+from ds_comm.placement import Box
+
+
+def run(code, *arguments):
+    """A program's JSON answer, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def many_files(root, count):
+    """A checkpoint of `count` files with one tensor each."""
+    folder = root / "many"
+    folder.mkdir()
+    files, tensors = [], {}
+    for i in range(count):
+        name = f"t{i:05d}"
+        header = safetensors_header([(name, "float32", (8,))])
+        data = torch.full((8,), float(i)).numpy().tobytes()
+        (folder / f"data-{i:05d}.safetensors").write_bytes(header + data)
+        files.append(FileRecord(f"data-{i:05d}.safetensors", len(header) + 32, len(header), f"{crc32(header):08x}"))
+        piece = PieceRecord(i, len(header), 8, (f"{crc32(data):08x}",))
+        tensors[name] = TensorRecord("float32", (8,), (PartRecord(Box.whole((8,)), (piece,)),))
+    manifest = Manifest(1, "2026-01-01T00:00:00+00:00", "test", BLOCK_BYTES, tuple(files), tensors)
+    (folder / "manifest.json").write_bytes(encode(manifest))
+    return folder
+
+
+def test_three_thousand_files_with_256_descriptors(tmp_path):
+    """Cold and warm, one tensor from each: loaded, found complete and verified."""
+    folder = many_files(tmp_path, 3000)
+    answer = run(
+        """
+        import json, os, resource, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        import torch, ds_ckpt
+        path = sys.argv[1]
+        for name in os.listdir(path):
+            fd = os.open(os.path.join(path, name), os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        sums = []
+        for _ in range(2):
+            state = {f"t{i:05d}": torch.zeros(8) for i in range(3000)}
+            ds_ckpt.load(path, ds_ckpt.whole(state))
+            sums.append(sum(float(t.sum()) for t in state.values()))
+        print(json.dumps([sums, ds_ckpt.find_latest(os.path.dirname(path)), ds_ckpt.verify(path).num_files, len(os.listdir("/proc/self/fd"))]))
+        """,
+        folder,
+    )
+    assert answer[0] == [8.0 * 3000 * 2999 / 2] * 2
+    assert answer[1:3] == [str(folder), 3000]
+    assert answer[3] < 40  # nothing stays open
+
+
+def sparse(root, version):
+    """60 GB of zeros in 30 files: a logical checkpoint that takes no space."""
+    folder = root / "sparse"
+    folder.mkdir()
+    shape, each = (4, 125_000_000), 2_000_000_000
+    blocks = -(-each // BLOCK_BYTES)
+    zeros, last = (f"{crc32(bytes(n)):08x}" for n in (BLOCK_BYTES, each - (blocks - 1) * BLOCK_BYTES))
+    sums = (zeros,) * (blocks - 1) + (last,)
+    files, tensors = [], {}
+    for i in range(30):
+        name = f"t{i:02d}"
+        header = safetensors_header([(name, "float32", shape)])
+        with open(folder / f"data-{i:05d}.safetensors", "wb") as file:
+            file.write(header)
+            file.truncate(len(header) + each)
+        files.append(FileRecord(f"data-{i:05d}.safetensors", len(header) + each, len(header), f"{crc32(header):08x}"))
+        piece = PieceRecord(i, len(header), 500_000_000, sums)
+        tensors[name] = TensorRecord("float32", shape, (PartRecord(Box.whole(shape), (piece,)),))
+    manifest = Manifest(1, "2026-01-01T00:00:00+00:00", "test", BLOCK_BYTES, tuple(files), tensors)
+    (folder / "manifest.json").write_bytes(encode(manifest))
+    return folder
+
+
+def test_sixty_gigabytes_are_planned_and_partly_read_in_one_of_memory(tmp_path):
+    folder = sparse(tmp_path, 1)
+    answer = run(
+        """
+        import json, resource, sys
+        import torch, ds_ckpt
+        from ds_ckpt.catalog import read_manifest
+        from ds_ckpt.plan import plan_load
+        from ds_ckpt.storage import locate
+        from ds_comm.placement import Box, Interval, TensorShard
+        path = sys.argv[1]
+        manifest = read_manifest(locate(path))
+        whole = [TensorShard.whole(n, t.shape, t.dtype) for n, t in manifest.tensors.items()]
+        planned = sum(run.nbytes for read in plan_load(whole, manifest) for run in read.runs)
+        class Local:
+            def __init__(self, name):
+                box = Box((1, 1_000_000), (3, 1_000_000))
+                self.shard = TensorShard(name, (4, 125_000_000), "float32", box, Interval(500_000, 1_500_000))
+                self.data = torch.ones(1_000_000)
+        parts = [Local(f"t{i:02d}") for i in range(30)]
+        ds_ckpt.load(path, parts, options=ds_ckpt.LoadOptions(strict=False))
+        print(json.dumps([planned, all(not p.data.any() for p in parts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+        """,
+        folder,
+    )
+    assert answer[:2] == [60_000_000_000, True]
+    assert answer[2] <= 2**30
+
+
+def test_files_that_were_used_last_stay_open_and_no_more(tmp_path):
+    folder = many_files(tmp_path, 20)
+    manifest = ds_ckpt.inspect(folder)
+    with Files(ds_ckpt.LocalStorage(tmp_path), "many", manifest.files, limit=4) as files:
+        for index in (*range(20), 3, 19):
+            with files.using(index) as file, files.using((index + 1) % 20) as other:
+                assert file.nbytes == other.nbytes == manifest.files[0].nbytes
+            assert len(files._open) <= 5
+        with files.using(0), files.using(1), files.using(2), files.using(3), files.using(4), files.using(5):
+            assert len(files._open) >= 6  # what is in use stays, whatever the limit
+        files.check(7)
+        assert len(files._open) <= 5
+
+
+def test_what_cannot_be_read_in_place_is_read_a_part_at_a_time(tmp_path, monkeypatch):
+    state = {f"t{i}": torch.randn(50_000) for i in range(8)}
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    monkeypatch.setattr(loading, "_STAGING_BYTES", 450_000)
+    held, made = [], loading.staging
+
+    def staging(local, dtype):
+        target, staged = made(local, dtype)
+        held.append(target.nbytes if staged else 0)
+        return target, staged
+
+    monkeypatch.setattr(loading, "staging", staging)
+    groups, grouped = [], loading.staged_groups
+    monkeypatch.setattr(loading, "staged_groups", lambda *a: groups.extend(grouped(*a)) or groups)
+    back = {name: torch.zeros(50_000, dtype=torch.float64) for name in state}
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back), options=ds_ckpt.LoadOptions(cast=True))
+    assert all(torch.equal(back[name], t.double()) for name, t in state.items())
+    assert [len(group) for group in groups] == [2, 2, 2, 2]
+    assert held == [200_000] * 8
+
+
+def test_memory_that_processes_share_is_read_into_where_it_is(tmp_path):
+    state = {"w": torch.randn(100_000)}
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    shared = torch.zeros(100_000).share_memory_()
+    before = shared.data_ptr()
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": shared}))
+    assert shared.data_ptr() == before
+    assert shared.is_shared()
+    assert torch.equal(shared, state["w"])
