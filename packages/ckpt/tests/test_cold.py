@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import reader
+from ds_ckpt import files, reader
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 from ds_ops.mapped import MappedFile
@@ -59,7 +59,7 @@ def test_a_cold_load_is_right_and_leaves_the_page_cache_alone(cold):
 
 def test_a_warm_load_begins_no_transfer(cold, monkeypatch):
     (cold / FILE).read_bytes()
-    monkeypatch.setattr(reader, "AsyncIO", None)
+    monkeypatch.setattr(files, "AsyncIO", None)
     got = _loaded(cold)
     assert all(torch.equal(got[name], t) for name, t in _state().items())
 
@@ -67,8 +67,9 @@ def test_a_warm_load_begins_no_transfer(cold, monkeypatch):
 @pytest.mark.parametrize("stretch", [2**16, 2**18 + 2**12])
 def test_blocks_and_tensors_may_begin_and_end_anywhere(tmp_path, model, monkeypatch, stretch):
     monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 100_003 * 4)
-    monkeypatch.setattr(reader, "_STRETCH", stretch)
-    monkeypatch.setattr(reader, "_DIRECT", 1)
+    for module in (files, reader):
+        monkeypatch.setattr(module, "STRETCH_BYTES", stretch)
+        monkeypatch.setattr(module, "DIRECT_BYTES", 1)
     state = _state()
     ds_ckpt.save(tmp_path / "x", ds_ckpt.whole(state), {})
     for name, low, high in [("a", 1, 700_000), ("b", 65_533, 1_299_999), ("d", 0, 1), ("b", 1_300_002, 1_300_003)]:
@@ -97,13 +98,13 @@ def test_a_flipped_bit_on_the_device_is_named(cold):
 
 
 def test_a_file_cut_while_it_is_read_is_a_typed_error(cold, monkeypatch):
-    real = reader.Files.fetch
+    real = files.Files.start
 
     def cut(self, index, offset, nbytes):
         os.truncate(cold / FILE, 1_000_000)
         return real(self, index, offset, nbytes)
 
-    monkeypatch.setattr(reader.Files, "fetch", cut)
+    monkeypatch.setattr(files.Files, "start", cut)
     with pytest.raises(CheckpointError) as caught:
         _loaded(cold)
     assert caught.value.code in ("ckpt-io", "io-end-of-file")
@@ -118,7 +119,8 @@ def test_what_all_ranks_read_goes_through_the_page_cache(cold, model):
 
 def test_what_each_rank_reads_alone_does_not(cold, model, monkeypatch):
     # A short stretch is read through the cache, and the kernel's read-ahead around it may be megabytes.
-    monkeypatch.setattr(reader, "_DIRECT", 1)
+    for module in (files, reader):
+        monkeypatch.setattr(module, "DIRECT_BYTES", 1)
 
     def half(rank):
         def shards(got):
