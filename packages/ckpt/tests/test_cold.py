@@ -101,6 +101,7 @@ def test_a_file_cut_while_it_is_read_is_a_typed_error(cold, monkeypatch):
     real = files.Files.start
 
     def cut(self, index, offset, nbytes):
+        self.check(index)  # it is open
         os.truncate(cold / FILE, 1_000_000)
         return real(self, index, offset, nbytes)
 
