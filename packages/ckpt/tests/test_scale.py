@@ -33,6 +33,7 @@ def routed(messages, size):
     return [arrived(held[rank], rank) for rank in range(size)], swaps
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_route_delivers_every_message_in_log_swaps(size, rng):
     messages = [
@@ -121,7 +122,7 @@ def _elements(shard):
     return set(part.reshape(-1)[shard.interval.start : shard.interval.stop].tolist())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(shards(), min_size=1, max_size=30), shards())
 def test_zones_never_miss_a_piece(pieces, wanted):
     pieces = [p for p in pieces if p.shape == wanted.shape or p.name != wanted.name]
@@ -217,7 +218,7 @@ def test_mutated_indexes_and_leaves_are_refused_with_a_code_or_load(tmp_path, mo
     assert encode_index(decode_index(good)) == good
     paths = sorted((tmp_path / "a").glob("*.json"))
     contents = {path: path.read_bytes() for path in paths}
-    for _ in range(300):
+    for _ in range(200):
         path = rng.choice(paths)
         body = bytearray(contents[path])
         for _ in range(rng.choice([1, 1, 2])):
@@ -234,7 +235,7 @@ def test_mutated_indexes_and_leaves_are_refused_with_a_code_or_load(tmp_path, mo
         "ok", "ckpt-manifest-invalid", "ckpt-manifest-damaged", "ckpt-damaged", "ckpt-mismatch", "ckpt-not-found", "ckpt-version",
         "ckpt-block-damaged", "ckpt-file-truncated",
     }, codes  # fmt: skip
-    assert codes["ckpt-manifest-invalid"] > 100
+    assert codes["ckpt-manifest-invalid"] > 60
 
 
 def _resealed(body, path, contents):

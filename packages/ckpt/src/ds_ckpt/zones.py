@@ -39,7 +39,10 @@ class Zone:
 
 
 def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
-    """The smallest box around elements start..stop (at least one) of `box` flattened, in SCALEths of `shape`, rounded outwards."""
+    """The smallest box around elements start..stop (at least one) of `box` flattened, in SCALEths of `shape`.
+
+    Index i of n is in the i * SCALE // n-th; so what is apart stays apart where n is at most SCALE, and what shares an index shares one.
+    """
     low, high = start, stop - 1
     stride = box.numel
     inner = False  # the run spans several indices of an outer dim: all of each inner one
@@ -50,7 +53,7 @@ def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
         if not inner:
             low, high = low - first * stride, high - last * stride
             inner = first != last
-        out.append(((origin + first) * SCALE // total, -(-(origin + last + 1) * SCALE // total)))
+        out.append(((origin + first) * SCALE // total, (origin + last) * SCALE // total + 1))
     return tuple(out)
 
 
