@@ -28,6 +28,8 @@ from ds_pipe import Staging
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
+    "loss_jump_stop",
+    "nonfinite",
     "tensor_parallel.own_layers",
     "activation_checkpointing.modules",
     "checkpoint.layout",

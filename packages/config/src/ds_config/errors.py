@@ -16,6 +16,7 @@ __all__ = [
     "LaunchError",
     "PlanError",
     "ShardedAccessError",
+    "TrainingError",
     "UnsupportedConfigError",
     "UnsupportedError",
     "set_place",
@@ -92,6 +93,10 @@ class KernelError(DsError, RuntimeError):
 
 class CheckpointError(DsError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not match what is loaded into."""
+
+
+class TrainingError(DsError, RuntimeError):
+    """The numbers of a run went wrong: its data or its rates must change. The weights are those before the step that says so."""
 
 
 class LaunchError(DsError, RuntimeError):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from ds_engine.config import load_config, source_of
 from ds_engine.degrees import with_degrees
 from ds_engine.engine import Components, Engine
 from ds_engine.generating import HybridEngine
+from ds_engine.health import HealthWatch
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
@@ -153,7 +155,13 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         applied=applied,
         followers=tuple(site.followers),
         sinks=sinks,
+        health=HealthWatch(plan.health, site.model, mesh["world"], partial(_samples, loader)),
     )
+
+
+def _samples(loader: ResumableLoader | None) -> Sequence[int]:
+    """Of the microbatch that was handed out last."""
+    return () if loader is None else loader.samples
 
 
 def _following(site: Site, loader: ResumableLoader | None) -> Any:

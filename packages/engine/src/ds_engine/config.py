@@ -81,6 +81,15 @@ class Config(MonitorConfig):
     gradient_predivide_factor: float = Field(
         default=1.0, gt=0, description="Divide gradients by it before they are added up, and by the rest after."
     )
+    nonfinite: Literal["warn", "skip", "stop"] = Field(
+        default="warn",
+        description="A gradient that is not finite: warn once and update, leave such updates out, or stop with an error before the update.",
+    )
+    loss_jump_stop: float | None = Field(
+        default=None,
+        gt=0,
+        description="Stop when a loss is so many standard deviations above the running mean; null never does.",
+    )
     sparse_gradients: bool = Field(
         default=False, description="Send only the rows of embedding gradients that are not zero. At ZeRO stage 0."
     )

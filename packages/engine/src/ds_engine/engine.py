@@ -37,6 +37,7 @@ from ds_engine.checkpoints import keep_near, load_run, save_run
 from ds_engine.executing import Executor
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.foreign import draft_of, latest_tag, layout_of, translated, write_as_deepspeed
+from ds_engine.health import HealthWatch
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
 from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
 from ds_engine.parts import Follower
@@ -73,6 +74,7 @@ class Components:
         checkpointer: Saves at once, or behind the next steps.
         activations: How calls are checkpointed.
         executor: Runs the program of this rank.
+        health: Watches for numbers that go wrong.
         applied: The transforms that the model went through.
         followers: What goes on with each applied update.
         near: Copies on the nodes; None without `checkpoint.near`.
@@ -90,6 +92,7 @@ class Components:
     checkpointer: Checkpointer
     activations: ActivationCheckpointing
     executor: Executor
+    health: HealthWatch
     applied: Applied
     followers: tuple[Follower, ...] = ()
     near: NearCopies | None = None
@@ -146,6 +149,9 @@ class Engine(nn.Module):
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._followers, self._near = components.followers, components.near
+        self._health = components.health
+        if self.optimizer is not None:
+            self.optimizer.judge = self._judge
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -173,7 +179,10 @@ class Engine(nn.Module):
         if self.module.training:
             kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
         with self._telemetry.phase("forward", self.module), self._as_planned():
-            return self.module(*to_device(args, self.device, dtype), **to_device(kwargs, self.device, dtype))
+            args, kwargs = to_device(args, self.device, dtype), to_device(kwargs, self.device, dtype)
+            if self.module.training and torch.is_grad_enabled():
+                self._health.forward(args, kwargs)
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss, and reduce them if the program says so.
@@ -204,14 +213,25 @@ class Engine(nn.Module):
         Args:
             lr_kwargs: Passed to the scheduler's `step`.
         Collective at the last microbatch.
+        Raises:
+            PlanError: no backward began since the last call ("engine-no-backward").
+            TrainingError: the numbers went wrong, and the configuration says that the run ends there; see `HealthWatch.step`.
         """
-        self._trains("step")
+        if not self._health.moved(self._trains("step").backwards):
+            self._no_backward()
         last = not self.plan.managed or self.is_gradient_accumulation_boundary()
         self.counters.micro_steps += 1
         self._position += 1
         result = self._update(lr_kwargs or {}) if last else StepResult(self.counters.steps, applied=False)
         self.last = result
         return result
+
+    def _no_backward(self) -> None:
+        raise PlanError(
+            "step() was called, and no backward has begun since the last step()",
+            code="engine-no-backward",
+            fix="Call engine.backward(loss) before each step().",
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate without reducing, at every ZeRO stage; what is open is reduced in `step`.
@@ -641,12 +661,17 @@ class Engine(nn.Module):
         return part, self._trains("backward").scale(before)
 
     def _note(self, loss: Tensor | SumLoss, divide: bool = True) -> None:
+        self._health.loss(loss.total if isinstance(loss, SumLoss) else loss)
         self._ledger.add(loss if divide or isinstance(loss, SumLoss) else loss * len(self._backwards))
 
     def _drop_step(self) -> None:
         """Forget the microbatches of a step that will not be complete."""
         self._trains("zero_grad").zero_grad()
         self._ledger, self._position = Ledger(), 0
+        self._health.drop()
+
+    def _judge(self, first: str | None) -> bool:
+        return self._health.nonfinite(self.counters.steps + 1, first)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
         optimizer, counters, ranks = self._trains("step"), self.counters, self._averaging
@@ -705,6 +730,7 @@ class Engine(nn.Module):
         self._telemetry.step(
             result, Standing(counters.samples, counters.skipped, counters.micro_steps, epoch, momentum)
         )
+        self._health.step(result)
         return result
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -42,6 +42,7 @@ class ResumableLoader:
         options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, `pin_memory`, ...).
     Attributes:
         taken: Samples handed out so far, over all ranks and epochs.
+        samples: Dataset indices of the microbatch that this rank was given last.
         waited_s: Seconds that the caller has waited for data.
         post_process: Called with each microbatch and where the order stands ("consumed_samples" and, in a curriculum,
             "current_difficulties", ...); what it returns is handed out.
@@ -60,6 +61,7 @@ class ResumableLoader:
                 fix="Pass a map-style dataset, or your own iterator to train_batch(data_iter).",
             )
         self.dataset, self.lane, self.taken, self.waited_s = dataset, lane, 0, 0.0
+        self.samples: Sequence[int] = ()
         self.post_process: PostProcess | None = None
         self.stream = Stream(len(dataset), order.seed, order.shuffle, order.multiple)
         self._epochs, self._options = order.epochs, options or {}
@@ -148,6 +150,7 @@ class ResumableLoader:
             yield Row(self.stream.samples(list(self.lane.positions(start))).tolist(), start + row)
 
     def _hand_out(self, row: Row) -> None:
+        self.samples = row.samples
         self.taken = row.taken  # counted when handed out, not when sampled: workers read ahead
 
 

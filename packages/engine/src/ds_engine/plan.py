@@ -15,6 +15,7 @@ from ds_data.schedules import Schedule
 from ds_engine.batch import Batch
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
+from ds_engine.health import Health
 from ds_engine.optimizers import reduces_itself
 from ds_engine.precision import Casting, precision_text
 from ds_engine.reading import Reading
@@ -180,6 +181,7 @@ class Plan:
         curriculum: Length of sequences that the forward is told at each step; None tells nothing.
         reading: How training data are read.
         telling: What is logged and timed.
+        health: What is done about numbers that go wrong.
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
         foreign: Whether checkpoints are written in DeepSpeed's layout.
@@ -200,6 +202,7 @@ class Plan:
     sums: bool
     reading: Reading
     telling: Telling
+    health: Health
     predivide: float = 1.0
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
@@ -269,6 +272,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         **({"data": text} if (text := _reading_text(plan.reading)) else {}),
         "clipping": f"global norm {plan.clip:g}" if plan.clip else "off",
         "gradients": _gradients_text(plan),
+        "health": str(plan.health),
         "compared": _compared_text(plan),
         **({"importance": _split_text(plan.sharding.split)} if plan.sharding.split is not None else {}),
         **({"offload": text} if (text := _offload_text(plan.zero)) else {}),

@@ -12,6 +12,7 @@ import torch
 
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
 from ds_engine.config import Config
+from ds_engine.health import Health
 from ds_engine.optimizers import state_tensors
 from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
 from ds_engine.precision import casting_of, precision_of
@@ -86,6 +87,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         # A pipeline reads data in its own order, as DeepSpeed's does.
         reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
         telling=_telling(config),
+        health=Health(config.nonfinite, config.loss_jump_stop),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
         curriculum=told.schedule() if (told := config.curriculum_learning) is not None and told.enabled else None,

@@ -661,6 +661,11 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
             self._tell_overflow(held)
         return result
 
+    def _no_backward(self) -> None:
+        logger.warning(
+            "step() was called and no backward has begun since the last step(); upstream goes on, so this does"
+        )
+
     def _tell_overflow(self, held: ScaleState) -> None:
         """Upstream's line about a skipped step, which programs look for."""
         now = self._trains("step")._scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
         if plan.sharding.split is not None:
             options["importance"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
         # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
-        site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip, **options))
+        site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip or math.inf, **options))
         site.sharding = site.optimizer.sharding
         return site.optimizer
 

@@ -53,7 +53,7 @@ class StepReport:
         norm: Global norm of the averaged gradient before clipping; None where nothing asked for it.
         skipped: Whether the update was left out because a gradient was not finite.
         scale: The loss scale the step's gradients were made with.
-        nonfinite: Of a skipped step: the first parameter, in registration order, whose gradient is not finite.
+        nonfinite: The first parameter, in registration order, whose gradient is not finite; None where the norm is.
         riders: Sums over the ranks of what `ShardedOptimizer.riders` was.
     """
 
@@ -69,6 +69,9 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         divisor: Gradients of the next step are divided by it; 1.0 unless the caller averages over something of its own.
+        backwards: How many have begun on this rank since the last step.
+        judge: Asked on every rank before an update from a gradient that is not finite, with the name of the first such parameter:
+            whether to leave the update out. Not asked about the overflows of a dynamic loss scale. None: `Precision` alone decides.
         last: What the last step did; None before the first.
         riders: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
             its own then); as many on every rank.
@@ -83,7 +86,8 @@ class ShardedOptimizer(Optimizer):
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self.riders: tuple[float, ...] = ()
-        self._scaled = 0
+        self.judge: Callable[[str | None], bool] | None = None
+        self._scaled = self.backwards = 0
         self._habits = habits_of(inner, options.layout)
         if options.importance is not None:  # what of the gradients waits for its update
             self._habits = {n: replace(habits, states=habits.states + 1) for n, habits in self._habits.items()}
@@ -105,7 +109,7 @@ class ShardedOptimizer(Optimizer):
         self.sharding = Sharding(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
-        self.sharding.runtime.begun = self._check_scaled
+        self.sharding.runtime.begun = self._begin_backward
         self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
         self._zero_grad.attach()
         self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
@@ -226,7 +230,8 @@ class ShardedOptimizer(Optimizer):
                 fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
             )
 
-    def _check_scaled(self) -> None:
+    def _begin_backward(self) -> None:
+        self.backwards += 1
         if self._scale is not None and not self._scaled:
             raise PlanError(
                 f"backward of a loss that was not scaled, with loss scale {self._scale.scale:g}: `step` would divide by it",
@@ -253,8 +258,9 @@ class ShardedOptimizer(Optimizer):
         average = self._average()
         facts = self._agree()
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
-        skipped = self._skips(norm)
-        culprit = self._culprit(units) if skipped else None
+        finite = norm is None or math.isfinite(norm)
+        culprit = None if finite else self._culprit(units)
+        skipped = not finite and self._skips(culprit)
         if not skipped:
             self._update(units, average * self._clip(norm), facts.unused)
         for unit in units:
@@ -268,7 +274,7 @@ class ShardedOptimizer(Optimizer):
         for unit in units if factor != 1.0 else ():
             unit.gradients.rescale(factor)
         self.last = StepReport(norm, skipped, scale, culprit, facts.riders)
-        self.divisor, self._scaled, self.riders = 1.0, 0, ()
+        self.divisor, self._scaled, self.backwards, self.riders = 1.0, 0, 0, ()
         return loss
 
     def _agree(self) -> Facts:
@@ -277,9 +283,12 @@ class ShardedOptimizer(Optimizer):
         )
         return agree(self.sharding, wants_norm=wanted, riders=self.riders)
 
-    def _skips(self, norm: float | None) -> bool:
-        checks = self.sharding.precision.skip_nonfinite or self._scale is not None
-        return checks and norm is not None and not math.isfinite(norm)
+    def _skips(self, culprit: str | None) -> bool:
+        """Whether a step whose gradient is not finite leaves its update out."""
+        rule = self.sharding.precision.scale
+        asked = self.judge is not None and (rule is None or rule.static is not None)
+        judged = self.judge(culprit) if asked and self.judge is not None else False
+        return judged or self.sharding.precision.skip_nonfinite or self._scale is not None
 
     def _culprit(self, units: Sequence[Unit]) -> str | None:
         """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""

@@ -1,0 +1,277 @@
+"""What a run does when its numbers go wrong: a gradient that is not finite, or a loss far away from the losses before it.
+
+The norm of every step's gradient is known before its update, so a NaN on one rank is seen before it reaches a weight. The policy
+says what happens then (`Health`); `HealthWatch` does it, and says once what a person needs to find the cause: the step, the ranks
+and microbatches whose loss is not finite, their samples, and the first tensor of the model that is not finite.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import ds_monitor
+from ds_comm import Group, all_gather_json
+from ds_config.errors import TrainingError
+from ds_engine.result import StepResult
+from ds_monitor import names
+from ds_zero import NonfiniteSearch
+
+__all__ = ["Health", "HealthWatch", "LossTrend", "Seen", "SkipRun", "finding_text"]
+
+_log = logging.getLogger("ds_engine")
+
+LONGEST_RUN = 100
+"""Skipped steps in a row after which a run ends. A dynamic loss scale of 2**32 has fallen to 1 after 34."""
+_KEPT = 8  # microbatches whose inputs are kept for a search, the newest
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is done about numbers that go wrong.
+
+    Attributes:
+        nonfinite: A gradient that is not finite: `warn` updates all the same, `skip` leaves the update out, `stop` ends the run
+            with an error before the update.
+        loss_jump_stop: End the run when a loss is so many standard deviations above the running mean; None never does.
+    """
+
+    nonfinite: Literal["warn", "skip", "stop"] = "warn"
+    loss_jump_stop: float | None = None
+
+    def __str__(self) -> str:
+        done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.nonfinite]
+        jump = "" if self.loss_jump_stop is None else f"; a loss {self.loss_jump_stop:g} deviations up is an error"
+        return f"a gradient that is not finite is {done}{jump}"
+
+
+@dataclass(frozen=True, slots=True)
+class LossTrend:
+    """Running mean and variance of a loss, weighted towards the last `window` steps. A value, replaced at every step."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    steps: int = 0
+    window: int = 100
+
+    def deviations(self, loss: float) -> float:
+        """How many standard deviations `loss` lies above the mean; 0 until 20 losses are known, or where they do not vary."""
+        if self.steps < 20 or not math.isfinite(loss) or self.variance <= 0.0:
+            return 0.0
+        return (loss - self.mean) / math.sqrt(self.variance)
+
+    def after(self, loss: float) -> LossTrend:
+        """The trend with one more loss; one that is not finite leaves it as it is."""
+        if not math.isfinite(loss):
+            return self
+        weight = 1.0 / min(self.steps + 1, self.window)
+        ahead = loss - self.mean
+        mean = self.mean + weight * ahead
+        variance = (1.0 - weight) * (self.variance + weight * ahead * ahead)
+        return replace(self, mean=mean, variance=variance, steps=self.steps + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRun:
+    """Skipped steps in a row."""
+
+    length: int = 0
+
+    def after(self, skipped: bool) -> SkipRun:
+        """The run after one more step.
+
+        Raises:
+            TrainingError: it is `LONGEST_RUN` steps long ("training-skips").
+        """
+        run = SkipRun(self.length + 1 if skipped else 0)
+        if run.length >= LONGEST_RUN:
+            raise TrainingError(
+                f"{run.length} steps in a row were skipped, because their gradients were not finite",
+                code="training-skips",
+                fix="Go back to a checkpoint, with a smaller learning rate, or with bf16 in place of fp16.",
+            )
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank knows of a step whose gradient is not finite.
+
+    Attributes:
+        rank: Of the world.
+        microbatches: Numbers, within the step, of those whose loss is not finite.
+        samples: Indices into the dataset of those microbatches, where the engine's own loader gave them.
+        tensor: The first tensor of the model that is not finite; None if all of a forward is.
+    """
+
+    rank: int
+    microbatches: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    number: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    samples: Sequence[int]
+
+
+class HealthWatch:
+    """Watches the steps of one engine.
+
+    Args:
+        health: The policy.
+        model: Searched for the first tensor that is not finite.
+        group: All ranks of the run.
+        samples: Dataset indices of the microbatch that was handed out last; empty where they are not known.
+    """
+
+    def __init__(
+        self, health: Health, model: nn.Module, group: Group, samples: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        self.health, self._model, self._group, self._samples = health, model, group, samples
+        self._kept: deque[_Microbatch] = deque(maxlen=_KEPT)
+        self._losses: list[Tensor] = []
+        self._trend, self._skips = LossTrend(), SkipRun()
+        self._forwards, self._moves, self._told = 0, 0, 0
+        self._finding: str | None = None
+
+    # ---- within a step
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A microbatch of training goes through the model. Its inputs are kept until the step's end, not copied."""
+        self._kept.append(_Microbatch(self._forwards, args, kwargs, self._samples()))
+        self._forwards += 1
+
+    def loss(self, value: Tensor) -> None:
+        """The loss of the microbatch whose backward begins."""
+        self._losses.append(value.detach())
+
+    def moved(self, backwards: int) -> bool:
+        """Whether something happened since the last call: a loss was noted, or one more of the step's `backwards` has begun."""
+        before, self._moves = self._moves, backwards + len(self._losses)
+        return self._moves > before
+
+    def drop(self) -> None:
+        """Forget the microbatches of a step: it is over, or will not be made."""
+        self._kept.clear()
+        self._losses.clear()
+        self._forwards = self._moves = 0
+
+    # ---- at its end
+
+    def nonfinite(self, step: int, first: str | None) -> bool:
+        """The gradient of this step is not finite: tell it once; whether the update is to be left out. Collective.
+
+        Args:
+            step: Its number.
+            first: The first parameter, in registration order, whose gradient is not finite.
+        Cost: one gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
+        """
+        policy = self.health.nonfinite
+        if self._told == 0:
+            told = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
+            self._finding = finding_text(step, first, [Seen(**seen) for seen in told], policy)
+        elif policy == "skip":
+            self._finding = f"step {step}: skipped, too; first parameter whose gradient is not finite: {first}"
+        if self._finding is not None and self._group.rank == 0:
+            _log.warning(self._finding)
+        self._told += 1
+        ds_monitor.counter(names.NONFINITE, 1)
+        return policy != "warn"
+
+    def step(self, result: StepResult) -> None:
+        """A step is over. Reads its loss where somebody listens or the policy asks for it.
+
+        Raises:
+            TrainingError: on every rank: the gradient was not finite and the policy is to stop ("training-nonfinite"), too many steps
+                in a row were skipped ("training-skips"), the loss jumped ("training-loss-jump"). The weights are those before the
+                step in the first two cases.
+        """
+        finding, self._finding = self._finding, None
+        self.drop()
+        if finding is not None and self.health.nonfinite == "stop":
+            raise TrainingError(
+                finding,
+                code="training-nonfinite",
+                fix="Look at those samples and that tensor. The weights are those before this step; save_checkpoint() keeps them.",
+            )
+        self._skips, limit = self._skips.after(result.skipped), self.health.loss_jump_stop
+        if result.mean is None or not (limit is not None or ds_monitor.active()):
+            return
+        loss = result.loss
+        deviations, self._trend = self._trend.deviations(loss), self._trend.after(loss)
+        ds_monitor.gauge(names.LOSS_JUMP, deviations)
+        if limit is not None and deviations > limit:
+            raise TrainingError(
+                f"the loss {loss:.6g} lies {deviations:.1f} standard deviations above its running mean {self._trend.mean:.6g}; "
+                f"loss_jump_stop is {limit:g}",
+                code="training-loss-jump",
+                fix="Go back to a checkpoint and look at the samples of this step, or raise loss_jump_stop.",
+            )
+
+    def _look(self) -> Seen:
+        """What this rank knows; runs one of its microbatches again, the first whose loss is not finite."""
+        bad = [n for n, loss in enumerate(self._losses) if not bool(loss.isfinite().all())]
+        kept = {m.number: m for m in self._kept}
+        samples = [s for n in bad if n in kept for s in kept[n].samples]
+        # A forward may be collective: all ranks run one, or none does.
+        able = all(all_gather_json(bool(kept), self._group, unit="nonfinite"))
+        again = next((kept[n] for n in bad if n in kept), self._kept[-1] if kept else None)
+        tensor = self._first(again) if able and again is not None else None
+        return Seen(self._group.rank, tuple(bad), tuple(samples), tensor)
+
+    def _first(self, microbatch: _Microbatch) -> str | None:
+        with _undisturbed(self._model), NonfiniteSearch(self._model) as search:
+            self._model(*microbatch.args, **microbatch.kwargs)
+        found = search.first
+        return None if found is None else f"{found.name or 'the model'}: {found.what} in {found.phase}"
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """A forward inside leaves buffers and random numbers as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng(sorted(d.index or 0 for d in devices), device_type=kind), torch.no_grad():
+        yield
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def finding_text(step: int, first: str | None, seen: Sequence[Seen], policy: str) -> str:
+    """What was found, in lines a person reads. Pure."""
+    done = {"warn": "it was used all the same", "skip": "the update was left out", "stop": "the run stops"}[policy]
+    lines = [f"step {step}: the gradient is not finite; {done} (nonfinite: {policy!r})"]
+    for rank in (s for s in seen if s.microbatches or s.tensor):
+        where = f"rank {rank.rank}"
+        if rank.microbatches:
+            where += f", microbatch {_listed(rank.microbatches)}: the loss is not finite"
+        if rank.samples:
+            where += f"; samples {_listed(rank.samples)} of the data"
+        if rank.tensor:
+            where += f"; first tensor: {rank.tensor}"
+        lines.append(f"  {where}")
+    if not any(s.microbatches for s in seen):
+        lines.append("  every loss is finite: it began in a backward")
+    if first is not None:
+        lines.append(f"  first parameter whose gradient is not finite: {first}")
+    if policy == "warn":
+        lines.append('  Later ones are counted and not told. nonfinite = "skip" or "stop" keeps the weights finite.')
+    return "\n".join(lines)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:16]))
+    return shown + (f" and {len(numbers) - 16} more" if len(numbers) > 16 else "")
