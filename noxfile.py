@@ -194,16 +194,30 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", external=True)
     sources = [str(project.source) for project in PACKAGES.values()]
     session.run("mypy", *sources, str(install.TESTING / "src" / "ds_testing"), external=True)
-    session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/pages.py", external=True)
+    session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/pages.py", "tools/docsite", external=True)
     session.run(python, "-m", "pytest", "tools/tests", "-m", "not slow", external=True)
 
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Build the site; any dead link, dead anchor or page outside the navigation is an error."""
+    """Build the site, follow every tutorial, check links and prose, drive a browser: nox -s docs -- [build follow links prose browser].
+
+    Without words all of it, 15 minutes on two cores. Needs npm for two scripts that the site carries; the browser's part
+    is skipped, with a line, where Debian's chromium and chromium-driver are missing.
+    """
     python = developing(session, "docs")
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}
-    session.run(python, "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet, external=True)
+    parts: dict[str, tuple[str, ...]] = {
+        "build": ("-m", "mkdocs", "build", "--strict"),
+        "links": ("tools/docsite/links.py", "site"),
+        "prose": ("tools/docsite/prose.py",),
+        "follow": ("tools/docsite/follow.py",),
+        "browser": ("tools/docsite/browser.py", "site", "--shots", "site-shots"),
+    }
+    if unknown := [word for word in session.posargs if word not in parts]:
+        session.error(f"unknown: {' '.join(unknown)}; the parts are {' '.join(parts)}")
+    for name, command in parts.items():
+        if not session.posargs or name in session.posargs:
+            session.run(python, *command, env={"NO_MKDOCS_2_WARNING": "1"}, external=True)
 
 
 @nox.session

@@ -1,9 +1,9 @@
-"""Fill the tables of docs/benchmarks/zero.md from the record that `zero.py` wrote.
+"""Fill the tables of docs/benchmarks/zero.md and of its notes from the record that `zero.py` wrote.
 
 usage: python tools/bench/zero_page.py [--check]
 
-A table stands between `<!-- table CONFIG WORLD TRANSPORT -->` and `<!-- end -->`; the page's own text is left alone. `--check`
-only says whether the page is as the record is.
+A table stands between `<!-- table CONFIG WORLD TRANSPORT -->` and `<!-- end -->`; the pages' own text is left alone. `--check`
+only says whether the pages are as the record is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 from zero import DATA, beside, floor_mb, quotient, rows_of
 
-PAGE = DATA.parent.parent / "zero.md"
+PAGES = (DATA.parent.parent / "zero.md", DATA.parents[2] / "decisions" / "measured" / "zero.md")
 TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _NAMES = {
@@ -101,11 +100,12 @@ def ratios(results: dict) -> str:
 
 
 def main(asked: list[str]) -> int:
-    results, page = json.loads(DATA.read_text())["results"], PAGE.read_text()
-    new = filled(page, results)
+    results = json.loads(DATA.read_text())["results"]
+    changed = {page: new for page in PAGES if (new := filled(page.read_text(), results)) != page.read_text()}
     if "--check" in asked:
-        return int(new != page)
-    Path(PAGE).write_text(new)
+        return int(bool(changed))
+    for page, new in changed.items():
+        page.write_text(new)
     print(ratios(results))
     return 0
 

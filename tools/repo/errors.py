@@ -12,7 +12,7 @@ from repo import ROOT
 from repo.imports import modules
 from repo.projects import Project
 
-__all__ = ["PAGE", "Codes", "codes", "page", "sections"]
+__all__ = ["PAGE", "Codes", "codes", "page", "parts", "sections"]
 
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 PARTS = ROOT / "docs" / "reference" / "errors.d"
@@ -43,6 +43,11 @@ def sections(text: str) -> dict[str, str]:
     return {code: body.strip() for code, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+def parts(folder: Path = PARTS) -> list[Path]:
+    """The files that the page is made of, by name."""
+    return sorted(folder.glob("*.md"))
+
+
 def page(folder: Path = PARTS) -> str:
     """The whole page: packages in alphabetical order, codes as their file orders them.
 
@@ -50,7 +55,7 @@ def page(folder: Path = PARTS) -> str:
         ValueError: two files explain the same code.
     """
     text, seen = _HEAD, dict[str, str]()
-    for file in sorted(folder.glob("*.md")):
+    for file in parts(folder):
         found = sections(file.read_text())
         for code, body in found.items():
             if code in seen:

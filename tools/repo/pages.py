@@ -8,13 +8,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from repo import ROOT, errors, layers
+from repo import ROOT, errors, keys, layers, pictures
 from repo.projects import Project, load, requirement_name
 
-__all__ = ["PAGES", "Page", "configuration", "packages", "support", "support_data", "surface"]
+__all__ = ["PAGES", "Page", "packages", "support", "support_data", "surface"]
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -55,84 +56,6 @@ def _package_row(project: Project) -> str:
     return f"| {name} | `{project.module}` | {meta['description']} | {needs} | {extras} |"
 
 
-def configuration() -> str:
-    """Every configuration key with what it accepts, from the models themselves."""
-    from ds_config import keys
-    from ds_engine import Config
-
-    lines = [
-        "# Configuration keys",
-        "",
-        "<!-- Made by `python tools/pages.py configuration` from the models. -->",
-        "",
-        "Every key that a configuration may hold. `*` stands for any name in an object, `0` for any position in a list.",
-        "A key that is not here is an error with the nearest known name. What is marked *not built* is an error unless it is",
-        "off; what is marked *no effect* is accepted with a line in the log; *deprecated* keys move to their new place.",
-        "",
-        "| key | accepts | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    unbuilt: set[str] = set()  # sections; what stands in them is not built with them
-    for key in keys(Config):
-        path = ".".join(map(str, key.path))
-        if _is_unbuilt(key.model, key.field):
-            unbuilt.add(f"{path}.")
-        row = _key_row(path, key.model, key.field, str(key.path[-1]))
-        lines.append(
-            row.replace("|  |", "| *Not built*, as its section. |") if path.startswith(tuple(unbuilt)) else row
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _is_unbuilt(model: type, field_name: str) -> bool:
-    from ds_config import shape
-    from ds_config.fields import Unbuilt
-
-    return isinstance(shape.retired(model.model_fields[field_name]), Unbuilt)  # type: ignore[attr-defined]
-
-
-def _key_row(path: str, model: type, field_name: str, spelling: str) -> str:
-    from ds_config import shape
-
-    field = model.model_fields[field_name]  # type: ignore[attr-defined]
-    meaning = field.description or ""
-    if (reason := shape.retired(field)) is not None:
-        meaning = _said(reason)
-    elif spelling != field_name:
-        meaning = f"Another spelling of `{field_name}`."
-    default = "required" if field.is_required() else f"`{_default(field)}`"
-    return (
-        "| "
-        + " | ".join(_cell(text) for text in (f"`{path}`", shape.describe(shape.of_field(field)), default, meaning))
-        + " |"
-    )
-
-
-def _said(reason: object) -> str:
-    from ds_config.fields import Dead, Deprecated, Unbuilt
-
-    if isinstance(reason, Deprecated):
-        return f"*Deprecated*: use `{reason.new}`."
-    if isinstance(reason, Dead):
-        return f"*No effect*: {reason.why}."
-    return f"*Not built*: {reason.instead}." if isinstance(reason, Unbuilt) else ""
-
-
-def _default(field: object) -> str:
-    value = field.get_default(call_default_factory=True)  # type: ignore[attr-defined]
-    if hasattr(value, "model_dump"):
-        return "{...}"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if _hashable(value) else str(value)
-
-
-def _hashable(value: object) -> bool:
-    return isinstance(value, bool) or value is None
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def surface() -> str:
     """Every public name of DeepSpeed: what it is in the facade, or why it is not there."""
     rows, missing = _surface_rows()
@@ -167,6 +90,10 @@ def surface() -> str:
         *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in _absent_modules().items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _absent_modules() -> dict[tuple[str, str], str]:
@@ -250,10 +177,25 @@ def support_data() -> str:
     return json.dumps({"pairs": pairs, **record}, indent=1) + "\n"
 
 
+def _pictures() -> dict[str, Page]:
+    return {
+        f"picture-{name}": Page(pictures.file_of(name), partial(pictures.text_of, name))
+        for name in (*pictures.PICTURES, "packages")
+    }
+
+
+def _explanations() -> dict[str, Page]:
+    """Copies of the parts of the errors page that `ds explain` reads: one a package, so that edits of two meet in no file."""
+    folder = ROOT / "packages" / "launcher" / "src" / "ds_launcher" / "explanations"
+    return {f"explain-{part.stem}": Page(folder / part.name, part.read_text) for part in errors.parts()}
+
+
 PAGES: Mapping[str, Page] = {
     "errors": Page(errors.PAGE, errors.page),
+    **_explanations(),
+    **_pictures(),
     "packages": Page(REFERENCE / "packages.md", packages),
-    "configuration": Page(REFERENCE / "configuration.md", configuration),
+    "configuration": Page(REFERENCE / "configuration.md", keys.page),
     "surface": Page(REFERENCE / "deepspeed-surface.md", surface),
     "support": Page(REFERENCE / "support-matrix.md", support),
     "support-data": Page(REFERENCE / "support-matrix.json", support_data),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
+import tomllib
+
 import pytest
 
+from repo import keys
 from repo.pages import PAGES
 
 
@@ -21,5 +26,30 @@ def test_packages_page_lists_each_once(projects):
 
 def test_configuration_page_shows_limits_and_history():
     text = PAGES["configuration"].text()
-    assert "| `train_batch_size` |" in text
+    assert '| <span id="train_batch_size"></span>`train_batch_size` |' in text
     assert "*Not built*" in text
+
+
+def test_every_key_has_a_meaning_and_an_anchor():
+    found = list(keys.rows())
+    assert [row.path for row in found if not row.meaning] == []
+    text = keys.page()
+    assert [row.path for row in found if text.count(f'<span id="{row.path}"></span>') != 1] == []
+
+
+def test_notes_name_keys_that_exist():
+    notes, paths = tomllib.loads(keys.NOTES.read_text()), {row.path for row in keys.rows()}
+    named = [*notes["own"], *notes["since"], *notes["meaning"]]
+    assert [name for name in named if not fnmatch.filter(paths, name)] == []
+
+
+def test_examples_are_accepted_by_the_models():
+    """Those that need no other key: the rest may be refused for its sake, never for their own value's type."""
+    from ds_engine import load_config
+
+    tried = 0
+    for row in keys.rows():
+        if row.example and row.path.count(".") == 0:
+            load_config({"train_batch_size": 4, **json.loads("{" + row.example + "}")})
+            tried += 1
+    assert tried > 10

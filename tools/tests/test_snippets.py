@@ -22,7 +22,8 @@ _FENCE = re.compile(
 def _pages() -> list[str]:
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in sorted(listed) if _blocks(ROOT / name)]
+    # Tutorials are files and commands, followed one by one in `nox -s docs`: minutes each.
+    return [name for name in sorted(listed) if not name.startswith("docs/tutorials/") and _blocks(ROOT / name)]
 
 
 def _blocks(page: Path) -> list[str]:

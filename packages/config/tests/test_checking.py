@@ -244,3 +244,22 @@ def test_any_document_gives_a_model_or_a_config_error(train: type[StrictModel], 
     else:
         again = validate(train, model.model_dump(mode="json"))
         assert again == model
+
+
+def test_an_error_ends_with_the_places_that_explain_its_keys() -> None:
+    class Group(StrictModel):
+        bits: int = 8
+
+    class Outer(StrictModel):
+        KEYS_PAGE = "keys.md"
+        stage: int = 0
+        groups: dict[str, Group] | None = None
+        inner: Group = Group()
+
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, {"stag": 1, "inner": {"bit": 1}, "groups": {"mine": {"bits": "4"}}})
+    assert [line.strip() for line in str(caught.value).splitlines() if "keys.md" in line] == [
+        "keys.md#stage",
+        "keys.md#inner.bits",
+        "keys.md#groups.*.bits",
+    ]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ds_config.errors import ConfigError
+from ds_launcher.cli import main
 from ds_launcher.commands import ssh
+from ds_launcher.commands.explain import explanations
 from ds_launcher.discovery import help_line, source_file
 from ds_launcher.shim import wrapped
 
@@ -152,3 +154,18 @@ def test_ssh_runs_a_command_on_every_host(
     assert capsys.readouterr().out == "ssh -o BatchMode=yes n2 'ls -l'\n"
     with pytest.raises(ConfigError, match="no command"):
         ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts"]))
+
+
+def test_explain_says_what_an_error_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "  docs/reference/errors.md#launch-port"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("launch-port\n\n")
+    assert len(told.split()) > 10
+
+
+def test_explain_lists_all_and_knows_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    listed = capsys.readouterr().out.split()
+    assert listed == sorted(explanations())
+    assert main(["explain", listed[0] + "x"]) == 1
+    assert f"did you mean `{listed[0]}`?" in capsys.readouterr().err

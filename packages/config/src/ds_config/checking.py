@@ -8,7 +8,7 @@ findings into one error. Origins are recorded on the way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -99,6 +99,7 @@ def validate(
             nearest known name ("config-invalid", or the one code that all problems share: "config-unknown-key",
             "config-value", "config-both-keys", "config-auto", "config-duplicate-key").
         UnsupportedConfigError: nothing is wrong but that it asks for what is not built ("config-unbuilt").
+        Where the model says which page explains its keys (`KEYS_PAGE`), the error ends with the places of those it is about.
     Logs: one warning on the logger "ds_config" per deprecated or dead key.
     """
     given = read_all(document)
@@ -115,9 +116,34 @@ def validate(
     for note in work.notes:
         _log.warning("%s", note)
     if work.issues or result is None:
-        raise error_of(work.issues, given.name)
+        raise error_of(work.issues, given.name, anchors(model, work.issues))
     _record_defaults(result, (), record)
     return result
+
+
+def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
+    """Where the page of the model's keys explains those that the issues are about: what was probably meant, or what holds it."""
+    page: str = getattr(model, "KEYS_PAGE", "")
+    if not page:
+        return []
+    known = {".".join(map(str, key.path)) for key in keys(model)}
+    found: dict[str, None] = {}
+    for issue in issues:
+        meant = issue.suggestions if issue.code == "config-unknown-key" else ()
+        candidates: list[Sequence[str | int]] = [near.split(".") for near in meant]
+        candidates += [issue.path[:end] for end in range(len(issue.path), 0, -1)]
+        at = next((name for path in candidates for name in _names(path) if name in known), None)
+        if at is not None:
+            found[f"{page}#{at}"] = None
+    return list(found)
+
+
+def _names(path: Sequence[str | int]) -> Iterator[str]:
+    """The path as `keys` writes it; each name in it may be one of a mapping, which stands there as `*`."""
+    parts = ["0" if isinstance(part, int) else str(part) for part in path]
+    yield ".".join(parts)
+    for i in range(1, len(parts)):
+        yield ".".join([*parts[:i], "*", *parts[i + 1 :]])
 
 
 def _paths(value: Any, path: KeyPath = ()) -> list[KeyPath]:

@@ -55,8 +55,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
-def error_of(issues: Sequence[Issue], name: str) -> ConfigError:
-    """Make the one error that reports every issue of the document `name`, in the order of its lines.
+def error_of(issues: Sequence[Issue], name: str, anchors: Sequence[str] = ()) -> ConfigError:
+    """Make the one error that reports every issue of the document `name`, in the order of its lines, then the `anchors`
+    where its keys are explained.
 
     Its code is that of the issues when they all have the same one, else "config-invalid". When every issue is something
     that is not built here it is an `UnsupportedConfigError`, which is also an `UnsupportedError`.
@@ -65,6 +66,12 @@ def error_of(issues: Sequence[Issue], name: str) -> ConfigError:
     codes = {issue.code for issue in ordered}
     code = codes.pop() if len(codes) == 1 else "config-invalid"
     count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
-    message = "\n".join([f"{count} in the configuration ({name}):", *(f"  {issue}" for issue in ordered)])
+    message = "\n".join(
+        [
+            f"{count} in the configuration ({name}):",
+            *(f"  {issue}" for issue in ordered),
+            *(f"  {at}" for at in anchors),
+        ]
+    )
     kind = UnsupportedConfigError if code == "config-unbuilt" else ConfigError
     return kind(message, code=code, issues=ordered)

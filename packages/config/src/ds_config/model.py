@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -40,6 +40,8 @@ class StrictModel(BaseModel):
     Building one from Python (`Zero(stage=2)`) follows the same rules and raises pydantic's ValidationError. For what a user
     wrote call `ds_config.load` or `ds_config.validate`: every problem at once, with its place.
     """
+
+    KEYS_PAGE: ClassVar[str] = ""  # the page that explains the keys, an anchor each; of the outermost model
 
     model_config = ConfigDict(
         frozen=True,

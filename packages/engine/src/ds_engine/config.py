@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -54,6 +54,8 @@ def _never(value: object) -> object:
 
 class Config(MonitorConfig):
     """What the user wants. Read one with `load_config`; what will be done about it is a `Plan`."""
+
+    KEYS_PAGE: ClassVar[str] = "docs/reference/configuration.md"
 
     # Batch
     train_batch_size: int | None = Field(default=None, description="Samples per step, over all ranks.")

@@ -1,0 +1,49 @@
+"""`ds explain CODE`: what an error means and what to do, from texts that are installed with this package.
+
+Words: a *code* is the short name at the end of every error of a ds package (`docs/reference/errors.md#comm-hang`). The texts are
+those of that page; one Markdown file a package, a section a code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from importlib.resources import files
+
+from ds_config.names import nearest
+
+__all__ = ["HELP", "explanations", "main", "register"]
+
+HELP = "explain an error by the code in its last line"
+_SECTION = re.compile(r"^## +(\S+) *$", re.MULTILINE)
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("code", nargs="?", help="a code, or the last line of an error; all codes without one")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the section of the code; exit 1 where there is none."""
+    known = explanations()
+    if args.code is None:
+        print("\n".join(sorted(known)))
+        return 0
+    code = args.code.rpartition("#")[2].strip()
+    if code in known:
+        print(f"{code}\n\n{known[code]}")
+        return 0
+    hint = "".join(f"; did you mean `{near}`?" for near in nearest(code, known))
+    print(f"ds explain: there is no error code `{code}`{hint}  (`ds explain` lists them)", file=sys.stderr)
+    return 1
+
+
+def explanations() -> dict[str, str]:
+    """Code -> its text, in the order of the files."""
+    found: dict[str, str] = {}
+    for file in sorted(files("ds_launcher").joinpath("explanations").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".md"):
+            parts = _SECTION.split(file.read_text(encoding="utf-8"))
+            found |= {code: text.strip() for code, text in zip(parts[1::2], parts[2::2], strict=True)}
+    return found

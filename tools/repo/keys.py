@@ -1,0 +1,164 @@
+"""docs/reference/configuration.md: every key with its meaning, default, version, DeepSpeed's name and an example.
+
+Read from the models of the configuration and from docs/reference/keys.toml. Words: the *path* of a key is dotted, with `*` for any name
+of an object and `0` for any position of a list; it is the key's anchor on the page.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from repo import ROOT
+
+__all__ = ["Row", "page", "rows", "sections"]
+
+NOTES = ROOT / "docs" / "reference" / "keys.toml"
+
+_HEAD = """# Configuration keys
+
+<!-- Made by `python tools/pages.py configuration` from the models and docs/reference/keys.toml. -->
+
+Every key that a configuration may hold. Names are DeepSpeed's; a key marked *own* is only here. All are there since version
+0.1 where the row names no other. `*` stands for any name in an object, `0` for any position in a list. Every key has an anchor
+with its name: `configuration.md#zero_optimization.stage`; messages about a key end with it.
+
+A key that is not here is an error with the nearest known name. What is marked *not built* is an error unless it is off; what is
+marked *no effect* is accepted with a line in the log; *deprecated* keys move to their new place. `ds config` shows what a file of
+yours comes to.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of one model, as the page shows it."""
+
+    path: str
+    accepts: str
+    default: str
+    meaning: str
+    example: str
+
+
+def rows() -> Iterator[Row]:
+    """All keys in the order of the models. A path may come again, with another type of optimizer or schedule."""
+    from ds_config import keys
+    from ds_config.fields import Unbuilt
+    from ds_config.shape import describe, of_field, retired
+    from ds_engine import Config
+
+    notes = tomllib.loads(NOTES.read_text())
+    unbuilt: set[str] = set()  # sections; what stands in them is not built with them
+    for key in keys(Config):
+        path = ".".join(map(str, key.path))
+        field = key.model.model_fields[key.field]
+        reason = retired(field)
+        if isinstance(reason, Unbuilt):
+            unbuilt.add(f"{path}.")
+        told = field.description or _attribute(key.model, key.field) or _noted(notes["meaning"], path)
+        meaning = _said(reason) if reason is not None else told
+        if reason is None and str(key.path[-1]) != key.field:
+            meaning = f"Another spelling of `{key.field}`."
+        if not meaning and path.startswith(tuple(unbuilt)):
+            meaning = "*Not built*, as its section."
+        if any(path == own or path.startswith(f"{own}.") for own in notes["own"]):
+            meaning += " *Own.*"
+        if since := notes["since"].get(path):
+            meaning += f" Since {since}."
+        default = "required" if field.is_required() else _default(field)
+        example = "" if reason is not None or path.startswith(tuple(unbuilt)) else _example(key.path, field)
+        yield Row(path, describe(of_field(field)), default, meaning, example)
+
+
+def _attribute(model: type, field: str) -> str:
+    """What the section `Attributes:` of the model's docstring says of a field."""
+    doc = inspect.getdoc(model) or ""
+    found = re.search(rf"^    {field}: (.*(?:\n     +.*)*)", doc.partition("Attributes:")[2], re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""
+
+
+def _noted(meanings: Mapping[str, str], path: str) -> str:
+    if path in meanings:
+        return meanings[path]
+    return next((text for pattern, text in meanings.items() if "*" in pattern and fnmatch.fnmatch(path, pattern)), "")
+
+
+def _said(reason: object) -> str:
+    from ds_config.fields import Dead, Deprecated, Unbuilt
+
+    if isinstance(reason, Deprecated):
+        return f"*Deprecated*: use `{reason.new}`."
+    if isinstance(reason, Dead):
+        return f"*No effect*: {reason.why}."
+    return f"*Not built*: {reason.instead}." if isinstance(reason, Unbuilt) else ""
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "{...}" if hasattr(value, "model_dump") else _json(value)
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(list(value) if isinstance(value, tuple) else value)
+    except TypeError:
+        return str(value)
+
+
+def _example(path: tuple[str | int, ...], field: Any) -> str:
+    """The key with a value that is not its default; empty where the type alone cannot tell one."""
+    from ds_config.shape import literals, of_field
+
+    found = of_field(field)
+    default = field.default
+    value: object
+    if choices := [choice for choice in literals(found) if choice not in (default, None)]:
+        value = choices[-1]
+    elif any(option.type is bool for option in found):
+        value = default is not True
+    elif isinstance(default, int | float) and not isinstance(default, bool):
+        value = default
+    else:
+        return ""
+    return f'"{path[-1]}": {_json(value)}'
+
+
+def sections() -> dict[str, list[Row]]:
+    """Rows by the first part of their path."""
+    found: dict[str, list[Row]] = {}
+    for row in rows():
+        found.setdefault(row.path.split(".")[0], []).append(row)
+    return found
+
+
+def page() -> str:
+    """The whole page: a table of the keys that stand alone, then a section for each object."""
+    grouped = sections()
+    alone = {name: found for name, found in grouped.items() if len(found) == 1}
+    text = _HEAD + "\n## Keys of the outermost object\n\n" + _table([row for found in alone.values() for row in found])
+    for name, found in grouped.items():
+        if name not in alone:
+            text += f"\n## Section {name}\n\n{found[0].meaning}\n\n" + _table(found)
+    return text
+
+
+def _table(found: list[Row]) -> str:
+    lines = ["| key | accepts | default | meaning | example |", "|---|---|---|---|---|"]
+    seen: set[str] = set()
+    for row in found:
+        anchor = f'<span id="{row.path}"></span>' if row.path not in seen else ""
+        seen.add(row.path)
+        default = row.default if row.default == "required" else _code(row.default)
+        cells = (anchor + _code(row.path), row.accepts, default, row.meaning, _code(row.example))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""

@@ -1,0 +1,197 @@
+"""The documentation site: its pure parts. What takes minutes (building, following tutorials, a browser) is `nox -s docs`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+from docsite import blocks, generated, glossary, links, prose
+
+from repo import ROOT
+from repo.bars import Bar, Chart, svg
+from repo.errors import page, sections
+from repo.pictures import PICTURES
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+
+
+# ---- API -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_symbol_has_its_place_on_an_api_page(projects):
+    pages, missing, count = generated.api_pages(), [], 0
+    for project in projects.values():
+        if project.opt_in:
+            continue
+        text = pages[f"reference/api/{project.name}.md"]
+        for module in generated.public_modules(project):
+            for symbol in module.homes:
+                count += 1
+                path = f"{module.name}.{symbol}"
+                if f"::: {path}\n" not in text and f'<span id="{path}"></span>' not in text:
+                    missing.append(path)
+    assert missing == []
+    assert count > 500
+
+
+def test_every_command_is_on_the_page():
+    from ds_launcher.discovery import commands
+
+    text = generated.cli_page()
+    assert [name for name in commands() if f"## `ds {name}`\n" not in text] == []
+    assert "`--nproc NPROC" in text or "`--nproc" in text
+
+
+def test_links_of_a_readme_lead_to_pages():
+    text = "[a](../../docs/concepts/plan.md#x) [b](CHANGELOG.md) [c](src/x.py) [d](https://e.f) `[e](x.md)`"
+    moved = generated.from_readme(text, PurePosixPath("packages/zero"), PurePosixPath("docs/packages/zero.md"))
+    assert moved == "[a](../concepts/plan.md#x) [b](../changelog.md) c [d](https://e.f) `[e](x.md)`".replace(
+        "`[e](x.md)`", "`e`"
+    )
+
+
+def test_all_changelogs_are_on_one_page(projects):
+    text = generated.changelog_page()
+    assert [p.name for p in projects.values() if f"\n## {p.name}\n" not in text] == []
+
+
+# ---- errors and keys -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_code_is_its_anchor():
+    """What a message prints after `#` is what the heading becomes on the site."""
+    strange = [code for code in sections(page()) if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code)]
+    assert strange == []
+
+
+def test_ds_explain_knows_every_code():
+    from ds_launcher.commands.explain import explanations
+
+    assert explanations().keys() == sections(page()).keys()
+
+
+# ---- tutorials -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", TUTORIALS, ids=lambda file: file.stem)
+def test_a_tutorial_ends_with_something_seen(file: Path):
+    steps = list(blocks.steps(file.read_text()))
+    if file.stem == "index":
+        assert steps == []
+        return
+    assert any(isinstance(step, blocks.Run) for step in steps)
+    assert any(isinstance(step, blocks.Picture | blocks.Expect) for step in steps)
+    for step in steps:
+        if isinstance(step, blocks.Picture):
+            assert (file.parent / step.shown).is_file()
+            assert f"]({step.shown})" in file.read_text()
+
+
+def test_every_tutorial_is_on_the_list_and_in_the_navigation():
+    listed, nav = (ROOT / "docs/tutorials/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    names = [file.name for file in TUTORIALS if file.stem != "index"]
+    assert [name for name in names if f"({name})" not in listed or f"tutorials/{name}" not in nav] == []
+
+
+def test_steps_of_a_page():
+    text = (
+        '```json title="a.json"\n{}\n```\n\n```sh\nls\n```\n```text\nx 1\n```\n<!-- picture: p.png -> img/q.png -->\n'
+        '```sh title="exits with 86"\nno\n```\n```sh title="not run here: x"\nno\n```\n```text\nnot seen\n```\n'
+    )
+    found = list(blocks.steps(text))
+    kinds = [type(step).__name__ for step in found]
+    assert kinds == ["Write", "Run", "Expect", "Picture", "Run"]
+    assert (found[0].name, found[1].status, found[4].status) == ("a.json", 0, 86)
+
+
+def test_python_that_nobody_would_run_is_refused():
+    with pytest.raises(ValueError, match="line 1: a block of Python needs a title"):
+        list(blocks.steps("```python\nx = 1\n```\n"))
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "lost"),
+    [
+        ("step 20: loss 3.30\n...\nend\n", "a\nstep 20: loss 3.41\nb\nend\n", []),
+        ("end\nstep 1\n", "step 1\nend\n", ["step 1"]),
+        ("memory 12 MiB\n", "memory 1,024.5 MiB\n", []),
+        ("rank 0 waits ...\n", "rank 1 waits since 8.1 s for x\n", []),
+        ("rank 0 waits\n", "rank 0 waited\n", ["rank 0 waits"]),
+    ],
+)
+def test_what_a_page_says_is_looked_for_in_the_output(expected, output, lost):
+    assert blocks.missing(expected, output) == lost
+
+
+# ---- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_page_begins_with_a_picture():
+    # Whole models were stopped before their record was written: inference.md has nothing to draw from yet.
+    pages = [file for file in (ROOT / "docs" / "benchmarks").glob("*.md") if file.stem != "inference"]
+    first = {file.name: re.findall(r"^(?:!\[|\[!\[|\|)", file.read_text(), re.MULTILINE)[:1] for file in pages}
+    assert [name for name, found in first.items() if found not in (["!["], ["[!["])] == []
+
+
+def test_every_picture_is_on_a_page():
+    texts = "".join(f.read_text() for f in [*(ROOT / "docs").rglob("*.md")])
+    assert [name for name in PICTURES if f"img/{name}.svg" not in texts] == []
+
+
+def test_bars_are_as_long_as_their_numbers():
+    text = svg([Chart("a & b", "less", "ms", [Bar("ours", 10.0, "ours"), Bar("theirs", 40.0)])])
+    widths = [float(width) for width in re.findall(r"width='([\d.]+)' height='18'", text)]
+    assert widths[1] == pytest.approx(4 * widths[0], rel=0.01)
+    assert "a &amp; b" in text
+
+
+def test_tutorials_howtos_and_concepts_are_longer_than_benchmarks():
+    def words(*folders: str) -> int:
+        return sum(len(f.read_text().split()) for name in folders for f in (ROOT / "docs" / name).glob("*.md"))
+
+    assert words("tutorials", "how-to", "concepts") > words("benchmarks")
+
+
+# ---- glossary --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_use_of_a_word_becomes_a_link():
+    words = glossary.words_of('| <span id="shard"></span>shard | a |\n| <span id="step"></span>step | b |\n')
+    assert words == {"shard": "shard"}  # steps are no riddle
+    text = (
+        "# A shard\n\n`shard` and [shards](x.md), resharded. Two shards, then a shard.\n\n```\nshard\n```\n| shard |\n"
+    )
+    linked = glossary.link_words(text, words, "g.md")
+    assert linked == text.replace("Two shards", "Two [shards](g.md#shard)")
+
+
+def test_links_to_the_glossary_have_their_anchors():
+    page = (ROOT / "docs/concepts/glossary.md").read_text()
+    for file in [*(ROOT / "docs").rglob("*.md")]:
+        for anchor in re.findall(r"glossary\.md#([\w-]+)", file.read_text()):
+            assert f'id="{anchor}"' in page, f"{file.name}: {anchor}"
+
+
+# ---- checks of the built site ----------------------------------------------------------------------------------------
+
+
+def test_dead_links_dead_anchors_and_other_hosts_are_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#x">1</a><a href="b.html#y">2</a><a href="c.html">3</a><img src="d.png">'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="x">b</h1><script src="https://cdn.example/x.js"></script>')
+    assert links.broken(tmp_path) == [
+        "a.html: b.html#y (no such anchor)",
+        "a.html: c.html",
+        "a.html: d.png",
+    ]
+    assert links.foreign(tmp_path) == ["b.html: https://cdn.example/x.js"]
+
+
+def test_prose_finds_long_sentences_and_riddles_outside_code():
+    long = " ".join(["word"] * (prose.MOST_WORDS + 1)) + "."
+    assert len(prose.problems(long)) == 1
+    assert prose.problems(f"```\n{long}\n```\n") == []
+    assert prose.problems("A stranger calls.")[0].startswith("'stranger': write")
+    assert prose.problems("| a | " + long + " |") == []
