@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(900)
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
@@ -105,6 +109,25 @@ def test_trainer_resumes_on_another_world_size(client, stage):
     late = client.run("ours", "trainer", ranks=1, stage=stage, steps=12, mode="late", folder=folder)
     assert len(late["losses"]) == 6
     assert late["losses"] == pytest.approx(whole["straight"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["loop", "peft", "tensor"])
+def test_saved_files(client, mode):
+    """What two ranks write at every stage, in every way that clients have, is what one process writes: whole, under the model's names."""
+    alone = client.run("ours", "saving", ranks=1, stage=0, steps=3, mode=mode)
+    wanted = {name: load_file(Path(alone["folder"]) / name) for name in alone["files"]}
+    assert len(wanted) == {"loop": 4, "peft": 2, "tensor": 2}[mode]
+    for stage in range(4):
+        shutil.rmtree(alone["folder"])
+        found = client.run("ours", "saving", stage=stage, steps=3, mode=mode)
+        assert found["files"] == alone["files"]
+        for name, tensors in wanted.items():
+            saved = load_file(Path(found["folder"]) / name)
+            assert set(saved) == set(tensors), name
+            for key, value in tensors.items():
+                torch.testing.assert_close(
+                    saved[key], value, atol=1e-5, rtol=1e-4, msg=lambda said, at=(stage, name, key): f"{at}: {said}"
+                )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

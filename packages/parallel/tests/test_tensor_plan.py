@@ -141,6 +141,41 @@ def test_nothing_is_guessed() -> None:
         make_tensor_plan(facts_of(Model()), TensorOptions(2, preset="lama"))
 
 
+def test_a_head_that_only_its_name_cuts_stays_whole_with_its_embedding() -> None:
+    model = Model()
+    model.embed_tokens, model.lm_head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+    options = TensorOptions(2, specs=SPECS, heads=("lm_head",))
+    assert make_tensor_plan(facts_of(model), options).cut[-1].name == "lm_head"
+    model.lm_head.weight = model.embed_tokens.weight
+    plan = make_tensor_plan(facts_of(model), options)
+    assert [decision.name for decision in plan.cut if "lm_head" in decision.name] == []
+    assert "tied to embed_tokens, which stays whole" in str(plan)
+
+
 def test_one_rank_cuts_nothing() -> None:
     plan = make_tensor_plan(facts_of(Model()), TensorOptions(1))
     assert not plan.cut
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one weight, as GPT-2's; the configuration says what it likes."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.num_kv_heads = 4, 4, keys
+        self.c_proj = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(("name", "width"), [("attn", 48), ("crossattention", 32)])
+def test_parts_that_the_heads_do_not_fill_are_refused(name: str, width: int) -> None:
+    """A GPT-2 configuration that also carries `num_key_value_heads: 2`."""
+    for keys in (4, 2):
+        model = nn.Module()
+        model.add_module(name, Fused(keys))
+        model.get_submodule(name).c_attn = nn.Linear(16, width)
+        if keys == 4:
+            assert make_tensor_plan(facts_of(model), TensorOptions(2, preset="gpt2")).cut
+            continue
+        with pytest.raises(PlanError, match=r"4 query heads with 2 key-value heads of 4 are .* = (32|16)") as told:
+            make_tensor_plan(facts_of(model), TensorOptions(2, preset="gpt2"))
+        assert told.value.code == "tensor-parts"

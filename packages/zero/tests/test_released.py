@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
+from ds_zero.runtime.placeholder import Placeholder, placeholder_of
 from ds_zero.runtime.released import Released, keep, release, restore, unkeep
 
 
@@ -61,6 +65,72 @@ def test_a_keeper_that_gathers_lets_the_use_go_on():
     param = released(gathers=True)
     assert torch.equal(param + 1, torch.arange(1.0, 7.0).view(2, 3))
     assert type(param) is Parameter
+
+
+class Showing(Keeper):
+    def shown(self, param, what):
+        self.asked.append(what)
+        return placeholder_of(param, "layer.weight")
+
+
+def showing():
+    param = Parameter(torch.arange(6.0).view(2, 3))
+    param.ds_shape, param._own = param.shape, "ours"
+    keep(param, Showing(False))
+    release(param)
+    return param
+
+
+LOOKS = {
+    "detach": lambda p: p.detach(), "data": lambda p: p.data, "clone": lambda p: p.clone(), "torch.clone": torch.clone,
+    "cpu": lambda p: p.cpu(), "to": lambda p: p.to(torch.float32), "twice": lambda p: p.detach().clone().to("cpu"),
+    "deepcopy": lambda p: copy.deepcopy(p.detach()), "parameter": lambda p: Parameter(p.detach(), requires_grad=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_only_looks_gets_an_empty_tensor_that_says_what_it_stands_for(look):
+    shown = LOOKS[look](showing())
+    assert isinstance(shown, Placeholder)
+    assert (shown.shape, shown.dtype, shown.numel(), shown.ds_shape) == ((0,), torch.float32, 0, (2, 3))
+    assert not hasattr(shown, "_own")
+    assert "layer.weight" in repr(shown)
+    assert len({shown, shown}) == 1
+    for compute in (
+        lambda t: t + 1,
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.zeros(0).add_(t),
+        lambda t: t.tolist(),
+    ):
+        with pytest.raises(ShardedAccessError, match=r"layer\.weight \(2, 3\) was used by"):
+            compute(shown)
+    assert shown.to(torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_questions_of_type_and_shape_need_no_values():
+    param = showing()
+    assert torch.zeros_like(param).shape == param.new_empty((2, 3)).shape == (2, 3)
+    assert torch.ones(2, dtype=torch.float64).to(param).dtype is torch.float32
+
+
+def test_files_hold_plain_empty_tensors():
+    model = torch.nn.Linear(3, 2)
+    keep(model.weight, Showing(False))
+    release(model.weight)
+    for saved in (model.state_dict(), {"weight": model.weight}):
+        torch.save(saved, file := io.BytesIO())
+        file.seek(0)
+        assert torch.load(file, weights_only=True)["weight"].shape == (0,)
+
+
+def test_a_model_that_is_where_it_should_be_is_moved_there_and_not_converted():
+    model = torch.nn.Linear(3, 2)
+    keep(model.weight, Showing(False))
+    release(model.weight)
+    assert model.to("cpu").weight is model.weight
+    assert type(model.weight) is Released
+    with pytest.raises(ShardedAccessError, match="data"):
+        model.half()
 
 
 def test_nested_arguments_are_found():

@@ -41,6 +41,7 @@ from ds_comm.groups import (
 from ds_comm.init import destroy_process_group, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
 from ds_comm.metadata import all_gather_json, broadcast_json, exchange_counts
+from ds_comm.notes import hear, tell
 from ds_comm.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -97,6 +98,7 @@ __all__ = [
     "exchange_counts",
     "gather",
     "gather_object",
+    "hear",
     "init_distributed",
     "irecv",
     "isend",
@@ -117,6 +119,7 @@ __all__ = [
     "send",
     "send_object_list",
     "single_group",
+    "tell",
     "twin_group",
     "world_group",
 ]

@@ -91,6 +91,9 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name!r}, ranks={_short(self.ranks)}, rank={self.rank})"
 
+    def __deepcopy__(self, memo: object) -> Group:
+        return self  # a copy of a model talks to the same ranks over the same connections
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 from pathlib import Path
@@ -701,3 +702,41 @@ def test_without_a_launcher(monkeypatch, tmp_path):
     assert engine.global_steps == 1
     engine.destroy()
     deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_a_model_may_be_looked_at_on_one_rank_and_averaged(stage: int) -> None:
+    """What libraries around DeepSpeed do with a model's parameters; the average is kept as its users write it for stage 3."""
+    import deepspeed
+    from deepspeed.zero import ZeroParamStatus
+
+    plain, model = Net(), Net()
+    config = settings(stage, gradient_clipping=0)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    average = copy.deepcopy(engine.module)
+    cut = [param for param in model.parameters() if getattr(param, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
+    assert bool(cut) == (stage == 3)
+    if engine.global_rank == 0:
+        torch.save(model.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        shapes = {name: value.shape for name, value in torch.load(file, weights_only=True).items()}
+        for name, param in model.named_parameters():
+            shown = param.detach().clone().cpu()
+            assert shapes[name] == shown.shape == ((0,) if stage == 3 else param.shape)
+            if stage == 3:
+                assert shown.ds_shape == param.ds_shape == param.shape
+                assert shown.ds_status == ZeroParamStatus.NOT_AVAILABLE
+                with pytest.raises(ShardedAccessError):
+                    shown.mul_(0.5)
+    pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+    fetched = [p for pair in pairs for p in pair if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
+    assert len(fetched) == 2 * len(cut)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(fetched, modifier_rank=0, enabled=bool(fetched)):
+        for mine, other in pairs:
+            mine.lerp_(other.detach() + 1, 0.25)
+    with deepspeed.zero.GatheredParameters(list(average.parameters()), enabled=stage == 3):
+        for name, value in average.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name] + 0.25)
+    engine.destroy()

@@ -44,6 +44,7 @@ from ds_engine.parts import Follower
 from ds_engine.placing import to_device
 from ds_engine.plan import Plan
 from ds_engine.planning import rebatched
+from ds_engine.pretrained import SavesWhole
 from ds_engine.reading import Order
 from ds_engine.result import StepResult
 from ds_engine.schedules import set_rates
@@ -160,6 +161,8 @@ class Engine(nn.Module):
         self._ledger = Ledger()
         self._stream: Iterator[Any] | None = None
         self._lent: tuple[Iterable[Any], Iterator[Any]] | None = None  # a loader of the caller's, and where it is
+        cut = self.plan.residency.shard_params or self.mesh["tensor"].size > 1
+        self._saves = SavesWhole.all_in(self) if cut else []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -495,10 +498,15 @@ class Engine(nn.Module):
 
     def whole_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
         """The model's state dict in host memory on rank 0, {} elsewhere. Collective. See `exporting.whole_state`."""
+        lead = self.sharding.group.rank == 0 and self.mesh["tensor"].rank == 0
+        return self.whole_state_of(self.module, lead=lead, dtype=dtype, exclude_frozen=exclude_frozen)
+
+    def whole_state_of(self, module: nn.Module, *, lead: bool, **options: Any) -> dict[str, Tensor]:
+        """The same of a model inside the model, on the ranks that say `lead`. Collective. See `exporting.whole_state`."""
         self._present("whole_state_dict")
         if self.optimizer is not None:
             self.optimizer.synchronise()
-        return whole_state(self.module, self.sharding, dtype=dtype, exclude_frozen=exclude_frozen)
+        return whole_state(module, self.sharding, lead=lead, **options)
 
     def load_whole_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""
@@ -553,6 +561,8 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""
         self.resume()
+        for saves in self._saves:
+            saves.close()
         self.checkpointer.close()
         if self._near is not None:
             self._near.close()

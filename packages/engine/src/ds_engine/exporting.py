@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,33 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_comm import Group, barrier
+from ds_comm import Box, Group, all_gather_object, all_reduce, assignment_of, barrier
 from ds_zero import GatheredParameters, Sharding
 
 __all__ = ["load_whole", "save_whole", "whole_state"]
 
 
 def whole_state(
-    module: nn.Module, sharding: Sharding, *, dtype: torch.dtype | None, exclude_frozen: bool
+    module: nn.Module, sharding: Sharding, *, lead: bool, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> dict[str, Tensor]:
-    """The state dict of `module` in host memory on rank 0, and {} elsewhere. Collective.
+    """The state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
 
     Args:
+        lead: Whether this rank wants it.
         dtype: Format of floating-point values; None is the one they are computed with.
         exclude_frozen: Leave out parameters that need no gradient.
-    Names and order are the module's own; tied tensors are one tensor. Cost: one gather of the parameters, unit by unit.
+    Names and order are the module's own; tied tensors are one tensor. What ranks hold parts of (tensor parallelism) is put together,
+    under the name that it had. Cost: one gather of the parameters, unit by unit, and two of those that are parts.
     """
-    lead = sharding.group.rank == 0
     copies: dict[int, Tensor] = {}
+    keeps = lead or sharding.group.rank == 0
+    inside = set(map(id, module.parameters()))
     for unit in sharding.units:
-        with GatheredParameters(unit.params):
-            if lead:
-                copies |= {id(p): _copy(p, dtype) for p in unit.params}
+        wanted = [param for param in unit.params if id(param) in inside]
+        with GatheredParameters(wanted):
+            if keeps:
+                copies |= {id(param): _copy(param, dtype) for param in wanted}
+    names = _join(module, sharding, copies)
     if not lead:
         return {}
     state: dict[str, Tensor] = {}
@@ -41,8 +47,61 @@ def whole_state(
             continue
         if id(value) not in copies:
             copies[id(value)] = _copy(value, dtype)
-        state[name] = copies[id(value)]
+        state[names.get(name, name)] = copies[id(value)]
     return state
+
+
+def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The parameters that are parts of larger tensors, and their names in the module."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if assignment_of(param).box is not None:
+            found.setdefault(param, []).append(name)
+    return found
+
+
+def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
+    """What a part's name in the module is in the uncut one: several parts of one tensor are numbered at the end."""
+    several = Counter(assignment_of(param).name for param in parts)
+    numbered = [param for param in parts if several[assignment_of(param).name] > 1]
+    return {name: name.rpartition("_")[0] for param in numbered for name in parts[param]}
+
+
+def _join(module: nn.Module, sharding: Sharding, copies: dict[int, Tensor]) -> dict[str, str]:
+    """Put wholes in the place of parts, in `copies`. Returns what names become. Collective over all ranks of the model.
+
+    One rank of those that hold the same part gives it; nobody needs to know by which axis a tensor was cut.
+    """
+    parts, everyone = _parts(module), sharding.everyone
+    held: dict[str, list[nn.Parameter]] = {}
+    for param in parts:
+        held.setdefault(str(assignment_of(param).name), []).append(param)
+    mine = [
+        (name, said.shape, said.box, copies[id(param)].dtype)
+        for name, params in held.items()
+        for param, said in ((p, assignment_of(p)) for p in params)
+        if sharding.group.rank == 0
+    ]
+    told: list[Any] = [None] * everyone.size
+    all_gather_object(told, mine, group=everyone)
+    wholes = {name: (shape, dtype) for rank in told for name, shape, _, dtype in rank}
+    givers = {(name, box): rank for rank in reversed(range(everyone.size)) for name, _, box, _ in told[rank]}
+    device = next((unit.device for unit in sharding.units), torch.device("cpu"))
+    for name, (shape, dtype) in sorted(wholes.items()):
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+        for param in held.get(name, ()):
+            box = assignment_of(param).box
+            if box is not None and givers[name, box] == everyone.rank:
+                whole[_of(box)] = copies[id(param)]
+        all_reduce(whole, group=everyone, unit=name)
+        ours = [param for param in held.get(name, ()) if id(param) in copies]
+        if ours:
+            copies.update(dict.fromkeys(map(id, ours), whole.cpu()))
+    return _own_names(parts)
+
+
+def _of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
 
 
 def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -71,10 +130,20 @@ def save_whole(state: Mapping[str, Tensor], path: Path, group: Group) -> None:
 
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Load a whole state dict, the same on every rank, into a sharded model. Collective.
+    """Load a whole state dict, the same on every rank, into a sharded model; ranks that hold parts take theirs. Collective.
 
     Returns: missing and unexpected keys, as torch's `load_state_dict` does.
     """
+    parts = _parts(module)
+    own, given = _own_names(parts), dict(state)
+    for param, names in parts.items():
+        box = assignment_of(param).box
+        for name in names:
+            whole = state.get(own.get(name, name))
+            if box is not None and isinstance(whole, Tensor) and whole.shape == assignment_of(param).shape:
+                given.pop(own.get(name, name), None)
+                given[name] = whole[_of(box)]
+    state = given
     with GatheredParameters(module, write=True):
         found = module.load_state_dict(state, strict=strict)
     return list(found.missing_keys), list(found.unexpected_keys)

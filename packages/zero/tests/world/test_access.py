@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -41,12 +42,10 @@ def test_a_parameter_keeps_its_face(bench, stage):
 
 
 MISUSE = {
-    "add": lambda p: p + 1, "index": lambda p: p[0], "write": lambda p: p.add_(1), "data": lambda p: p.data,
-    "detach": lambda p: p.detach(), "item": lambda p: p.sum().item(), "to": lambda p: p.to(torch.float64),
-    "list": lambda p: p.tolist(), "copy": copy.deepcopy, "cat": lambda p: torch.cat([p, p]),
-    "save": lambda p: torch.save(p, io.BytesIO()), "numpy": lambda p: p.detach().numpy(), "init": nn.init.zeros_,
-    "equal": lambda p: p == 0, "bool": lambda p: bool((p == 0).all()), "clone": lambda p: p.clone(),
-    "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p), "iterate": lambda p: list(p),
+    "add": lambda p: p + 1, "index": lambda p: p[0], "write": lambda p: p.add_(1), "item": lambda p: p.sum().item(),
+    "list": lambda p: p.tolist(), "cat": lambda p: torch.cat([p, p]), "numpy": lambda p: p.detach().numpy(),
+    "init": nn.init.zeros_, "equal": lambda p: p == 0, "bool": lambda p: bool((p == 0).all()), "iterate": lambda p: list(p),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p), "average": lambda p: p.clone().lerp_(p.data, 0.1),
 }  # fmt: skip
 
 
@@ -56,9 +55,71 @@ def test_every_other_use_is_refused_by_name(bench, use):
     net, optimizer = make(bench, 3)
     with pytest.raises(ShardedAccessError, match=r"blocks\.0\.up\.weight"), torch.no_grad():
         MISUSE[use](net.blocks[0].up.weight)
-    with pytest.raises(ShardedAccessError):
-        net.state_dict()
     assert "released" in repr(net.blocks[0].up.weight)
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_looking_at_a_sharded_model_is_never_refused(bench, stage):
+    """On one rank alone, too: nothing is sent."""
+    plain = bench.model("plain").state_dict()
+    net, optimizer = make(bench, stage)
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("ds_zero").addHandler(handler)
+    if dist.get_rank() == 0:
+        state = net.state_dict()
+        torch.save(state, file := io.BytesIO())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        shadow = {name: param.detach().clone().cpu() for name, param in net.named_parameters()}
+        assert list(state) == list(loaded) == list(plain)
+        cut = {name for name, param in net.named_parameters() if type(param) is ds_zero.Released}
+        assert bool(cut) == (stage == 3)
+        for name, value in loaded.items():
+            assert value.shape == (0,) if name in cut else torch.equal(value, plain[name])
+            assert shadow[name].shape == value.shape
+        assert sum("show an empty tensor" in line.getMessage() for line in told) == (stage == 3)
+    logging.getLogger("ds_zero").removeHandler(handler)
+    dist.barrier()
+    optimizer.close()
+
+
+@STAGES
+@pytest.mark.parametrize("layout", ["flat", "dim0", "whole"])
+@world(2)
+def test_a_copy_of_a_sharded_model_is_a_model_with_the_same_values(bench, stage, layout):
+    """An average of the weights, kept beside a model that trains: its file is one process's, and the model's steps are not disturbed."""
+    plain, (net, optimizer) = bench.model("plain"), make(bench, stage, layout=layout)
+    average, kept = copy.deepcopy(plain), copy.deepcopy(net)
+    assert all(
+        hasattr(a, "grad") and a.shape == b.shape for a, b in zip(kept.parameters(), plain.parameters(), strict=True)
+    )
+    alone = bench.adamw(plain)
+    for step in range(3):
+        sum(bench.loss(plain, bench.batch(step, 0, rank)) / 2 for rank in range(2)).backward()
+        alone.step()
+        alone.zero_grad()
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, other in zip(average.parameters(), plain.parameters(), strict=True):
+                mine.lerp_(other, 0.25)
+            with ds_zero.GatheredParameters([*net.parameters(), *kept.parameters()], modifier_rank=0):
+                for mine, other in zip(kept.parameters(), net.parameters(), strict=True):
+                    mine.lerp_(other, 0.25)
+    with torch.no_grad():
+        batch = bench.batch(0, 0, 0)
+        torch.testing.assert_close(bench.loss(kept, batch), bench.loss(average, batch))
+    with ds_zero.GatheredParameters(kept):
+        again = copy.deepcopy(kept)
+        torch.save(kept.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    for state in (torch.load(file, weights_only=True), again.state_dict()):
+        for name, value in average.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
     optimizer.close()
 
 

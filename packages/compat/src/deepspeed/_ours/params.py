@@ -75,6 +75,10 @@ class Status:
     def __repr__(self) -> str:
         return repr(self.now)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Status:
+        param = self._param()
+        return Status(memo.get(id(param), param))
+
     def __reduce__(self) -> tuple[Callable[[int], ZeroParamStatus], tuple[int]]:
         return ZeroParamStatus, (self.value,)
 

@@ -33,7 +33,7 @@ from ds_config.reading import Source
 from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.build import Parts, assemble, shapes_of
 from ds_engine.config import Config
-from ds_engine.degrees import with_degrees
+from ds_engine.degrees import degrees_of, with_degrees
 from ds_engine.loader import ResumableLoader
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
@@ -100,7 +100,15 @@ def initialize(
     _give_back(model)
     if resolved.zero_optimization.stage == 3:
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
+    resolved, counted = _with_own_batch(resolved, world_group().size)
     plan = make_plan(resolved, shapes_of(model), world_group().size)
+    if counted is not None and world_group().rank == 0:
+        logger.warning(
+            "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
+            "as if it had samples of its own, and updates more often",
+            counted,
+            plan.batch,
+        )
     parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()
     try:
@@ -246,6 +254,26 @@ def _with_asked(config: Config, asked: _Asked | None, mpu: Any) -> Config:
         )
     made = (section or TensorParallelConfig()).model_copy(update={"autotp_size": asked.size})
     return config.model_copy(update={"tensor_parallel": made})
+
+
+def _with_own_batch(config: Config, world: int) -> tuple[Config, int | None]:
+    """The configuration without a batch size that counts ranks which share samples; and the size, where ranks share any.
+
+    Upstream's arithmetic, train = micro x accumulation x all ranks, holds for a program that gives all three: it gets the microbatches
+    a step that it asked for.
+    """
+    degrees = degrees_of(config)
+    train, micro, steps = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    if degrees["tensor"] == 1 or not isinstance(train, int):
+        return config, None
+    apart = world // (degrees["pipe"] * degrees["sequence"])
+    if isinstance(micro, int) and isinstance(steps, int) and train == micro * steps * apart:
+        return config.model_copy(update={"train_batch_size": None}), train
+    return config, train
 
 
 def _conflict(message: str, fix: str) -> PlanError:

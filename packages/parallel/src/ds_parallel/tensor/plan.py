@@ -18,6 +18,7 @@ from ds_parallel.tensor.rules import Kind, LayerSpec, Rule, first_match, rules_o
 
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
+_HEADS = "lm_head_patterns"
 _EXPERT_GRAIN = 8  # grouped matrix products want rows of whole 16 bytes
 
 
@@ -179,16 +180,32 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
         elif facts.tp_plan:
             rules += rules_of_tp_plan(facts.tp_plan)
         rules += [
-            Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, "lm_head_patterns", (Part(),), gather_output=True)
+            Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, _HEADS, (Part(),), gather_output=True)
             for name in options.heads
         ]
         rules += [*options.rules, *facts.structure]
-    decisions = tuple(_decide(layer, rules, facts, options) for layer in facts.layers)
+    decisions = _with_tied_heads(tuple(_decide(layer, rules, facts, options) for layer in facts.layers), facts)
     _check(decisions, facts, options)
     cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
     heads = {attention.name: attention.heads.stretches(options.degree) for attention in cut}
     attributes = {attention.name: _attributes(attention, options.degree) for attention in cut}
     return TensorPlan(options.degree, decisions, heads, attributes, head_arguments)
+
+
+def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
+    """Last layers that only a name cuts stay whole with the embedding that they are tied to."""
+    whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is Kind.SKIP}
+    tied = {
+        name: next((whole[other] for other in names if other in whole), None) for names in facts.tied for name in names
+    }
+
+    def decided(decision: Decision) -> Decision:
+        other = tied.get(f"{decision.name}.weight") if decision.reason == _HEADS else None
+        if other is None:
+            return decision
+        return Decision(decision.layer, Kind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
+
+    return tuple(map(decided, decisions))
 
 
 def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorOptions) -> Decision:
@@ -234,6 +251,8 @@ def _cuts(layer: Layer, kind: Kind, rule: Rule, attention: Attention | None, opt
         parts = rule.parts or _parts_by_size(inner, attention)
         return {"weight": cut(inner, second, parts)}
     parts = rule.parts or _parts_by_size(whole, attention)
+    if attention is not None:
+        _check_fused(whole, parts, attention)
     found = cut(whole, first, parts)
     return {"weight": found} | ({"bias": Cut(0, found.size, found.parts)} if "bias" in layer.shapes else {})
 
@@ -264,6 +283,24 @@ def _parts_by_size(size: int, attention: Attention | None) -> tuple[Part, ...]:
     if size == keys * width:
         return (Part(Unit.KEY_VALUE),)
     return (Part(Unit.GROUP),) if size % keys == 0 else (Part(),)
+
+
+def _check_fused(size: int, parts: tuple[Part, ...], attention: Attention) -> None:
+    """Queries, keys and values in one weight must be as wide together as the heads that the module says it has.
+
+    A configuration may say a number of key-value heads that the layers were not made with; they would be cut in the wrong places.
+    """
+    query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
+    heads = {Unit.QUERY: query, Unit.KEY_VALUE: keys, Unit.GROUP: query + 2 * keys}
+    units = {part.unit for part in parts}
+    fused = Unit.GROUP in units or (len(parts) > 1 and Unit.GRAIN not in units)
+    said = [heads.get(part.unit, 0) * width for part in parts]
+    if width and fused and all(part.size is None for part in parts) and sum(said) != size:
+        raise PlanError(
+            f"it is {size} wide, and {query} query heads with {keys} key-value heads of {width} are {' + '.join(map(str, said))} = {sum(said)}",
+            code="tensor-parts",
+            fix="Correct the number of key-value heads in the model's configuration, or give the sizes of the parts in partition_config.",
+        )
 
 
 def _by_heads(rule: Rule, layer: Layer, kind: Kind, attention: Attention) -> bool:

@@ -18,19 +18,23 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from logging import getLogger
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, Call
 from ds_zero.runtime.order import GatherOrder
-from ds_zero.runtime.released import keep, unkeep
+from ds_zero.runtime.placeholder import placeholder_of
+from ds_zero.runtime.released import Copier, keep, unkeep
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Gathering", "Helper"]
+
+_log = getLogger(__name__)
 
 
 _PATIENCE_S = 0.02
@@ -121,6 +125,7 @@ class Gathering:
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
+        self._told = False
         self._helper = Helper(self._run_ahead)
 
     def _backward_sequence(self) -> list[int]:
@@ -144,7 +149,7 @@ class Gathering:
             module = modules[name]
             below = [n for n in self.released if _is_below(self.units[n].spec.module, name)]
             self._forwards.setdefault(name, GatherOrder(below, self._ahead, self._numels))
-            pre, post = self._forward_hooks(name, tuple(numbers))
+            pre, post = self._forward_hooks(module, name, tuple(numbers))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
 
@@ -185,6 +190,29 @@ class Gathering:
             self._strays.add(number)
         return True
 
+    def shown(self, param: Parameter, what: str) -> Tensor | None:
+        """Keeper: a placeholder, where no forward or backward is running."""
+        if graph_task_id() != -1 or self._forward is not None:
+            return None
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "%s was asked of a sharded parameter, %s, which this rank has only a part of: it, and all like it, show an empty tensor. "
+                "Whole values: whole_state_dict() or save_16bit_model() of the engine, or `with GatheredParameters(params):`",
+                what,
+                self.name_of(param),
+            )
+        return placeholder_of(param, self.name_of(param))
+
+    def copied(self, param: Parameter) -> Parameter:
+        """Keeper: another parameter with the same values, of which this rank has the same part. Sends nothing."""
+        unit, name = self.units[self._number[id(param)]], self.name_of(param)
+        unit.tier.fetch()
+        pieces = [piece for piece in unit.owned if piece.name == name]
+        parts = [unit.shard[piece.start : piece.stop].to(param.dtype) for piece in pieces]
+        chunk = torch.cat(parts) if parts else torch.empty(0, dtype=param.dtype, device=param.device)
+        return Copier(unit.seat.shards).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
+
     def used(self, param: Parameter) -> None:
         """Keeper: what was gathered for a use stays until its module or graph is done with it."""
 
@@ -195,11 +223,15 @@ class Gathering:
 
     # ---- forward
 
-    def _forward_hooks(self, name: str, numbers: tuple[int, ...]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _forward_hooks(
+        self, owner: nn.Module, name: str, numbers: tuple[int, ...]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
         calls: list[Call | None] = []
+        mine = weakref.ref(owner)  # a copy of the module has these hooks, too
 
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
+            if module is not mine():
+                return
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
                 for number in numbers:
@@ -215,7 +247,8 @@ class Gathering:
             calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            del module, args
+            if module is not mine():
+                return
             call = calls.pop()
             if call is not None:
                 call.guard(output)

@@ -2,8 +2,9 @@
 
 Words: a parameter is *released* while its buffer has no storage. Reading it then would crash the process in a CPU kernel, so on release
 its class becomes `Released`, whose `__torch_function__` answers questions about shape, dtype, device, gradient and hooks, and hands
-everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model and refuses any other
-use with `ShardedAccessError`. On gather the parameter's own class returns. Identity never changes, and nothing in torch is replaced.
+everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model. Anywhere else what only
+looks at it gets a placeholder (`placeholder.py`), and what computes is refused with `ShardedAccessError`. On gather the parameter's own
+class returns. Identity never changes, and nothing in torch is replaced. A copy is cut as the parameter is, and stands alone.
 
 A *scattered* parameter is flat, padded to a multiple of the ranks, and each rank keeps an equal chunk, until `shard` takes it over.
 Using it anywhere gathers it, lets the use happen, and scatters it again with what the use wrote: `nn.init`, `copy_`, a parent's
@@ -15,20 +16,24 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_comm.placement import Interval
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import storage_uses, without_torch_function
+from ds_zero.runtime.placeholder import Placeholder, attributes_of, called, faces, placeholder_of, reads, refusal
 
 __all__ = [
+    "Copier",
     "Keeper",
     "Released",
     "Scatter",
@@ -65,10 +70,10 @@ class Keeper(Protocol):
 
 @runtime_checkable
 class Shows(Protocol):
-    """A keeper that answers `detach`, and so `state_dict`, without gathering."""
+    """A keeper that lets a parameter be looked at without gathering: by `detach`, and so by `state_dict`."""
 
-    def shown(self, param: Parameter) -> Tensor:
-        """`param` without its graph."""
+    def shown(self, param: Parameter, what: str) -> Tensor | None:
+        """What `what` is answered with, in the place of `param`'s values; None: they are needed."""
 
 
 @runtime_checkable
@@ -79,18 +84,6 @@ class Copies(Protocol):
         """A copy of `param`, released as it is."""
 
 
-_METHODS = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension,
-    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook, Tensor.__len__, torch.numel, torch.is_floating_point, torch.is_complex,
-}  # fmt: skip
-_PROPERTIES = {
-    "shape", "dtype", "device", "grad", "requires_grad", "is_leaf", "layout", "grad_fn", "ndim", "names", "itemsize",
-    "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "name",
-    "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "is_mkldnn", "retains_grad",
-}  # fmt: skip
-
-
 class Released(Parameter):
     """A parameter of which this rank holds only a shard. Made by `release`, never constructed."""
 
@@ -98,25 +91,24 @@ class Released(Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        if func in _METHODS or name in _PROPERTIES:
+        kwargs, name = kwargs or {}, called(func)
+        looks = reads(func) and bool(args)
+        if faces(func) or (looks and type(args[0]) is not Released):  # x.to(param) wants its dtype and device
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func is Tensor.detach and isinstance(shows := getattr(args[0], _KEEPER), Shows):
-            return shows.shown(args[0])
+        if (
+            looks
+            and isinstance(shows := keeper_of(args[0]), Shows)
+            and (seen := shows.shown(args[0], name)) is not None
+        ):
+            return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
+        if func is torch._has_compatible_shallow_copy_type or (name == "data" and _stays(args)):
+            return True  # model.to(device) of a model that is there already
         touched = [p for p in _find(args) + _find(kwargs.values()) if type(p) is Released]
         for param in touched:
             keeper: Keeper = getattr(param, _KEEPER)
             if type(param) is Released and not keeper.touched(param, name):
-                raise ShardedAccessError(
-                    f"parameter {keeper.name_of(param)} {tuple(param.shape)} was used by {name!r} while this rank holds only "
-                    "its shard of it",
-                    code="sharded-access",
-                    fix="Use it inside the model's forward, or open `with ds_zero.GatheredParameters([param]):` around the use.",
-                )
+                raise refusal(name, keeper.name_of(param), param.shape)
         try:
             return func(*args, **kwargs)
         finally:
@@ -135,12 +127,20 @@ class Released(Parameter):
             return known
         if isinstance(keeper := keeper_of(self), Copies):
             memo[id(self)] = made = keeper.copied(self)
-            return made
-        raise ShardedAccessError(
-            f"parameter {getattr(self, _KEEPER).name_of(self)} cannot be copied while this rank holds only its shard of it",
-            code="sharded-access",
-            fix="Copy the model before `shard`, or inside `with ds_zero.GatheredParameters(model.parameters()):`.",
-        )
+            for key, value in attributes_of(self).items():
+                setattr(made, key, deepcopy(value, memo))
+        else:
+            memo[id(self)] = made = cast(Parameter, self.clone())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _stays(args: tuple[Any, ...]) -> bool:
+    """Whether a released parameter's `data` is set to what it shows anyway."""
+    param, value = args[0], args[-1]
+    return isinstance(value, Placeholder) and (value.dtype, value.device) == (param.dtype, param.device)
 
 
 def _find(values: Any) -> list[Any]:
@@ -199,6 +199,7 @@ class _Record:
         number: Counts what was scattered, the same on every rank.
         pins: How many contexts keep it whole.
         shown: Tensors that `detach` gave.
+        pieces: What stretches of the parameter `chunk` holds, until it is first gathered; None: its equal part.
     """
 
     full: Tensor
@@ -207,6 +208,7 @@ class _Record:
     number: int
     pins: int = 0
     shown: list[weakref.ref[Tensor]] = field(default_factory=list)
+    pieces: Sequence[Interval] | None = None
 
 
 class Scatter(Keeper):
@@ -299,8 +301,10 @@ class Scatter(Keeper):
         if storage_uses(record.full) <= self._known_uses(record):
             self._scatter(param, 0)
 
-    def shown(self, param: Parameter) -> Tensor:
+    def shown(self, param: Parameter, what: str) -> Tensor | None:
         """Keeper: `param` without its graph, sharing its memory; it has its values while it is used."""
+        if what != "detach":
+            return None
         with without_torch_function():
             alias = param.detach()
         keep(alias, _Shown(self, param))
@@ -311,10 +315,15 @@ class Scatter(Keeper):
     def copied(self, param: Parameter) -> Parameter:
         """Keeper: another parameter with the same values, cut the same way (a module that is copied). Sends nothing."""
         record = self._record(param)
-        full = torch.empty_like(record.full)
+        return self.like(param, record.name, record.chunk.clone(), record.pieces)
+
+    def like(self, param: Parameter, name: str, chunk: Tensor, pieces: Sequence[Interval] | None) -> Parameter:
+        """A scattered parameter that looks as the released `param` and has the values of which this rank holds `chunk`. Sends nothing."""
+        padded = -(-param.numel() // self.group.size) * self.group.size
+        full = torch.empty(padded, dtype=param.dtype, device=param.device)
         with without_torch_function():
             made = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
-        made.__dict__[_RECORD] = _Record(full, record.chunk.clone(), f"a copy of {record.name}", next(_numbers))
+        made.__dict__[_RECORD] = _Record(full, chunk, f"a copy of {name}", next(_numbers), pieces=pieces)
         keep(made, self)
         full.untyped_storage().resize_(0)
         release(made)
@@ -325,9 +334,22 @@ class Scatter(Keeper):
         record = self._record(param)
         record.full.untyped_storage().resize_(record.full.numel() * record.full.element_size())
         with torch.no_grad():
-            comm.all_gather_single(record.full, record.chunk, self.group, unit=record.name)
+            if record.pieces is None:
+                comm.all_gather_single(record.full, record.chunk, self.group, unit=record.name)
+            else:
+                self._join(record, record.pieces)
         restore(param)
         self._open.append(param)
+
+    def _join(self, record: _Record, pieces: Sequence[Interval]) -> None:
+        """The first gather of what was not cut here; from then on its parts are equal."""
+        record.full.zero_()
+        parts = record.chunk.split([piece.numel for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            record.full[piece.start : piece.stop].copy_(part)
+        comm.all_reduce(record.full, group=self.group, unit=record.name)
+        record.chunk, record.pieces = record.full.new_empty(record.full.numel() // self.group.size), None
+        self._store(record, None)
 
     @staticmethod
     def _record(param: Parameter) -> _Record:
@@ -368,6 +390,17 @@ class Scatter(Keeper):
         self._close(param)
         record.full.untyped_storage().resize_(0)
         release(param)
+
+
+class Copier(Scatter):
+    """Keeper of copies of a sharded model's parameters: they are whole while something computes with them, on every rank alike.
+
+    Looking at one shows a placeholder: a copy may be looked at on one rank alone.
+    """
+
+    def shown(self, param: Parameter, what: str) -> Tensor | None:
+        """Keeper: not its values."""
+        return placeholder_of(param, self.name_of(param))
 
 
 class _Shown(Keeper):

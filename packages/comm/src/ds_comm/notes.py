@@ -1,0 +1,39 @@
+"""Words that ranks leave for each other, outside of every collective: for calls of which nobody knows whether all ranks make them.
+
+A word stays until the job ends. Nothing is sent but the word, and no rank waits for one that leaves its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch.distributed as dist
+
+from ds_comm._torch import second_connection
+from ds_comm.groups import world_group
+
+__all__ = ["hear", "tell"]
+
+
+def tell(topic: str, word: str) -> None:
+    """Leave a word of this rank, where process groups are; the last one counts. Returns at once."""
+    _notes().set(f"{topic}/{dist.get_rank()}", word)
+
+
+def hear(topic: str, wait_s: float, enough: Callable[[Mapping[int, str]], bool]) -> dict[int, str]:
+    """What ranks of the world have left under `topic`, as soon as it is `enough` or all have; after `wait_s` seconds, what is there."""
+    notes, end, found = _notes(), time.monotonic() + wait_s, dict[int, str]()
+    while True:
+        for rank in sorted(set(range(dist.get_world_size())) - set(found)):
+            if notes.check([f"{topic}/{rank}"]):
+                found[rank] = notes.get(f"{topic}/{rank}").decode()
+        if enough(found) or len(found) == dist.get_world_size() or time.monotonic() > end:
+            return found
+        time.sleep(0.02)
+
+
+def _notes() -> dist.PrefixStore:
+    world = cast(dist.ProcessGroup, world_group().pg)  # one rank alone has nobody to leave words for
+    return dist.PrefixStore("ds_comm/notes", second_connection(world))
