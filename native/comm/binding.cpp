@@ -174,6 +174,25 @@ class Endpoint {
     if (!channel_) throw std::runtime_error("the channel is closed");
     return progress_->post({outgoing, peer, tag, reinterpret_cast<unsigned char *>(data), nbytes}, timeout_ms);
   }
+  // A sum over the ranks for native code that runs in a thread of Python without its lock: (function, argument).
+  py::tuple sum_hook(int spin_us, std::int64_t timeout_ms) {
+    if (!channel_) throw std::runtime_error("the channel is closed");
+    sum_spin_us_ = spin_us, sum_timeout_ms_ = timeout_ms, summed_ = {};
+    return py::make_tuple(reinterpret_cast<std::uintptr_t>(&Endpoint::sum), reinterpret_cast<std::uintptr_t>(this));
+  }
+  py::tuple summed() {
+    raise_if_interrupted();
+    return told(summed_);
+  }
+  static bool sum(void *end, float *x, std::int64_t n) {
+    Endpoint &e = *static_cast<Endpoint *>(end);
+    unsigned char *at = reinterpret_cast<unsigned char *>(x);
+    const Call c = {Verb::all_reduce, Element::f32, Op::sum, 0, n, at, at, nullptr, nullptr};
+    set_interrupted(&python_interrupted);
+    e.summed_ = e.progress_->run(c, e.sum_spin_us_, e.sum_timeout_ms_);
+    set_interrupted(nullptr);
+    return e.summed_.code == Code::ok;
+  }
   void abort() {
     if (channel_) channel_->abort();
   }
@@ -187,6 +206,9 @@ class Endpoint {
   std::vector<Peer> peers_;
   std::unique_ptr<Channel> channel_;
   std::unique_ptr<Progress> progress_;
+  int sum_spin_us_ = 0;
+  std::int64_t sum_timeout_ms_ = -1;
+  Outcome summed_;
 };
 
 }  // namespace
@@ -214,6 +236,8 @@ void bind_shm(py::module_ &m) {
            py::arg("inp"), py::arg("out"), py::arg("send"), py::arg("receive"), py::arg("timeout_ms"), py::arg("spin_us") = 200)
       .def("post", &Endpoint::post)
       .def("pull", &Endpoint::pull)
+      .def("sum_hook", &Endpoint::sum_hook, py::arg("spin_us"), py::arg("timeout_ms"))
+      .def("summed", &Endpoint::summed)
       .def("abort", &Endpoint::abort)
       .def("close", &Endpoint::close);
   py::class_<MappedCounters>(m, "ShmCounters")

@@ -56,12 +56,12 @@ Packing make(Kind kind, Inputs inputs, Word k, Word group, Random &r) {
 void products_are_right(const ds::Kernels &level, Kind kind, Inputs inputs, Word k, Word group, int rows) {
   Random r{static_cast<std::uint64_t>(k * 100 + rows)};
   const Packing p = make(kind, inputs, k, group, r);
-  const Word stride = level.dense_stride(p.matrix);
-  std::vector<float> x(static_cast<std::size_t>(rows * k)), out(static_cast<std::size_t>(rows * 32));
+  const Word tall = rows <= 4 ? rows : panel_rows;
+  std::vector<float> x(static_cast<std::size_t>(rows * k)), out(static_cast<std::size_t>(tall * 32));
   for (float &v : x) v = r.unit();
-  std::vector<char> prepared(static_cast<std::size_t>(rows * stride));
-  for (int t = 0; t < rows; t++) level.dense_row(p.matrix, x.data() + t * k, prepared.data() + t * stride);
-  level.dense(p.matrix, 0, prepared.data(), stride, rows, out.data());
+  std::vector<char> panel(static_cast<std::size_t>(level.panel_bytes(p.matrix, tall)));
+  for (int t = 0; t < rows; t++) level.panel_row(p.matrix, x.data() + t * k, panel.data(), tall, t);
+  level.dense(p.matrix, 0, panel.data(), tall, rows, out.data());
   for (int t = 0; t < rows; t++)
     for (Word n = 0; n < 32; n++) {
       double sum = 0.0, size = 0.0;
@@ -71,7 +71,10 @@ void products_are_right(const ds::Kernels &level, Kind kind, Inputs inputs, Word
         size += std::fabs(w);
       }
       // Inputs rounded to 8 bits are off by at most half of 1/127 of the largest, which is at most 1.
-      const double allowed = inputs == Inputs::int8 ? size / 254.0 + 1e-3 : 1e-5 * static_cast<double>(k);
+      // Rounded to bf16, each by at most 1/256 of itself.
+      const double allowed = inputs == Inputs::int8   ? size / 254.0 + 1e-3
+                             : inputs == Inputs::bf16 ? size / 256.0 + 1e-3
+                                                      : 1e-5 * static_cast<double>(k);
       CHECK(std::fabs(sum - static_cast<double>(out[static_cast<std::size_t>(t * 32 + n)])) <= allowed);
     }
 }
@@ -86,6 +89,7 @@ int main() {
       for (Word k : {8, 24, 136}) {
         products_are_right(*levels[l], Kind::f32, Inputs::f32, k, k, rows);
         products_are_right(*levels[l], Kind::bf16, Inputs::f32, k, k, rows);
+        products_are_right(*levels[l], Kind::bf16, Inputs::bf16, k, k, rows);
         for (Kind kind : {Kind::int8, Kind::int4})
           for (Inputs inputs : {Inputs::f32, Inputs::int8})
             for (Word group : {Word{16}, k}) products_are_right(*levels[l], kind, inputs, k, group, rows);

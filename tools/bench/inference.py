@@ -1,7 +1,10 @@
-"""Generation on a CPU: ours in several formats of weights beside transformers, alive at once, taking turns.
+"""Generation on a CPU: ours in several formats of weights beside transformers, OpenVINO GenAI and llama.cpp, one engine after the other.
 
-nox -s bench -- inference [--layers 24] [--cycles 3] [--engines ours-bf16,transformers-bf16] [--parts decode,first,batch]
-                          [--batch-cycles 1]
+nox -s bench -- inference [--engines ours-bf16,openvino-fp16] [--parts decode,first,batch] [--cycles 3] [--layers 24] [--threads 2]
+                          [--model FOLDER] [--alone TEXT]
+
+Engines that are measured replace their entries in docs/benchmarks/data/inference.json; all others stay. `--alone` writes down what a
+tool said about the load during the measurement. Peers are installed into environments of their own, and read the same random weights.
 """
 
 from __future__ import annotations
@@ -13,23 +16,41 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
+
+import peers
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("workers") / "inference.py"
-ENGINES = "ours-bf16,ours-int8,ours-int8-rounded,ours-int4,ours-int4-rounded,transformers-bf16"
-PARTS = {"decode": ("decode 12", 12), "first": ("first 512", 512), "batch": ("batch 64", 32 * 64)}
-"""What is asked, and for how many tokens."""
+WORKERS = Path(__file__).with_name("workers")
+DATA = ROOT / "docs" / "benchmarks" / "data" / "inference.json"
+OURS = ("ours-bf16", "ours-int8", "ours-int8-rounded", "ours-int4", "ours-int4-rounded")
+ENGINES = (*OURS, "openvino-fp16", "openvino-int8", "llamacpp-bf16", "llamacpp-q8_0", "transformers-bf16")
+PARTS = {"decode": ("decode 32", 1), "first": ("first 512", 1), "batch": ("batch 64", 32 * 64)}
+"""What is asked, and for how many tokens; seconds of a decode are of one token already."""
+
+
+def command(engine: str) -> list[str]:
+    kind = engine.split("-")[0]
+    if kind in ("ours", "transformers"):
+        return [sys.executable, str(WORKERS / "inference.py")]
+    return [str(peers.ensure(kind)), str(WORKERS / "inference_peers.py")]
 
 
 class Engine:
     """A worker process that answers line by line."""
 
-    def __init__(self, name: str, layers: int) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, str(WORKER), name, str(layers)]
-        self._process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.bytes = self._answer()["bytes"]
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONWARNINGS": "ignore",
+            "DS_BENCH_THREADS": str(threads),
+        }
+        run = [*command(name), "run", str(folder), name]
+        self._process = subprocess.Popen(run, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.first = self._answer()
 
     def ask(self, line: str) -> float:
         assert self._process.stdin is not None
@@ -39,11 +60,11 @@ class Engine:
 
     def _answer(self) -> dict[str, float]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with {self._process.wait()}")
-        found: dict[str, float] = json.loads(line)
-        return found
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, float] = json.loads(line)
+                return found
+        raise SystemExit(f"a worker ended with {self._process.wait()}")
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -51,65 +72,74 @@ class Engine:
         self._process.wait()
 
 
+def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    engine, parts = Engine(name, folder, args.threads), args.parts.split(",")
+    times: dict[str, list[float]] = {part: [] for part in parts}
+    for cycle in range(args.cycles):
+        for part in parts:
+            if part == "batch" and cycle >= args.batch_cycles:
+                continue
+            times[part].append(engine.ask(PARTS[part][0]))
+            print(f"{name} {part} {times[part][-1]:.4f} s", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"bytes": engine.first["bytes"], "times_s": times, "threads": args.threads}
+    found |= {
+        "resident_bytes": engine.ask("resident"),
+        "peak_bytes": engine.ask("peak"),
+        "when": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    if name.startswith("ours"):
+        found["read_bytes_per_s"] = max(engine.ask("read") for _ in range(5))
+    engine.end()
+    return found
+
+
+def said(name: str, entry: dict[str, Any]) -> str:
+    words = [f"{name:20} {entry['bytes'] / 1e6:5.0f} MB"]
+    for part, times in entry["times_s"].items():
+        rate = [PARTS[part][1] / t for t in times]
+        if times:
+            words.append(
+                f"first of 512 {statistics.median(times):.3f} s"
+                if part == "first"
+                else f"{part} {statistics.median(rate):.1f} tokens/s, best {max(rate):.1f}"
+            )
+    return "; ".join(
+        [*words, f"resident {entry['resident_bytes'] / 1e6:.0f} MB, peak {entry['peak_bytes'] / 1e6:.0f} MB"]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--engines", default=ENGINES)
+    parser.add_argument("--batch-cycles", type=int, default=2, help="of the 32 requests, which take longest")
+    parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--batch-cycles", type=int, default=1, help="of the 32 requests, which take longest")
+    parser.add_argument(
+        "--model", default="", help="folder of the random model, made if it is not there; temporary if left out"
+    )
+    parser.add_argument("--label", default="", help="added to the names of the entries, for example -avx2")
+    parser.add_argument(
+        "--alone", default="", help="what is written down about the load; with no engines, nothing is measured"
+    )
     args = parser.parse_args()
-    names, parts = args.engines.split(","), args.parts.split(",")
-    engines = {name: Engine(name, args.layers) for name in names}
-    times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in parts} for name in names}
-    reads: list[float] = []
-    resident: dict[str, float] = {}
-    turns = [(part, cycle) for cycle in range(args.cycles) for part in parts if part != "batch"]
-    turns += [("batch", cycle) for cycle in range(args.batch_cycles) if "batch" in parts]
-    for part, _ in turns:
-        for name, engine in engines.items():
-            times[name][part].append(engine.ask(PARTS[part][0]))
-            print(f"{name} {part} {times[name][part][-1]:.4f} s", file=sys.stderr, flush=True)
-            if part != "decode":
-                continue
-            resident.setdefault(name, engine.ask("resident"))  # before `read` takes its 512 MiB
-            reads.append(engine.ask("read"))
-    for engine in engines.values():
-        engine.end()
-    lines = []
-    for name in names:
-        line: dict[str, object] = {
-            "engine": name,
-            "bytes": engines[name].bytes,
-            "times_s": times[name],
-            "resident_bytes": resident.get(name),
-        }
-        said = [f"{name:20} {engines[name].bytes / 1e6:5.0f} MB"]
-        for part in parts:
-            middle, least = statistics.median(times[name][part]), min(times[name][part])
-            if part == "decode":
-                said.append(
-                    f"decode {1 / middle:6.1f} tokens/s, best {1 / least:6.1f} = {engines[name].bytes / least / 1e9:5.1f} GB/s"
-                )
-            elif part == "first":
-                said.append(f"first of 512 {middle:6.2f} s, best {least:6.2f}")
-            else:
-                said.append(f"32 requests {PARTS[part][1] / middle:6.0f} tokens/s, best {PARTS[part][1] / least:6.0f}")
-        if name in resident:
-            said.append(f"resident {resident[name] / 1e6:5.0f} MB")
-        lines.append(line)
-        print("; ".join(said), flush=True)
-    if reads:
-        print(f"read bandwidth: median {statistics.median(reads) / 1e9:.1f} GB/s, best {max(reads) / 1e9:.1f} GB/s")
-    record = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "load": os.getloadavg()[0],
-        "layers": args.layers,
-        "read_bytes_per_s": reads,
-        "engines": lines,
-    }
-    target = ROOT / "docs" / "benchmarks" / "data" / "inference.json"
-    target.write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    record.setdefault("engines", {})
+    record |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "layers": args.layers}
+    with tempfile.TemporaryDirectory() as room:
+        folder = Path(args.model or room) / "model"
+        for name in filter(None, args.engines.split(",")):
+            make = str(args.layers) if name.startswith("ours") or name.startswith("transformers") else name
+            ours = [sys.executable, str(WORKERS / "inference.py")]
+            subprocess.run([*ours, "make", str(folder), str(args.layers)], check=True)
+            subprocess.run([*command(name), "make", str(folder), make], check=True)
+            entry = measured(name, folder, args)
+            print(said(name, entry), flush=True)
+            record["engines"][name + args.label] = entry
+    if args.alone:
+        record["alone"] = args.alone
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PEERS: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed==0.19.8", "setuptools", "ninja"),
     "transformers": ("transformers==5.23.0",),
+    "openvino": ("openvino==2026.4.1", "openvino-genai", "openvino-tokenizers", "optimum-intel==2.2.0"),
+    "llamacpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors"),
     "deepspeed-clients": (
         "deepspeed==0.19.8",
         "setuptools",

@@ -21,11 +21,13 @@ void quant_dots(const QuantSpec &s, const QuantSources &q, std::int64_t cols, co
 void combine(void *dst, const void *const *src, int count, shm::Element element, shm::Op op, std::int64_t n,
              bool streaming);
 void copy_streaming(void *dst, const void *src, std::int64_t nbytes);
-std::int64_t dense_stride(const decoder::Matrix &m);
-void dense_row(const decoder::Matrix &m, const float *x, void *out);
-void dense(const decoder::Matrix &m, std::int64_t unit, const void *x, std::int64_t stride, int rows, float *out);
+std::int64_t panel_bytes(const decoder::Matrix &m, std::int64_t tall);
+void panel_row(const decoder::Matrix &m, const float *x, void *panel, std::int64_t tall, std::int64_t row);
+void dense(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out);
 void decoder_norm(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
 void decoder_activate(decoder::Activation kind, const float *gate, const float *value, float *out);
-void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, float *qkv);
+void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,
+                   std::int64_t from, std::int64_t to, float *qkv);
+std::int64_t attend_floats(const decoder::Layer &y);
 void decoder_attend(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch);
 }  // namespace ds::DS_ISA

@@ -9,7 +9,9 @@ namespace {
 
 using namespace ds::decoder;
 
-constexpr int keys_at_once = 16, key_vectors = 16 / lanes;
+constexpr int few_keys = 16, few_vectors = 16 / lanes;  // that one query sees at once
+constexpr Word few_queries = 8;                         // up to here one after the other
+constexpr Word many_keys = 64;
 constexpr float none = -__builtin_inff();
 
 // exp by 2^n * p(f): Cody and Waite 1980, section 6; p is the series of 2^f on [-1/2, 1/2] to the seventh term, error below 2 ulp.
@@ -173,57 +175,219 @@ DS_INLINE const float *kept_row(Kept kept, const void *base, const float *scales
   return room;
 }
 
-// What one call of `attend` works on.
-struct Tile {
-  const Layer *y;
-  Word queries, first, last;  // queries = rows * heads of the group; positions of the first and last row
-  float *acc, *most, *sum;    // [queries, value width], [queries], [queries]
+// The first key that a row at `position`, or one after it, may see; a whole number of small blocks.
+DS_INLINE Word first_key(const Layer &y, Word position) {
+  return y.window && position >= y.window ? (position - y.window + 1) / few_keys * few_keys : 0;
+}
+
+DS_INLINE Word kept_at(const Step &s, const Layer &y, const Attend &a, Word position) {
+  const Word slot = a.chunk->blocks[position / s.block_size] * s.block_size + position % s.block_size;
+  return slot * y.kv_heads + a.kv_head;
+}
+
+// scale * score, capped, with its bias of distance, or `none` where a query does not see the key.
+DS_INLINE vf seen_score(const Layer &y, vf score, vf key, vf query, vf slope) {
+  vf x = score * static_cast<float>(y.scale);
+  if (y.softcap != 0.0) x = static_cast<float>(y.softcap) * tanh_of(x / static_cast<float>(y.softcap));
+  x = fma(slope, key, x);
+  vi seen = key <= query;
+  if (y.window) seen &= query - key < static_cast<float>(y.window);
+  return select(seen, x, splat(none));
+}
+
+// ---- few queries: keys in the lanes, one query after the other
+
+struct Running {
+  float most, sum;
 };
 
 // 16 keys, positions j.., against one query: scores become shares, and the values join the query's sum.
-static void absorb(const Tile &t, Word q, Word position, float slope, Word j, vf (&score)[key_vectors],
+static void absorb(const Layer &y, Running &t, float *acc, Word position, float slope, Word j, const float *dots,
                    const float *const *values) {
-  const Layer &y = *t.y;
-  float weights[keys_at_once];
-  float most = none;
-  for (int v = 0; v < key_vectors; v++) {
-    vf s = score[v] * static_cast<float>(y.scale);
-    if (y.softcap != 0.0) s = static_cast<float>(y.softcap) * tanh_of(s / static_cast<float>(y.softcap));
+  float weights[few_keys];
+  vf score[few_vectors];
+  float most = t.most;
+  for (int v = 0; v < few_vectors; v++) {
     vf at = {};
     for (int l = 0; l < lanes; l++) at[l] = static_cast<float>(j + v * lanes + l);
-    s = fma(slope, at, s);
-    const vf mine = splat(static_cast<float>(position));
-    vi seen = at <= mine;
-    if (y.window) seen &= mine - at < static_cast<float>(y.window);
-    score[v] = select(seen, s, splat(none));
+    score[v] = seen_score(y, load<vf>(dots + v * lanes), at, splat(static_cast<float>(position)), splat(slope));
     const float here = largest(score[v]);
     most = here > most ? here : most;
   }
-  const float before = t.most[q];
-  most = most > before ? most : before;
   if (most == none) return;
-  const float kept = before == none ? 0.0f : exp_of(before - most);
+  const float kept = t.most == none ? 0.0f : exp_of(t.most - most);
   float sum = 0.0f;
-  for (int v = 0; v < key_vectors; v++) {
+  for (int v = 0; v < few_vectors; v++) {
     const vf p = exponential(score[v] - most);
     store(weights + v * lanes, p);
     sum += sum_of(p);
   }
-  t.most[q] = most;
-  t.sum[q] = t.sum[q] * kept + sum;
-  float *acc = t.acc + q * y.value_width;
+  t.most = most;
+  t.sum = t.sum * kept + sum;
   each_vector(
       y.value_width,
       [&](Word i) {
-        vf a = load<vf>(acc + i) * kept;
-        for (int k = 0; k < keys_at_once; k++) a = fma(weights[k], load<vf>(values[k] + i), a);
-        store(acc + i, a);
+        vf all = load<vf>(acc + i) * kept;
+        for (int k = 0; k < few_keys; k++) all = fma(weights[k], load<vf>(values[k] + i), all);
+        store(acc + i, all);
       },
       [&](Word i, Word r) {
-        vf a = load_part<vf>(acc + i, r) * kept;
-        for (int k = 0; k < keys_at_once; k++) a = fma(weights[k], load_part<vf>(values[k] + i, r), a);
-        store_part(acc + i, a, r);
+        vf all = load_part<vf>(acc + i, r) * kept;
+        for (int k = 0; k < few_keys; k++) all = fma(weights[k], load_part<vf>(values[k] + i, r), all);
+        store_part(acc + i, all, r);
       });
+}
+
+static void each_query(const Step &s, const Layer &y, const Attend &a, float *scratch) {
+  const Word group = y.heads / y.kv_heads, queries = a.rows * group, width = y.width, wide = y.value_width;
+  float *key_rows = scratch, *value_rows = key_rows + few_keys * width;
+  Running running[few_queries];
+  const Word first = a.chunk->start + a.row - a.chunk->first, last = first + a.rows - 1;
+  const auto result = [&](Word q) { return a.out + (a.row + q / group) * a.out_stride + (a.kv_head * group + q % group) * wide; };
+  for (Word q = 0; q < queries; q++) {
+    running[q] = {y.sinks ? y.sinks[a.kv_head * group + q % group] : none, y.sinks ? 1.0f : 0.0f};
+    std::memset(result(q), 0, static_cast<std::size_t>(wide) * 4);
+  }
+  for (Word j = first_key(y, first); j <= last; j += few_keys) {
+    const float *k[few_keys], *v[few_keys];
+    for (Word i = 0; i < few_keys; i++) {
+      const Word at = kept_at(s, y, a, j + i <= last ? j + i : j);  // what nobody sees has no weight, and must be a number
+      k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
+      v[i] = kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
+    }
+    for (Word q = 0; q < queries; q++) {
+      const Word head = a.kv_head * group + q % group, position = first + q / group;
+      if (position < j) continue;
+      const float *x = a.qkv + (a.row + q / group) * a.qkv_stride + head * width;
+      float dots[few_keys];
+      for (int i = 0; i < few_keys; i++) dots[i] = dot(x, k[i], width);
+      absorb(y, running[q], result(q), position, y.slopes ? y.slopes[head] : 0.0f, j, dots, v);
+    }
+  }
+  for (Word q = 0; q < queries; q++) add_scaled(result(q), 1.0f / running[q].sum, result(q), 0.0f, wide);
+}
+
+// ---- many queries: 32 of them in the lanes, so that maxima, sums and products are of whole vectors (Dao et al. 2023)
+
+constexpr int lane_vectors = 32 / lanes, tile = lanes == 16 ? 8 : 2;
+
+// sums [R][32] += over n steps: x[r][i * step], R numbers that are the same for all lanes, times lane [n][stride].
+template <int R>
+DS_INLINE void outer(vf (&sum)[R][lane_vectors], const float *const *x, Word at, Word step, const float *lane, Word stride, Word n) {
+  for (Word i = 0; i < n; i++) {
+    vf of[lane_vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < lane_vectors; v++) of[v] = load<vf>(lane + i * stride + v * lanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const float one = step ? x[0][i * step + at + r] : x[r][at + i];
+#pragma GCC unroll 8
+      for (int v = 0; v < lane_vectors; v++) sum[r][v] = fma(one, of[v], sum[r][v]);
+    }
+  }
+}
+
+// scores [R][32] of R keys.
+template <int R>
+static void score_keys(const float *const *keys, const float *queries, Word stride, Word width, float *scores) {
+  vf sum[R][lane_vectors] = {};
+  outer<R>(sum, keys, 0, 0, queries, stride, width);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < lane_vectors; v++) store(scores + r * stride + v * lanes, sum[r][v]);
+}
+
+// R features of the sums: acc [R][32] = acc * kept + over keys: value * share.
+template <int R>
+static void mix_values(const float *values, Word wide, const float *shares, Word stride, Word keys, const float *kept, float *acc) {
+  vf sum[R][lane_vectors];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < lane_vectors; v++) sum[r][v] = load<vf>(acc + r * stride + v * lanes) * load<vf>(kept + v * lanes);
+  outer<R>(sum, &values, 0, wide, shares, stride, keys);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < lane_vectors; v++) store(acc + r * stride + v * lanes, sum[r][v]);
+}
+
+// What each place of a query holds: [places] each; features and keys are rows of places.
+struct Places {
+  Word count;  // a multiple of 32
+  float *queries, *acc, *scores, *most, *sum, *position, *slope, *kept;
+};
+
+// Scores of `keys` keys from position j on become shares of the vector of queries at `at`, and the running maxima and sums follow.
+DS_INLINE void share(const Layer &y, const Places &p, Word at, Word j, Word keys) {
+  const vf before = load<vf>(p.most + at), query = load<vf>(p.position + at), slope = load<vf>(p.slope + at);
+  vf most = before;
+  for (Word i = 0; i < keys; i++) {
+    float *score = p.scores + i * p.count + at;
+    const vf x = seen_score(y, load<vf>(score), splat(static_cast<float>(j + i)), query, slope);
+    most = select(x > most, x, most);
+    store(score, x);
+  }
+  const vf base = select(most == none, vf{}, most), kept = exponential(before - base);
+  vf sum = load<vf>(p.sum + at) * kept;
+  for (Word i = 0; i < keys; i++) {
+    float *score = p.scores + i * p.count + at;
+    const vf x = exponential(load<vf>(score) - base);
+    sum += x;
+    store(score, x);
+  }
+  store(p.most + at, most);
+  store(p.sum + at, sum);
+  store(p.kept + at, kept);
+}
+
+static void many_queries(const Step &s, const Layer &y, const Attend &a, float *scratch) {
+  const Word group = y.heads / y.kv_heads, queries = a.rows * group, width = y.width, wide = y.value_width;
+  const Word first = a.chunk->start + a.row - a.chunk->first, last = first + a.rows - 1, count = (queries + 31) / 32 * 32;
+  float *key_rows = scratch, *value_rows = key_rows + many_keys * width, *next = value_rows + many_keys * wide;
+  const auto take = [&next, count](Word rows) {
+    float *here = next;
+    next += rows * count;
+    return here;
+  };
+  const Places p = {count, take(width), take(wide), take(many_keys), take(1), take(1), take(1), take(1), take(1)};
+  std::memset(p.queries, 0, static_cast<std::size_t>(count * (width + wide)) * 4);
+  for (Word q = 0; q < count; q++) {
+    const Word head = a.kv_head * group + q % group;
+    const bool is = q < queries;
+    p.most[q] = is && y.sinks ? y.sinks[head] : none;
+    p.sum[q] = is && y.sinks ? 1.0f : 0.0f;
+    p.position[q] = is ? static_cast<float>(first + q / group) : -1.0f;
+    p.slope[q] = is && y.slopes ? y.slopes[head] : 0.0f;
+    if (!is) continue;
+    const float *x = a.qkv + (a.row + q / group) * a.qkv_stride + head * width;
+    for (Word w = 0; w < width; w++) p.queries[w * count + q] = x[w];
+  }
+  for (Word j = first_key(y, first); j <= last; j += many_keys) {
+    const Word keys = last + 1 - j < many_keys ? last + 1 - j : many_keys;
+    const float *k[many_keys];
+    for (Word i = 0; i < keys; i++) {
+      const Word at = kept_at(s, y, a, j + i);
+      k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
+      float *to = value_rows + i * wide;
+      const float *v = kept_row(s.kept, y.values, y.value_scales, at, wide, to);
+      if (v != to) std::memcpy(to, v, static_cast<std::size_t>(wide) * 4);
+    }
+    for (Word at = 0; at < count; at += 32) {
+      const Word furthest = (at + 31 < queries ? at + 31 : queries - 1) / group + first;
+      if (furthest < j) continue;  // the first queries of the tile see none of these
+      Word i = 0;
+      for (; i + tile <= keys; i += tile)
+        score_keys<tile>(k + i, p.queries + at, count, width, p.scores + i * count + at);
+      for (; i < keys; i++) score_keys<1>(k + i, p.queries + at, count, width, p.scores + i * count + at);
+      for (int v = 0; v < lane_vectors; v++) share(y, p, at + v * lanes, j, keys);
+      Word w = 0;
+      for (; w + tile <= wide; w += tile)
+        mix_values<tile>(value_rows + w, wide, p.scores + at, count, keys, p.kept + at, p.acc + w * count + at);
+      for (; w < wide; w++)
+        mix_values<1>(value_rows + w, wide, p.scores + at, count, keys, p.kept + at, p.acc + w * count + at);
+    }
+  }
+  for (Word q = 0; q < queries; q++) {
+    float *out = a.out + (a.row + q / group) * a.out_stride + (a.kv_head * group + q % group) * wide;
+    const float by = 1.0f / p.sum[q];
+    for (Word w = 0; w < wide; w++) out[w] = p.acc[w * count + q] * by;
+  }
 }
 
 }  // namespace
@@ -239,7 +403,8 @@ void decoder_activate(decoder::Activation kind, const float *gate, const float *
   }
 }
 
-void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, float *qkv) {
+void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, std::int64_t from,
+                   std::int64_t to, float *qkv) {
   const Word position = c.start + row - c.first;
   const Word slot = c.blocks[position / s.block_size] * s.block_size + position % s.block_size;
   float *keys = qkv + y.heads * y.width, *values = keys + y.kv_heads * y.width;
@@ -248,76 +413,30 @@ void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decode
     norm_row(y.key_norm, keys, y.kv_heads * y.width, keys);
   }
   const Word turns = y.rope < 0 ? 0 : (y.rope * s.rows + row) * s.rope_stride;
-  for (Word h = 0; h < y.heads + y.kv_heads; h++) {
-    float *x = qkv + h * y.width;
-    const Normed &n = h < y.heads ? y.query_norm : y.key_norm;
+  const Word group = y.heads / y.kv_heads;
+  const auto turn = [&](const Normed &n, float *x) {
     if (n.weight && !y.whole) norm_row(n, x, y.width, x);
     if (y.rope >= 0) rotate(y, s.cos + turns, s.sin + turns, x);
-  }
-  for (Word h = 0; h < y.kv_heads; h++) {
+  };
+  for (Word h = from * group; h < to * group; h++) turn(y.query_norm, qkv + h * y.width);
+  for (Word h = from; h < to; h++) {
+    turn(y.key_norm, keys + h * y.width);
     keep(s.kept, y.keys, y.key_scales, slot * y.kv_heads + h, y.width, keys + h * y.width);
     keep(s.kept, y.values, y.value_scales, slot * y.kv_heads + h, y.value_width, values + h * y.value_width);
   }
 }
 
 void decoder_attend(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch) {
-  const Word group = y.heads / y.kv_heads, queries = a.rows * group, width = y.width, wide = y.value_width;
-  float *key_rows = scratch, *turned = key_rows + keys_at_once * width, *value_rows = turned + keys_at_once * width;
-  Tile t = {&y, queries, a.chunk->start + a.row - a.chunk->first, 0, value_rows + keys_at_once * wide, nullptr, nullptr};
-  t.most = t.acc + queries * wide;
-  t.sum = t.most + queries;
-  t.last = t.first + a.rows - 1;
-  for (Word q = 0; q < queries; q++) {
-    const Word head = a.kv_head * group + q % group;
-    t.most[q] = y.sinks ? y.sinks[head] : none;
-    t.sum[q] = y.sinks ? 1.0f : 0.0f;
-  }
-  std::memset(t.acc, 0, static_cast<std::size_t>(queries * wide) * 4);
-  const Word begin = y.window && t.first >= y.window ? (t.first - y.window + 1) / keys_at_once * keys_at_once : 0;
-  for (Word j = begin; j <= t.last; j += keys_at_once) {
-    const float *k[keys_at_once], *v[keys_at_once];
-    const Word count = t.last + 1 - j < keys_at_once ? t.last + 1 - j : keys_at_once;
-    for (Word i = 0; i < keys_at_once; i++) {
-      const Word p = j + (i < count ? i : 0);  // what nobody sees has a weight of zero, and must be a number
-      const Word at = (a.chunk->blocks[p / s.block_size] * s.block_size + p % s.block_size) * y.kv_heads + a.kv_head;
-      k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
-      v[i] = kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
-    }
-    const bool turn = queries >= 4;
-    if (turn)
-      for (Word i = 0; i < keys_at_once; i++)
-        for (Word w = 0; w < width; w++) turned[w * keys_at_once + i] = k[i][w];
-    for (Word q = 0; q < queries; q++) {
-      const Word row = q / group, head = a.kv_head * group + q % group, position = t.first + row;
-      if (position < j) continue;
-      const float *x = a.qkv + (a.row + row) * a.qkv_stride + head * width;
-      vf score[key_vectors] = {};
-      if (turn) {
-        vf other[key_vectors] = {};
-        Word w = 0;
-        for (; w + 2 <= width; w += 2)
-          for (int n = 0; n < key_vectors; n++) {
-            score[n] = fma(x[w], load<vf>(turned + w * keys_at_once + n * lanes), score[n]);
-            other[n] = fma(x[w + 1], load<vf>(turned + (w + 1) * keys_at_once + n * lanes), other[n]);
-          }
-        for (; w < width; w++)
-          for (int n = 0; n < key_vectors; n++)
-            score[n] = fma(x[w], load<vf>(turned + w * keys_at_once + n * lanes), score[n]);
-        for (int n = 0; n < key_vectors; n++) score[n] += other[n];
-      } else {
-        float dots[keys_at_once];
-        for (int i = 0; i < keys_at_once; i++) dots[i] = dot(x, k[i], width);
-        for (int n = 0; n < key_vectors; n++) score[n] = load<vf>(dots + n * lanes);
-      }
-      absorb(t, q, position, y.slopes ? y.slopes[head] : 0.0f, j, score, v);
-    }
-  }
-  for (Word q = 0; q < queries; q++) {
-    const Word row = q / group, head = a.kv_head * group + q % group;
-    float *out = a.out + (a.row + row) * a.out_stride + head * wide;
-    add_scaled(t.acc + q * wide, 1.0f / t.sum[q], t.acc + q * wide, 0.0f, wide);
-    std::memcpy(out, t.acc + q * wide, static_cast<std::size_t>(wide) * 4);
-  }
+  if (a.rows * (y.heads / y.kv_heads) > few_queries)
+    many_queries(s, y, a, scratch);
+  else
+    each_query(s, y, a, scratch);
+}
+
+std::int64_t attend_floats(const decoder::Layer &y) {
+  const Word group = y.heads / y.kv_heads, most = group > decoder::queries ? group : decoder::queries;
+  const Word places = (most + 31) / 32 * 32;
+  return many_keys * (y.width + y.value_width) + places * (y.width + y.value_width + many_keys + 5);
 }
 
 }  // namespace ds::DS_ISA

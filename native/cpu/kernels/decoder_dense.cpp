@@ -1,24 +1,25 @@
-// Products of packed weights with a few rows of inputs: see ds/decoder.h for the packing.
+// Products of packed weights with panels of inputs: see ds/decoder.h for the packing of weights, panel.h for that of inputs.
 //
-// A unit's 32 weights of one input are whole vectors, so there is no sum over lanes, and the same loop serves one row (which
-// waits for memory) and twelve (which wait for the multiplier). Sums are fp32, of whole rows or of one group at a time.
-#include <ds/decoder.h>
-
+// A unit's 32 weights of one input (or pair, or four) are whole vectors, so there is no sum over lanes, and the same loop serves
+// one row (which waits for memory) and twelve (which wait for the multiplier: 24 sums in registers share each vector of weights).
+// Sums are fp32, of whole rows or of one group at a time.
 #include "declare.h"
-#include "staging.h"
-
-#if defined(__AVX512F__) && DS_LANES == 16
-#define DS_DOTS 1  // functions with more instructions than the level has, called where the processor has them
-#endif
+#include "panel.h"
 
 namespace {
-
-using namespace ds::decoder;
 
 constexpr int vectors = 32 / lanes;
 
 // Accumulators of one sum: enough of them that each is added to less often than its latency.
 constexpr int phases_of(int rows) { return rows * vectors >= 8 ? 1 : rows * vectors >= 4 ? 2 : 4; }
+
+// Few rows read weights faster than the processor foresees across pages: they are asked for so many bytes before.
+constexpr Word ahead = 4096;
+template <int R>
+DS_INLINE void ask(const std::uint32_t *p, int lines) {
+  if (R > 4) return;
+  for (int i = 0; i < lines; i++) __builtin_prefetch(reinterpret_cast<const char *>(p) + ahead + 64 * i);
+}
 
 // Blocks of 8 inputs: `words` 32-bit words of each lane, and number j of vector v.
 struct F32 {
@@ -61,23 +62,27 @@ struct Int4 {
 struct Work {
   const std::uint32_t *w;  // of the unit
   const float *params;     // of the unit
-  const char *x;
-  Word stride;  // bytes between rows of x
-  Word k, group;
+  const std::uint32_t *x;  // of the first row
+  Word tall, k, group;
+  const float *bias;  // of the unit; null: none
 };
 
-DS_INLINE const float *row_of(const Work &c, int r) { return reinterpret_cast<const float *>(c.x + r * c.stride); }
+DS_INLINE void finish(const Work &c, float *out, int v, vf sum) {
+  store(out + v * lanes, c.bias ? sum + load<vf>(c.bias + v * lanes) : sum);
+}
 
 template <class Codes, int R, bool Groups>
 static void numbers(const Work &c, float *out) {
   constexpr int phases = phases_of(R);
   vf total[R][vectors] = {};
+  const float *x = reinterpret_cast<const float *>(c.x), *sums = x + c.k * c.tall;
   const Word groups = (c.k + c.group - 1) / c.group;
   for (Word g = 0; g < groups; g++) {
     vf part[phases][R][vectors] = {};
     const Word end = (g + 1) * c.group < c.k ? (g + 1) * c.group : c.k;
     for (Word i = g * c.group; i < end; i += 8) {
       const std::uint32_t *p = c.w + i / 8 * Codes::words * 32;
+      ask<R>(p, 2 * Codes::words);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
         vf n[vectors];
@@ -85,9 +90,9 @@ static void numbers(const Work &c, float *out) {
         for (int v = 0; v < vectors; v++) n[v] = Codes::number(p, v, j);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-          const float x = row_of(c, r)[i + j];
+          const float input = x[(i + j) * c.tall + r];
 #pragma GCC unroll 8
-          for (int v = 0; v < vectors; v++) part[j % phases][r][v] = fma(x, n[v], part[j % phases][r][v]);
+          for (int v = 0; v < vectors; v++) part[j % phases][r][v] = fma(input, n[v], part[j % phases][r][v]);
         }
       }
     }
@@ -100,31 +105,59 @@ static void numbers(const Work &c, float *out) {
         for (int f = 1; f < phases; f++) sum += part[f][r][v];
         if (Groups) {
           const vf scale = load<vf>(param + v * lanes), zero = load<vf>(param + 32 + v * lanes) - Codes::centre;
-          total[r][v] = fma(scale, sum - zero * row_of(c, r)[c.k + g], total[r][v]);
+          total[r][v] = fma(scale, sum - zero * sums[g * c.tall + r], total[r][v]);
         } else {
           total[r][v] = sum;
         }
       }
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < vectors; v++) store(out + r * 32 + v * lanes, total[r][v]);
+    for (int v = 0; v < vectors; v++) finish(c, out + r * 32, v, total[r][v]);
 }
 
 #if defined(DS_DOTS)
 
-// Rows of x: int8 [k], then scales [groups], then sums of codes [groups], fp32.
+template <int R>
+__attribute__((target("avx512bf16"))) static void dots_bf16(const Work &c, float *out) {
+  constexpr int phases = phases_of(R);
+  __m512 part[phases][R][2] = {};
+  for (Word i = 0; i < c.k / 2; i += 4) {  // k is a multiple of 8
+    const std::uint32_t *p = c.w + i * 32, *x = c.x + i * c.tall;
+    ask<R>(p, 8);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const std::uint32_t *row = x + j * c.tall;
+      const __m512bh w[2] = {(__m512bh)load<vu>(p + j * 32), (__m512bh)load<vu>(p + j * 32 + 16)};
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<std::int32_t>(row[r]));
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) part[j % phases][r][v] = _mm512_dpbf16_ps(part[j % phases][r][v], w[v], pair);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < 2; v++) {
+      vf sum = (vf)part[0][r][v];
+      for (int f = 1; f < phases; f++) sum += (vf)part[f][r][v];
+      finish(c, out + r * 32, v, sum);
+    }
+}
+
 template <int R, bool Nibbles>
 __attribute__((target("avx512vnni"))) static void dots_int8(const Work &c, float *out) {
-  constexpr int phases = phases_of(R);
-  vf total[R][2] = {};
+  constexpr int phases = phases_of(R) < 2 ? phases_of(R) : 2;
   const Word groups = (c.k + c.group - 1) / c.group;
+  const float *scales = reinterpret_cast<const float *>(c.x + c.k / 4 * c.tall), *sums = scales + groups * c.tall;
   for (Word g = 0; g < groups; g++) {
     __m512i part[phases][R][2] = {};
     const Word end = (g + 1) * c.group < c.k ? (g + 1) * c.group : c.k;
     for (Word i = g * c.group; i < end; i += 8) {
-      const std::uint32_t *p = c.w + i / (Nibbles ? 8 : 4) * 32;
+      const std::uint32_t *p = c.w + i / (Nibbles ? 8 : 4) * 32, *x = c.x + i / 4 * c.tall;
+      ask<R>(p, Nibbles ? 2 : 4);
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++) {
+        const std::uint32_t *row = x + j * c.tall;
         __m512i w[2];
 #pragma GCC unroll 2
         for (int v = 0; v < 2; v++) {
@@ -137,42 +170,40 @@ __attribute__((target("avx512vnni"))) static void dots_int8(const Work &c, float
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-          const __m512i x = _mm512_set1_epi32(reinterpret_cast<const std::int32_t *>(c.x + r * c.stride)[i / 4 + j]);
+          const __m512i four = _mm512_set1_epi32(static_cast<std::int32_t>(row[r]));
 #pragma GCC unroll 2
-          for (int v = 0; v < 2; v++) part[j % phases][r][v] = _mm512_dpbusd_epi32(part[j % phases][r][v], w[v], x);
+          for (int v = 0; v < 2; v++) part[j % phases][r][v] = _mm512_dpbusd_epi32(part[j % phases][r][v], w[v], four);
         }
       }
     }
-    const float *param = c.params + g * 64;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const float *row = reinterpret_cast<const float *>(c.x + r * c.stride + c.k);
-#pragma GCC unroll 2
+    // Sums go through memory: written with anything else between, twelve rows' would not stay in registers in the loop above.
+    std::int32_t sum[R][32];
+    for (int r = 0; r < R; r++)
       for (int v = 0; v < 2; v++) {
-        vi sum = (vi)part[0][r][v];
-        for (int f = 1; f < (phases < 2 ? phases : 2); f++) sum += (vi)part[f][r][v];
-        const vf scale = load<vf>(param + v * 16), zero = load<vf>(param + 32 + v * 16);
-        total[r][v] = fma(scale * row[g], __builtin_convertvector(sum, vf) - zero * row[groups + g], total[r][v]);
+        vi all = (vi)part[0][r][v];
+        for (int f = 1; f < phases; f++) all += (vi)part[f][r][v];
+        store(sum[r] + v * 16, all);
+      }
+    for (int v = 0; v < 2; v++) {
+      const vf scale = load<vf>(c.params + g * 64 + v * 16), zero = load<vf>(c.params + g * 64 + 32 + v * 16);
+      const vf bias = g == 0 && c.bias ? load<vf>(c.bias + v * 16) : vf{};
+#pragma GCC unroll 1
+      for (int r = 0; r < R; r++) {
+        const vf number = __builtin_convertvector(load<vi>(sum[r] + v * 16), vf);
+        const vf centred = fma(-sums[g * c.tall + r], zero, number);
+        float *to = out + r * 32 + v * 16;
+        store(to, fma(scale * scales[g * c.tall + r], centred, g == 0 ? bias : load<vf>(to)));
       }
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < 2; v++) store(out + r * 32 + v * 16, total[r][v]);
 }
 
 #endif
-
-DS_INLINE bool has_dots(Inputs inputs) {
-#if defined(DS_DOTS)
-  if (inputs == Inputs::int8) return __builtin_cpu_supports("avx512vnni");
-#endif
-  (void)inputs;
-  return false;
-}
 
 template <int R>
 static void piece(const Matrix &m, bool dots, const Work &c, float *out) {
 #if defined(DS_DOTS)
+  if (dots && m.kind == Kind::bf16) return dots_bf16<R>(c, out);
   if (dots && m.kind == Kind::int8) return dots_int8<R, false>(c, out);
   if (dots) return dots_int8<R, true>(c, out);
 #endif
@@ -183,94 +214,51 @@ static void piece(const Matrix &m, bool dots, const Work &c, float *out) {
   if (m.kind == Kind::int4) numbers<Int4, R, true>(c, out);
 }
 
-DS_INLINE Word words_of(Kind kind) { return kind == Kind::f32 ? 8 : kind == Kind::bf16 ? 4 : kind == Kind::int8 ? 2 : 1; }
-
-// One row of `n` numbers becomes codes of groups of m.group: bytes, or (no instruction takes bytes) the numbers they mean.
-static void round_row(const Matrix &m, bool dots, const float *x, char *out) {
-  const Word groups = (m.k + m.group - 1) / m.group;
-  float *floats = reinterpret_cast<float *>(out);
-  float *scales = reinterpret_cast<float *>(out + m.k), *sums = dots ? scales + groups : floats + m.k;
-  for (Word g = 0; g < groups; g++) {
-    const Word begin = g * m.group, end = begin + m.group < m.k ? begin + m.group : m.k;
-    float most = 0.0f, sum = 0.0f;
-    for (Word i = begin; i < end; i++) {
-      const float a = __builtin_fabsf(x[i]);
-      most = a > most ? a : most;
-    }
-    const float scale = most > 0.0f ? most / 127.0f : 1.0f, inverse = 1.0f / scale;
-    for (Word i = begin; i < end; i += 8) {  // k and groups are multiples of 8
-      for (Word j = i; j < i + 8; j++) {
-        const float magic = 12582912.0f;  // 1.5 * 2^23: what is below 1 is rounded off, to even
-        const float code = (x[j] * inverse + magic) - magic;
-        sum += code;
-        if (dots)
-          reinterpret_cast<std::int8_t *>(out)[j] = static_cast<std::int8_t>(code);
-        else
-          floats[j] = code * scale;
-      }
-    }
-    if (dots) scales[g] = scale;
-    sums[g] = dots ? sum : sum * scale;
-  }
+DS_INLINE Word unit_words(const Matrix &m) {
+  return m.k / 8 * 32 * (m.kind == Kind::f32 ? 8 : m.kind == Kind::bf16 ? 4 : m.kind == Kind::int8 ? 2 : 1);
 }
 
 }  // namespace
 
 namespace ds::DS_ISA {
 
-std::int64_t dense_stride(const decoder::Matrix &m) {
-  const Word groups = (m.k + m.group - 1) / m.group;
-  const bool dots = has_dots(m.inputs);
-  const Word bytes = dots ? m.k + 8 * groups : 4 * (m.k + groups);
-  return (bytes + 63) / 64 * 64 + 64;  // not a power of two: rows of a tile lie in different sets of the cache
-}
-
-void dense_row(const decoder::Matrix &m, const float *x, void *out) {
-  const bool dots = has_dots(m.inputs);
-  char *bytes = static_cast<char *>(out);
-  if (m.inputs == Inputs::int8) return round_row(m, dots, x, bytes);
-  float *floats = static_cast<float *>(out);
-  std::memcpy(floats, x, static_cast<std::size_t>(m.k) * 4);
-  if (m.kind == Kind::int8 || m.kind == Kind::int4)
-    for (Word g = 0; g * m.group < m.k; g++) {
-      float sum = 0.0f;
-      for (Word i = g * m.group; i < m.k && i < (g + 1) * m.group; i++) sum += x[i];
-      floats[m.k + g] = sum;
-    }
-}
-
-void dense(const decoder::Matrix &m, std::int64_t unit_index, const void *x, std::int64_t stride, int rows, float *out) {
-  const bool dots = has_dots(m.inputs);
-  const bool codes = m.kind == Kind::int8 || m.kind == Kind::int4;
-  const Word groups = codes ? (m.k + m.group - 1) / m.group : 1;
-  Work c = {static_cast<const std::uint32_t *>(m.data) + unit_index * (m.k / 8) * words_of(m.kind) * 32,
-            m.params + (codes ? unit_index * groups * 64 : 0),
-            static_cast<const char *>(x),
-            stride,
+void dense(const decoder::Matrix &m, std::int64_t unit_index, const void *panel, std::int64_t tall, int rows, float *out) {
+  const bool dots = has_dots(m);
+  Work c = {static_cast<const std::uint32_t *>(m.data) + unit_index * unit_words(m),
+            m.params + unit_index * groups_of(m) * 64,
+            static_cast<const std::uint32_t *>(panel),
+            tall,
             m.k,
-            codes ? m.group : m.k};
-  int r = 0;
-  float *to = out;
-  const auto next = [&](int done) {
-    c.x += done * stride;
-    to += done * 32;
-    r += done;
-  };
+            of_codes(m) ? m.group : m.k,
+            m.bias ? m.bias + unit_index * 32 : nullptr};
 #if DS_LANES == 16
-  for (; rows - r >= 12; next(12)) piece<12>(m, dots, c, to);
-  for (; rows - r >= 8; next(8)) piece<8>(m, dots, c, to);
-  for (; rows - r >= 4; next(4)) piece<4>(m, dots, c, to);
-#else
-  for (; rows - r >= 3; next(3)) piece<3>(m, dots, c, to);
+  // What is computed beyond `rows` is a row that the panel has place for: out has place for a whole panel.
+  switch (tall < panel_rows ? 0 : rows) {
+    case 5:
+    case 6: return piece<6>(m, dots, c, out);
+    case 7:
+    case 8: return piece<8>(m, dots, c, out);
+    case 9:
+    case 10: return piece<10>(m, dots, c, out);
+    case 11:
+    case 12: return piece<12>(m, dots, c, out);
+    default: break;
+  }
 #endif
-  for (; rows - r >= 2; next(2)) piece<2>(m, dots, c, to);
-  for (; rows - r >= 1; next(1)) piece<1>(m, dots, c, to);
-  if (m.bias)
-    for (r = 0; r < rows; r++)
-      for (int v = 0; v < vectors; v++) {
-        float *at = out + r * 32 + v * lanes;
-        store(at, load<vf>(at) + load<vf>(m.bias + unit_index * 32 + v * lanes));
-      }
+  while (rows > 0) {
+#if DS_LANES == 16
+    const int now = rows < 4 ? rows : 4;
+#else
+    const int now = rows < 3 ? rows : 3;
+#endif
+    if (now == 1) piece<1>(m, dots, c, out);
+    if (now == 2) piece<2>(m, dots, c, out);
+    if (now == 3) piece<3>(m, dots, c, out);
+#if DS_LANES == 16
+    if (now == 4) piece<4>(m, dots, c, out);
+#endif
+    c.x += now, out += now * 32, rows -= now;
+  }
 }
 
 }  // namespace ds::DS_ISA

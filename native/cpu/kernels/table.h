@@ -43,18 +43,19 @@ struct Kernels {
   void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
   // Rows of block `block`; scratch [2, cols].
   void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
-  std::int64_t (*dense_stride)(const decoder::Matrix &m);  // bytes from one prepared row to the next
-  // Prepares one row of m.k inputs.
-  void (*dense_row)(const decoder::Matrix &m, const float *x, void *out);
-  // out [rows, 32] = the outputs of one unit, bias added, of prepared rows.
-  void (*dense)(const decoder::Matrix &m, std::int64_t unit, const void *x, std::int64_t stride, int rows, float *out);
+  std::int64_t (*panel_bytes)(const decoder::Matrix &m, std::int64_t tall);  // of a panel with place for `tall` rows: 1 to 4, or 12
+  // Row `row` of a panel, of m.k inputs.
+  void (*panel_row)(const decoder::Matrix &m, const float *x, void *panel, std::int64_t tall, std::int64_t row);
+  // out [tall, 32]: of the first `rows` rows, the outputs of one unit, bias added. What is behind them is overwritten.
+  void (*dense)(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out);
   void (*decoder_norm)(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
   // out [32] = f(gate), times value if there is one.
   void (*decoder_activate)(decoder::Activation kind, const float *gate, const float *value, float *out);
-  // Norms and turns queries and keys of one row, in place, and writes keys and values to the cache.
+  // Norms and turns queries and keys of one row, in place, and writes keys and values to the cache: of heads [from, to) of keys,
+  // and the queries that read them.
   void (*decoder_place)(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,
-                        float *qkv);
-  // scratch: 32 width + 16 value width + queries * (value width + 2) floats.
+                        std::int64_t from, std::int64_t to, float *qkv);
+  std::int64_t (*attend_floats)(const decoder::Layer &y);  // of the scratch of the next
   void (*decoder_attend)(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch);
 };
 

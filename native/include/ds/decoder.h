@@ -13,7 +13,7 @@ namespace ds::decoder {
 
 using Word = std::int64_t;
 constexpr Word unit = 32;
-constexpr Word most_rows = 12;  // of one call of a product
+constexpr Word panel_rows = 12;  // of one call of a product
 
 // Packed weights [n / 32][...][32], n and k padded with zeros:
 //   f32   [k][32] floats          bf16  [k / 2][32][2]
@@ -21,10 +21,10 @@ constexpr Word most_rows = 12;  // of one call of a product
 // Codes are unsigned; a weight is (code - zero) * scale, scale and zero fp32 [n / 32][k / group][2][32].
 enum class Kind : Word { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
-// What codes are multiplied with: fp32 inputs, or inputs rounded to int8 by group and row, for the instructions that take
-// those (VNNI). Without the instruction, rounded inputs are multiplied as fp32: the same numbers. bf16 weights are always
-// multiplied with fp32 inputs: the instruction for pairs of bf16 reads no less and multiplies no faster (docs/benchmarks/inference.md).
-enum class Inputs : Word { f32 = 0, int8 = 1 };
+// What weights are multiplied with: fp32 inputs; inputs rounded to int8 by group and row, for codes (VNNI multiplies them); or
+// inputs rounded to bf16, for weights of bf16 (there is an instruction for pairs of them). Where the processor has no such
+// instruction, rounded inputs are multiplied as fp32: the same numbers.
+enum class Inputs : Word { f32 = 0, int8 = 1, bf16 = 2 };
 
 struct Matrix {
   const void *data;
@@ -68,6 +68,9 @@ struct Chunk {
   const Word *blocks;        // of the sequence
 };
 
+// Sums n floats over the ranks that hold parts of the layers, in place; false: one of them failed, and `ranks` knows which.
+using Sum = bool (*)(void *ranks, float *x, Word n);
+
 struct Step {
   float *x;  // [rows, hidden]: embeddings; overwritten
   Word rows, hidden;
@@ -86,9 +89,13 @@ struct Step {
   Kept kept;
   float *scratch;
   Word scratch_floats;
+  Sum sum;  // null: one rank. Outputs of `out` and `down` are this rank's parts of a sum
+  void *ranks;
 };
 
-// What one call of the attention kernel computes: `rows` rows of a chunk for one head of keys.
+constexpr Word queries = 64;  // of one call of the attention kernel, unless one row has more
+
+// What such a call computes: `rows` rows of a chunk for one head of keys.
 struct Attend {
   const Chunk *chunk;
   Word row, rows, kv_head;
@@ -98,14 +105,19 @@ struct Attend {
   Word out_stride;
 };
 
-static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 83 * 8 && sizeof(Step) == 30 * 8);
+static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 83 * 8 && sizeof(Step) == 32 * 8);
 
 // Floats of scratch that `run` needs for such a step.
 Word scratch_floats(const Step &s, int threads);
 
-// Cost: every weight read once for each 12 rows of its matrix, the keys and values of each chunk's sequence once for
-// each 32 / (heads / kv_heads) rows; 6 barriers a layer. Sources: Dao et al. 2023 (the running softmax), Kwon et al. 2023
+// Cost: every weight read once for each block of rows whose inputs stay in the second-level cache, the keys and values of each chunk's sequence once for
+// each 64 / (heads / kv_heads) rows; 4 barriers a layer where threads can take whole heads, else 6. Sources: Dao et al. 2023 (the running softmax), Kwon et al. 2023
 // (blocks).
 Status run(const Step &s, int threads);
+
+// y [rows, m.n] = x [rows, m.k] times the matrix, and its bias. fp32, contiguous, aligned to floats; in the padded n and k.
+// scratch: `product_scratch` floats. Cost: as that of a matrix of `run`. Source: Goto and van de Geijn 2008 (panels and blocks).
+Word product_scratch(const Matrix &m, Word rows);
+Status product(const Matrix &m, const float *x, Word rows, float *y, float *scratch, int threads);
 
 }  // namespace ds::decoder

@@ -28,13 +28,15 @@ from ds_ops import rules, updating
 from ds_ops.activations import bias_gelu, geglu, swiglu
 from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.catalog import every_op
-from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
+from ds_ops.decoder import Inputs, pack
+from ds_ops.formats import INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
+from ds_ops.packed_linear import packed_linear
 from ds_ops.partials import View, partial_attention, partial_attention_grad
 from ds_ops.places import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
-from ds_ops.quant_linear import quantized_linear
+from ds_ops.quant_linear import quantize_weight, quantized_linear
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.routing import Permutation, permute, sort_slots, top_k_gating, unpermute
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
@@ -116,6 +118,11 @@ def quantized(d: Draw, spec: QuantSpec, rows: int) -> QuantTensor:
     x = d.tensor(rows, d.n)
     with mock.patch.dict(os.environ, DS_OPS="reference"):
         return quantize(x, spec, rows=rows)
+
+
+def coded(weight: Tensor, kind: Format, symmetric: bool) -> QuantTensor:
+    with mock.patch.dict(os.environ, DS_OPS=""):
+        return quantize_weight(weight.float(), kind, group=16, symmetric=symmetric)
 
 
 SPECS = (QuantSpec(INT8, 16), QuantSpec(INT4, 4, symmetric=False))
@@ -277,6 +284,22 @@ CASES: dict[str, list[Case]] = {
         )
         for spec in SPECS
     ],
+    "packed_linear": [
+        Case(
+            lambda d: (d.tensor(d.rows * 5, d.n, dtype=torch.float32), d.tensor(70, d.n, seed=1), d.tensor(70, seed=2)),
+            lambda x, w, b, how=how: (packed_linear(x, how(w, b)),),
+            grads=False,
+            fine=frozenset({(1, "dtype")}),  # the case itself makes floats of the weight
+        )
+        for how in (
+            lambda w, b: pack(w.float(), b, gated=True),
+            lambda w, b: pack(w.bfloat16(), b),
+            lambda w, b: pack(w.bfloat16(), b, inputs=Inputs.BF16),
+            lambda w, b: pack(coded(w, INT8, True), b),
+            lambda w, b: pack(coded(w, INT8, True), b, inputs=Inputs.INT8),
+            lambda w, b: pack(coded(w, INT4, False), b, inputs=Inputs.INT8),
+        )
+    ],
     "reduce": [from_wire(lambda q: (reduce(q, 2, factor=0.5),))],
     "reduce_quantized": [from_wire(lambda q: (reduce_quantized(q, 2).wire,))],
     "rms_norm": [Case(lambda d: (d.tensor(d.rows, d.n), d.tensor(d.n)), lambda x, w: (rms_norm(x, w),))],
@@ -322,6 +345,7 @@ CASES: dict[str, list[Case]] = {
 LEAST_N = {
     "layer_norm": 8,  # of two numbers that are nearly equal, the variance is rounding
     "masked_softmax": 3,
+    "packed_linear": 1,
     "rotate": 1,
     "top_k_gating": 1,
 }  # what an op cannot do with fewer: tested where it is refused

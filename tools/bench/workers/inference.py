@@ -1,23 +1,19 @@
-"""One engine of the inference benchmark: reads a line, does it, answers with a line of JSON. Random weights, the same in all engines.
+"""Ours and transformers as engines of the inference benchmark (`inference_load.py` says what they are asked). Random weights.
 
-    inference.py ENGINE LAYERS       ENGINE: ours-bf16, ours-int8, ours-int8-rounded, ours-int4, ours-int4-rounded, transformers-bf16
-
-Lines: `decode N`: N tokens of one request; `first N`: the first token of a prompt of N; `batch N`: 32 ragged requests, N tokens each;
-`read`: the read bandwidth that this process reaches with the same threads; `resident`: bytes that this process holds now.
+inference.py make FOLDER LAYERS     the folder that all engines read: weights in bf16, a tokenizer of words
+inference.py run FOLDER ENGINE      ENGINE: ours-bf16, ours-int8, ours-int8-rounded, ours-int4, ours-int4-rounded, transformers-bf16
 """
 
 from __future__ import annotations
 
-import json
-import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from inference_load import HEADS, HIDDEN, INNER, KV_HEADS, THREADS, VOCAB, serve
 
-THREADS, HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2, 1024, 2816, 16, 8, 32000
 FORMS = {
     "int8": ("int8", "float"),
     "int8-rounded": ("int8", "int8"),
@@ -54,21 +50,26 @@ def model_of(layers: int) -> Any:
     return model
 
 
-def prompts() -> list[list[int]]:
-    draw = random.Random(1)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randrange(16, 129))] for _ in range(32)]
+def make(folder: Path, layers: int) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    model_of(layers).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
 class Ours:
     """The paged engine over the native loop."""
 
-    def __init__(self, form: str, layers: int) -> None:
+    def __init__(self, form: str, folder: Path) -> None:
         from ds_inference import Budget, Quantize, load
 
         how = None if form == "bf16" else Quantize(FORMS[form][0], activations=FORMS[form][1])
-        self.engine = load(
-            model_of(layers), quantize=how, native=True, budget=Budget(512, 64, length=2048), share=False
-        )
+        self.engine = load(folder, quantize=how, native=True, budget=Budget(512, 64, length=2048), share=False)
         if self.engine.decoder.obstacle:
             raise SystemExit(self.engine.decoder.obstacle)
         program = self.engine.decoder._native._program
@@ -80,23 +81,17 @@ class Ours:
 
         self.engine.generate(prompts, Sampling(count, ignore_end=True))
 
-    def decode(self, count: int) -> float:
-        """Seconds a token, once the prompt is computed."""
-        from ds_inference import Sampling
-
-        self.engine.submit([5] * 8, Sampling(count + 1, ignore_end=True))
-        self.engine.step()
-        begin = time.perf_counter()
-        for _ in self.engine.stream():
-            pass
-        return (time.perf_counter() - begin) / count
+    def read(self) -> float:
+        return read_bandwidth()
 
 
 class Transformers:
     """`generate` of transformers; batches are padded on the left."""
 
-    def __init__(self, layers: int) -> None:
-        self.model = model_of(layers)
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.bytes = sum(p.nbytes for n, p in self.model.named_parameters() if "embed" not in n)
 
     @torch.inference_mode()
@@ -105,13 +100,6 @@ class Transformers:
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         self.model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-
-    def decode(self, count: int) -> float:
-        begin = time.perf_counter()
-        self.run([[5] * 8], 1)
-        middle = time.perf_counter()
-        self.run([[5] * 8], count + 1)
-        return (time.perf_counter() - middle - (middle - begin)) / count
 
 
 def read_bandwidth() -> float:
@@ -127,29 +115,15 @@ def read_bandwidth() -> float:
 
 
 def main() -> None:
-    engine, layers = sys.argv[1], int(sys.argv[2])
+    what, folder, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(THREADS)
-    kind, form = engine.split("-", 1)
-    made: Any = Ours(form, layers) if kind == "ours" else Transformers(layers)
-    made.run([[1, 2, 3]], 2)
-    print(json.dumps({"bytes": made.bytes}), flush=True)
-    for line in sys.stdin:
-        what, *rest = line.split()
-        count = int(rest[0]) if rest else 0
-        begin = time.perf_counter()
-        if what == "decode":
-            found = made.decode(count)
-        elif what == "first":
-            made.run([[7] * count], 1)
-            found = time.perf_counter() - begin
-        elif what == "batch":
-            made.run(prompts(), count)
-            found = time.perf_counter() - begin
-        elif what == "resident":
-            found = float(psutil.Process().memory_info().rss)
-        else:
-            found = read_bandwidth()
-        print(json.dumps({"found": found}), flush=True)
+    if what == "make":
+        if not (folder / "model.safetensors").exists():
+            make(folder, int(rest))
+        return
+    kind, form = rest.split("-", 1)
+    made: Any = Ours(form, folder) if kind == "ours" else Transformers(folder)
+    serve(made)
 
 
 if __name__ == "__main__":

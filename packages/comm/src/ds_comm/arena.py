@@ -122,6 +122,11 @@ class Arena:
         segment.close()
         return found
 
+    @property
+    def channel(self) -> Channel:
+        """For native loops that make their own collectives; one at a time, in the same order on every rank."""
+        return self._channel
+
     def barrier(self, unit: str = "") -> None:
         """Return when every rank came: what they wrote before is visible after. About 3 us when all are ready."""
         self._run("barrier", unit, None, self._channel.barrier)

@@ -173,11 +173,13 @@ class Generator:
             batch = replace(batch, worn=self._worn(order))
         self.cache.copy(plan.copies)
         logits = self.decoder.forward(batch, self.cache)
+        likeliest = logits.argmax(-1).tolist() if len(logits) else []  # of all rows at once
         events, outcomes, row = [], {}, 0
         for chunk in order:
             if chunk.outputs and (ask := self._asks.get(chunk.request)) is not None:
                 drafts = chunk.tokens[len(chunk.tokens) - chunk.outputs + 1 :]
-                found = self._choose(ask, logits[row : row + chunk.outputs], drafts)
+                rows = slice(row, row + chunk.outputs)
+                found = self._choose(ask, logits[rows], drafts, likeliest[rows])
                 outcomes[chunk.request] = Outcome(tuple(e.token for e in found), found[-1].reason is not None)
                 events += found
             row += chunk.outputs
@@ -257,13 +259,19 @@ class Generator:
             )
         return list(self.tokenizer.encode(prompt))
 
-    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int]) -> list[Event]:
-        """The tokens that a request's rows give: the drafts as long as they are what would have been chosen, and one more."""
+    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[Event]:
+        """The tokens that a request's rows give: the drafts as long as they are what would have been chosen, and one more.
+
+        likeliest: of each row as it is, where that is known already.
+        """
         request, how, found = ask.request, ask.how, []
         answer = list(request.sampled)
         for i in range(len(logits)):
-            row = shaped(logits[i], how, request.tokens[: request.prompt], answer)
-            token = draw(row, how, request.prompt + len(answer))
+            if likeliest and how.greedy and how.plain:
+                token = likeliest[i]
+            else:
+                row = shaped(logits[i], how, request.tokens[: request.prompt], answer)
+                token = draw(row, how, request.prompt + len(answer))
             answer.append(token)
             found.append(self._event(ask, token, logits[i], answer))
             if found[-1].reason or i == len(drafts) or token != drafts[i]:

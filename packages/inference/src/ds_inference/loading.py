@@ -61,7 +61,7 @@ def load(
         weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
         quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
         native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
-            not see later changes of a module. None: for folders, and where weights are quantised; not with adapters or several ranks.
+            not see later changes of a module. None: for folders, and where weights are quantised; not with adapters.
         adapters: Names and folders of LoRA adapters that requests may ask for.
         group: Ranks that hold each layer together; all of them call alike (`ranks`). None: this rank alone.
         by_expert: Experts are given to the group's ranks whole, instead of being cut.
@@ -138,9 +138,9 @@ def read_decoder(
             raise
         return ForeignDecoder(read_module(source, dtype, device, weights))
 
-    if native and (adapters or group is not None):
+    if native and adapters:
         raise UnsupportedError(
-            f"the native loop with {'adapters' if adapters else 'several ranks'}",
+            "the native loop with adapters",
             code="inference-native",
             fix="Leave native out.",
         )
@@ -168,7 +168,7 @@ def read_decoder(
         spec if cut is None else cut.spec(),
         read_weights(spec, sources, checkpoint, keep),
         None if length is None else min(length, spec.longest),
-        native=native if native is not None else usual and not adapters and cut is None,
+        native=native if native is not None else usual and not adapters,
         rounded=how is not None and how.activations == "int8",
         cut=cut,
         group=place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -11,14 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ds_comm
+from ds_comm.arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.attention import Batch, alibi_slopes, attend, keep
 from ds_inference.cutting import Cut
-from ds_inference.native import NativeDecoder, native_obstacle
+from ds_inference.native import NativeDecoder, Shared, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
+from ds_ops.arena import zeros_huge
 from ds_ops.routing import permute, sort_slots, unpermute
 
 __all__ = ["Cache", "Decoder", "Runner"]
@@ -60,7 +63,11 @@ class Cache:
     def _made(
         kept: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        found = [torch.zeros(*room, *s, dtype=dtype, device=device) for s in kept]
+        shapes = [(*room, *s) for s in kept]
+        if device.type == "cpu":  # memory is taken when a block is first written
+            found = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
+        else:
+            found = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
         if dtype == torch.int8:
             found += [torch.zeros(*room, heads, device=device) for heads, _ in kept]
         return tuple(found)
@@ -160,12 +167,11 @@ class Decoder:
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
         self.obstacle = "it was not asked for"
         if native:
-            self.obstacle = native_obstacle(spec, self.weights) if cut is None else "several ranks"
+            self.obstacle = native_obstacle(spec, self.weights) or (arena_refusal(self.group) if cut else "")
         self._native: NativeDecoder | None = None
         if not self.obstacle:
-            self._native = NativeDecoder(spec, self.weights, self._rotations, rounded)
-            for role in NativeDecoder.packed_roles(spec):
-                self.weights.pop(role, None)
+            shared = None if cut is None else Shared(Arena(self.group), cut.words())
+            self._native = NativeDecoder(spec, self.weights, self._rotations, rounded=rounded, shared=shared)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
@@ -187,7 +193,8 @@ class Decoder:
         if spec.embed_norm:
             x = self._norm("embed_norm", x)
         if self._native is not None:
-            return self._scaled(self._native.step(x, batch, cache.layers))
+            logits = self._native.step(x, batch, cache.layers)
+            return self._scaled(logits if self.cut is None else self._whole(logits))
         self._worn = tuple((self.adapters[name], rows) for name, rows in batch.worn)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
         for i, layer in enumerate(spec.layers):
@@ -204,11 +211,15 @@ class Decoder:
         head = self.weights["embed.weight" if spec.tied else "head.weight"]
         if self.cut is None:
             return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
-        words = slice(*self.cut.words())
-        logits = torch.zeros(len(x), spec.vocab, device=x.device)
-        part = self._floats["embed.weight"][words] if spec.tied else head
-        logits[:, words] = linear(x, part, self._floats.get("head.bias")).float()
-        return self._scaled(self._summed(logits))
+        part = self._floats["embed.weight"][slice(*self.cut.words())] if spec.tied else head
+        return self._scaled(self._whole(linear(x, part, self._floats.get("head.bias")).float()))
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """Logits of this rank's words to those of all."""
+        logits = torch.zeros(len(part), self.spec.vocab, device=part.device)
+        if self.cut is not None:
+            logits[:, slice(*self.cut.words())] = part
+        return self._summed(logits)
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks that hold the layer; the same bits on each. In place."""

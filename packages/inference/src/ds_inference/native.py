@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ds_comm.arena import Arena
 from ds_inference.attention import Batch, alibi_slopes
 from ds_inference.quantize import Weight
 from ds_inference.rope import Rotation
@@ -25,7 +27,7 @@ from ds_ops.decoder import (
 )
 from ds_ops.formats import INT4, INT8, QuantTensor
 
-__all__ = ["NativeDecoder", "native_obstacle"]
+__all__ = ["NativeDecoder", "Shared", "native_obstacle"]
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -62,6 +64,9 @@ def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
         "ALiBi rounded to bf16": any(y.attention.alibi is not None and y.attention.alibi.rounded for y in spec.layers),
         "a projection before the head": "embed_out.weight" in weights,
         f"weights of {', '.join(sorted(map(str, forms)))}": not forms <= {torch.float32, torch.bfloat16, INT8, INT4},
+        "norms over features that several ranks hold": any(
+            y.attention.whole_norm is not None and y.attention.of is not None for y in spec.layers
+        ),
         "an activation": any(y.feed.activation not in _ACTIVATIONS for y in spec.layers),
     }
     return next((reason for reason, found in reasons.items() if found), "") or obstacle()
@@ -75,29 +80,47 @@ def _tails() -> tuple[str, ...]:
     return (*(f"{m}.weight" for m in _MATRICES), "head.weight")
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of a rank that holds a part of each layer.
+
+    Attributes:
+        arena: Of the ranks that hold the others.
+        words: (first, last) row of the head that it holds.
+    """
+
+    arena: Arena
+    words: tuple[int, int]
+
+
 class NativeDecoder:
     """Runs steps of one spec.
 
     Args:
-        weights: Packed one by one; the matrices among them are not needed afterwards, but for a tied embedding.
-        rounded: Codes are multiplied with inputs rounded to 8 bits.
+        weights: Packed one by one; of which only the packed form is read leaves the table at once.
+        shared: Of a part; its logits are those of its words.
+        rounded: Codes are multiplied with inputs rounded to 8 bits. bf16 weights always are with inputs in bf16, as torch does it.
     """
 
     def __init__(
-        self, spec: Spec, weights: Mapping[str, Weight], rotations: Mapping[Rope, Rotation], rounded: bool = False
+        self,
+        spec: Spec,
+        weights: dict[str, Weight],
+        rotations: Mapping[Rope, Rotation],
+        *,
+        rounded: bool,
+        shared: Shared | None = None,
     ) -> None:
         self._weights, self._rotations, self._rounded = weights, rotations, rounded
         self._ropes = list(rotations)
         layers = [self._layer(f"layers.{i}", y, spec) for i, y in enumerate(spec.layers)]
         last = self._norm("norm", spec.norm) if spec.final_norm else Normed()
-        head = self._packed("embed" if spec.tied else "head", bias="head.bias")
-        self._program = DecoderProgram(spec.hidden, layers, last, head)
+        if spec.tied and shared is not None:
+            self._weights["head.weight"] = self._weights["embed.weight"][slice(*shared.words)]  # type: ignore[index]
+        whole_tied = spec.tied and shared is None
+        head = self._packed("embed" if whole_tied else "head", bias="head.bias")
+        self._program = DecoderProgram(spec.hidden, layers, last, head, shared and shared.arena.channel)
         del self._weights
-
-    @staticmethod
-    def packed_roles(spec: Spec) -> list[str]:
-        """Of which only the packed form is read."""
-        return [f"layers.{i}.{m}.weight" for i in range(len(spec.layers)) for m in _MATRICES] + ["head.weight"]
 
     def step(self, x: Tensor, batch: Batch, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
@@ -123,10 +146,13 @@ class NativeDecoder:
         return Normed(weight, self._float(f"{role}.bias"), norm.eps, norm.offset, norm.kind == "layer")
 
     def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> Packed:
-        weight = self._weights[f"{role}.weight"]
+        keep = role == "embed"
+        weight = self._weights[f"{role}.weight"] if keep else self._weights.pop(f"{role}.weight")
         inputs = Inputs.F32
         if isinstance(weight, QuantTensor):
             inputs = Inputs.INT8 if self._rounded else Inputs.F32
+        elif weight.dtype == torch.bfloat16:
+            inputs = Inputs.BF16
         return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=inputs)
 
     def _layer(self, at: str, layer: Layer, spec: Spec) -> DecoderLayer:
@@ -136,7 +162,10 @@ class NativeDecoder:
         gated = isinstance(feed, Mlp) and feed.gated
         norms = [own(n) for n in _NORMS[layer.order]]
         norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
-        slopes = None if a.alibi is None else alibi_slopes(a.heads).float() * a.alibi.scale
+        slopes = None
+        if a.alibi is not None:
+            all_heads = a.heads if a.of is None else a.of[0]
+            slopes = alibi_slopes(all_heads).float()[a.first : a.first + a.heads].contiguous() * a.alibi.scale
         sinks = self._float(f"{at}.attention.sinks")
         qkv, out, up, down = (self._packed(f"{at}.{m}", gated and m == "feed.up") for m in _MATRICES)
         return DecoderLayer(

@@ -42,6 +42,7 @@ _STATUS = {
     1: "an argument is out of range",
     2: "an element type is not supported",
     3: "the device refused the launch",
+    4: "another rank failed",
 }
 
 

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from ds_config.errors import KernelError
 from ds_ops import _call, _native
+from ds_ops.arena import zeros_huge
 from ds_ops.formats import INT4, INT8, QuantTensor
+from ds_ops.shm import Channel
 
 __all__ = [
     "Activation",
@@ -33,14 +35,16 @@ __all__ = [
 ]
 
 UNIT = 32
-_STEP_WORDS = 30
+_STEP_WORDS = 32
+_RANK_FAILED = 4
 
 
 class Inputs(enum.IntEnum):
-    """What codes are multiplied with: fp32 inputs, or inputs rounded to 8 bits by row and group."""
+    """What weights are multiplied with: fp32 inputs; codes, with inputs rounded to 8 bits by row and group; bf16, with bf16."""
 
     F32 = 0
     INT8 = 1
+    BF16 = 2
 
 
 class Activation(enum.IntEnum):
@@ -79,7 +83,8 @@ class Packed:
         data: The weights, in units of 32 outputs.
         params: fp32 [units, groups, 2, 32], scales and zero points; None: floats.
         bias: fp32 [n].
-        outputs: That were packed; n is a multiple of 32, k of 8.
+        outputs, inner: That were packed, [outputs, inner]; n is a multiple of 32, k of 8.
+        gated: Units of two halves take turns.
     """
 
     data: Tensor
@@ -91,6 +96,8 @@ class Packed:
     group: int
     kind: int
     inputs: Inputs
+    inner: int
+    gated: bool
 
     def words(self) -> tuple[int, ...]:
         """`Matrix`."""
@@ -114,14 +121,15 @@ def pack(
     Args:
         weight: [N, K], fp32, bf16, or int8 or int4 codes with groups that are multiples of 8.
         gated: Its halves are gate and value: their units take turns.
-        inputs: INT8 for codes, F32 for all.
+        inputs: INT8 for codes, BF16 for bf16, F32 for all.
     Raises:
         KernelError: "kernel-argument" for other weights.
-    Cost: two copies of the matrix in passing; the result has its size, padded to whole units and inputs in eights.
+    Cost: two copies of the matrix in passing; the result has its size, padded to whole units and inputs in eights, in huge pages
+        where there are some.
     """
     if isinstance(weight, Tensor):
         kind, group, params = _KINDS.get(weight.dtype, -1), weight.shape[-1], None
-        allowed: tuple[Inputs, ...] = (Inputs.F32,)
+        allowed: tuple[Inputs, ...] = (Inputs.F32, Inputs.BF16) if kind == 1 else (Inputs.F32,)
     else:
         kind = {INT8: 2, INT4: 3}.get(weight.spec.format, -1)
         group, allowed = weight.spec.group, (Inputs.F32, Inputs.INT8)
@@ -132,6 +140,11 @@ def pack(
             " inputs cannot be packed.",
             "Give [N, K] of fp32, bf16, or int8 or int4 codes in groups of a multiple of 8.",
         )
+    home = weight.device if isinstance(weight, Tensor) else weight.wire.device
+    if home.type != "cpu":
+        raise _call.refuse(f"a weight on {home} cannot be packed.", "Pack on the CPU: the layer loop runs there.")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != home or not bias.is_floating_point()):
+        raise _call.refuse(f"bias: expected [{weight.shape[0]}] beside the weight; found {_call.describe(bias)}.")
     numbers = weight if isinstance(weight, Tensor) else _codes(weight)
     rows = _units(F.pad(numbers.detach(), (0, -numbers.shape[1] % 8)), gated)
     units, _, k = rows.shape
@@ -148,7 +161,9 @@ def pack(
         params = params.permute(0, 2, 3, 1).contiguous()
     wide = None if bias is None else _units(bias.detach().float()[:, None], gated).flatten().contiguous()
     outputs = weight.shape[0]
-    return Packed(data.contiguous(), params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs)
+    (room,) = zeros_huge([data.numel()], data.dtype)  # small pages cost a tenth of the bandwidth of one row
+    room.view(data.shape).copy_(data)
+    return Packed(room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated)
 
 
 def _units(rows: Tensor, gated: bool) -> Tensor:
@@ -262,12 +277,16 @@ class DecoderProgram:
     Args:
         hidden: Features of a row.
         layers, last, head: In order; the norm before the head may be none.
+        ranks: Of those that hold parts of the layers, whose sums the step makes; None: this one holds them whole.
+    Raises (every step):
+        CommError: as `ranks` does.
     """
 
     hidden: int
     layers: Sequence[DecoderLayer]
     last: Normed
     head: Packed
+    ranks: Channel | None = None
     _table: np.ndarray = field(init=False)
     _scratch: Tensor = field(init=False)
 
@@ -314,12 +333,16 @@ class DecoderProgram:
         words = [_at(x), rows, self.hidden, self._table.ctypes.data, len(self.layers), *self.last.words()]
         words += [*self.head.words(), _at(outputs), len(outputs), _at(logits), table.ctypes.data, len(chunks), *sines]
         words += [cache[0].keys.shape[1], _KEPT[cache[0].keys.dtype], 0, 0]
+        words += (0, 0) if self.ranks is None else self.ranks.sum_hook()
         step, module, threads = np.array(words, dtype=np.int64), _call.native(), torch.get_num_threads()
         needed = module.decoder_scratch(step.ctypes.data, _STEP_WORDS, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.zeros(needed)
-        step[-2:] = _at(self._scratch), self._scratch.numel()
-        _call.finish("decoder_step", module.decoder_step(step.ctypes.data, _STEP_WORDS, threads))
+        step[-4:-2] = _at(self._scratch), self._scratch.numel()
+        status = module.decoder_step(step.ctypes.data, _STEP_WORDS, threads)
+        if status == _RANK_FAILED and self.ranks is not None:
+            self.ranks.check_sums()
+        _call.finish("decoder_step", status)
         return logits[:, : self.head.outputs]
 
     def _require(self, x: Tensor, chunks: Sequence[Chunk], outputs: Tensor, cache: Sequence[KeptLayer]) -> int:

@@ -278,6 +278,16 @@ class Channel:
         words = (_pointer(out), [_pointer(source)], _BYTES, 0, out.numel() * width)
         self.check("fetch", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
 
+    def sum_hook(self) -> tuple[int, int]:
+        """Addresses of a native function that sums floats over the ranks, and of its argument: for loops that never come back to
+        Python between sums. They are good while the channel is; `check_sums` says what went wrong."""
+        found: tuple[int, int] = self._end.sum_hook(self.settings.spin_us, self._timeout_ms)
+        return found
+
+    def check_sums(self) -> None:
+        """Raise what the last of those sums met."""
+        self.check("sum", self._end.summed())
+
     def start(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> Task:
         """The same without waiting; the tensors must not change before the task ended.
 

@@ -1,0 +1,103 @@
+"""The picture and the table at the head of docs/benchmarks/inference.md, from the data file of the benchmark.
+
+nox -s bench -- inference_page        (needs matplotlib)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "inference.md"
+PICTURE = PAGE.with_suffix(".svg")
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+REQUESTS = 32 * 64
+NAMES = {
+    "ours-bf16": "ours bf16",
+    "openvino-fp16": "OpenVINO GenAI fp16",
+    "llamacpp-bf16": "llama.cpp bf16",
+    "transformers-bf16": "transformers bf16",
+    "ours-int8-rounded": "ours int8, inputs rounded",
+    "ours-int8": "ours int8",
+    "openvino-int8": "OpenVINO GenAI int8",
+    "llamacpp-q8_0": "llama.cpp q8_0",
+    "ours-int4-rounded": "ours int4, inputs rounded",
+    "ours-int4": "ours int4",
+    "ours-bf16-avx2": "ours bf16, AVX2 only",
+    "ours-int8-avx2": "ours int8, AVX2 only",
+}
+
+
+def figures(entry: dict[str, Any]) -> dict[str, float]:
+    times = entry["times_s"]
+    found: dict[str, float] = {}
+    if times.get("decode"):
+        found["decode"] = 1 / statistics.median(times["decode"])
+    if times.get("first"):
+        found["first"] = statistics.median(times["first"])
+    if times.get("batch"):
+        found["batch"] = REQUESTS / statistics.median(times["batch"])
+    return found
+
+
+def table(record: dict[str, Any]) -> str:
+    rows = [
+        "| 2 threads | one request, tokens/s | of what could be read | first token of 512, s | 32 requests, tokens/s | resident MB |"
+    ]
+    rows.append("|---|---|---|---|---|---|")
+    read = statistics.median(e["read_bytes_per_s"] for e in record["engines"].values() if "read_bytes_per_s" in e)
+    for name, title in NAMES.items():
+        entry = record["engines"].get(name)
+        if entry is None:
+            continue
+        f = figures(entry)
+        share = f"{100 * f['decode'] * entry['bytes'] / read:.0f} %" if "decode" in f else "-"
+        cells = [f"{f['decode']:.0f}" if "decode" in f else "-", share]
+        cells += [f"{f['first']:.2f}" if "first" in f else "-", f"{f['batch']:.0f}" if "batch" in f else "-"]
+        rows.append(f"| {title} | {' | '.join(cells)} | {entry['resident_bytes'] / 1e6:.0f} |")
+    rows.append("")
+    rows.append(f"Read bandwidth of two threads {read / 1e9:.0f} GB/s. {record.get('alone', '')}".strip())
+    return "\n".join(rows)
+
+
+def draw(record: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "inference"
+    from matplotlib import pyplot
+
+    found = [(title, figures(record["engines"][name])) for name, title in NAMES.items() if name in record["engines"]]
+    titles = {
+        "decode": "one request, tokens/s",
+        "first": "first token of 512, s (less is better)",
+        "batch": "32 requests, tokens/s",
+    }
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 0.32 * len(found) + 1), sharey=True)
+    for axis, (part, title) in zip(axes, titles.items(), strict=True):
+        values = [f.get(part, 0.0) for _, f in found]
+        colours = ["#2a6fbb" if name.startswith("ours") else "#b0b0b0" for name, _ in found]
+        bars = axis.barh([name for name, _ in found], values, color=colours)
+        axis.bar_label(bars, [f"{v:.2f}" if part == "first" else f"{v:.0f}" for v in values], fontsize=8, padding=2)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlim(0, 1.18 * max(values))
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main() -> None:
+    record = json.loads((PAGE.parent / "data" / "inference.json").read_text())
+    draw(record)
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n![Bars of the table below]({PICTURE.name})\n\n{table(record)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
