@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 
+import psutil
+import pytest
 import torch
 
-from ds_ops.arena import HUGE_PAGE_BYTES, make_huge, zeros_huge
+from ds_ops.arena import HUGE_PAGE_BYTES, make_huge, trim, zeros_huge
 
 
 def test_views_are_zero_disjoint_and_writable() -> None:
@@ -49,3 +52,16 @@ def test_make_huge_changes_no_value_and_no_address() -> None:
     assert not make_huge(torch.randn(10))
     assert not make_huge(torch.empty(4_000_000, 2)[:, 0])
     assert not make_huge(torch.empty(4_000_000, device="meta"))
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+    trim()
+    kept = [bytearray(100_000) for _ in range(600)]  # below the size that is mapped by itself
+    last = kept.pop()
+    kept.clear()
+    before = psutil.Process().memory_info().rss
+    assert trim()
+    assert psutil.Process().memory_info().rss <= before
+    assert len(last) == 100_000

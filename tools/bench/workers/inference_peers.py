@@ -47,6 +47,7 @@ class OpenVino:
         from openvino import Tensor
 
         how = self._genai.GenerationConfig(max_new_tokens=count, min_new_tokens=count, ignore_eos=True, do_sample=False)
+        how.eos_token_id, how.stop_token_ids = VOCAB - 1, {VOCAB - 1}  # one there must be; it ends nothing
         rows = [Tensor(numpy.array([p], dtype=numpy.int64)) for p in prompts]
         found = self._pipe.generate(rows, [how] * len(rows))
         if any(len(f.m_generation_ids[0]) != count for f in found):

@@ -21,7 +21,7 @@ from ds_inference.native import NativeDecoder, Shared, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
-from ds_ops.arena import zeros_huge
+from ds_ops.arena import trim, zeros_huge
 from ds_ops.routing import permute, sort_slots, unpermute
 
 __all__ = ["Cache", "Decoder", "Runner"]
@@ -170,8 +170,12 @@ class Decoder:
             self.obstacle = native_obstacle(spec, self.weights) or (arena_refusal(self.group) if cut else "")
         self._native: NativeDecoder | None = None
         if not self.obstacle:
+            for role in self.weights.keys() - set(NativeDecoder.packed_roles(spec)):
+                left = self.weights[role]  # a piece of a file that is mapped would keep the whole in memory
+                self.weights[role] = left.clone() if isinstance(left, Tensor) else left
             shared = None if cut is None else Shared(Arena(self.group), cut.words())
             self._native = NativeDecoder(spec, self.weights, self._rotations, rounded=rounded, shared=shared)
+            trim()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> Tensor:

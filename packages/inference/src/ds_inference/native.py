@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ds_comm.arena import Arena
 from ds_inference.attention import Batch, alibi_slopes
@@ -113,6 +114,8 @@ class NativeDecoder:
     ) -> None:
         self._weights, self._rotations, self._rounded = weights, rotations, rounded
         self._ropes = list(rotations)
+        self._cache: list[tuple[Tensor, ...]] = []
+        self._kept: list[KeptLayer] = []
         layers = [self._layer(f"layers.{i}", y, spec) for i, y in enumerate(spec.layers)]
         last = self._norm("norm", spec.norm) if spec.final_norm else Normed()
         if spec.tied and shared is not None:
@@ -122,18 +125,23 @@ class NativeDecoder:
         self._program = DecoderProgram(spec.hidden, layers, last, head, shared and shared.arena.channel)
         del self._weights
 
+    @staticmethod
+    def packed_roles(spec: Spec) -> list[str]:
+        """Of which only the packed form is read."""
+        return [f"layers.{i}.{m}.weight" for i in range(len(spec.layers)) for m in _MATRICES] + ["head.weight"]
+
     def step(self, x: Tensor, batch: Batch, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
         turns = None
         if self._ropes:
             found = [self._rotations[rope].tables(batch.positions, torch.float32) for rope in self._ropes]
             most = max(cos.shape[-1] for cos, _ in found)
-            turns = torch.zeros(2, len(found), len(x), most)
-            for i, (cos, sin) in enumerate(found):
-                turns[0, i, :, : cos.shape[-1]], turns[1, i, :, : cos.shape[-1]] = cos[:, 0], sin[:, 0]
-        kept = [KeptLayer(*tensors) for tensors in cache]
+            both = (torch.cat(kind, 1).transpose(0, 1) for kind in found)  # [2, T, .]
+            turns = torch.stack([F.pad(kind, (0, most - kind.shape[-1])) for kind in both], 1)
+        if cache is not self._cache:
+            self._cache, self._kept = cache, [KeptLayer(*tensors) for tensors in cache]
         chunks = [Chunk(*c) for c in batch.chunks]
-        return self._program.step(x.float().contiguous(), chunks, batch.outputs, kept, turns)
+        return self._program.step(x.float().contiguous(), chunks, batch.outputs, self._kept, turns)
 
     # ---- packing
 

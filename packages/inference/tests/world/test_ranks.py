@@ -56,6 +56,29 @@ def test_experts_given_to_ranks_whole() -> None:
         same(name, by_expert=True)
 
 
+NATIVE = [
+    "llama",
+    "llama tied",
+    "llama of three key heads",
+    "llama of odd units",
+    "gpt2",
+    "bloom",
+    "gemma2",
+    "falcon new",
+]
+
+
+@world(2, backend="shm")
+def test_the_native_loop_sums_over_ranks() -> None:
+    prompts, how = families._prompts_of([1, 5, 23, 12]), Sampling(8)
+    for name in NATIVE:
+        model = families._tiny(name)
+        ours = load(model, native=True, group=ds_comm.world_group())
+        assert not ours.decoder.obstacle
+        wanted = load(model, native=False).generate(prompts, how)
+        assert [a.tokens for a in ours.generate(prompts, how)] == [a.tokens for a in wanted], name
+
+
 @world(2, backend="shm")
 def test_over_shared_memory_with_codes() -> None:
     model, prompts = families._tiny("llama"), families._prompts_of([1, 30, 9])

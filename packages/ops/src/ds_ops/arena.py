@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 
-__all__ = ["HUGE_PAGE_BYTES", "make_huge", "zeros_huge"]
+__all__ = ["HUGE_PAGE_BYTES", "make_huge", "trim", "zeros_huge"]
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # since Linux 6.1; Python's mmap has no name for it
@@ -62,6 +62,15 @@ def make_huge(t: Tensor) -> bool:
         return False
     done: int = madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE))
     return done == 0
+
+
+def trim() -> bool:
+    """Give the system what the C library kept of freed memory; whether there is such a function (glibc), and something to give.
+
+    For the end of a load that made and dropped many tensors: some hundred MB would stay with the process.
+    """
+    give = getattr(_libc(), "malloc_trim", None)
+    return bool(give is not None and give(ctypes.c_size_t(0)))
 
 
 @functools.cache

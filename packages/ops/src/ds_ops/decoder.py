@@ -289,6 +289,7 @@ class DecoderProgram:
     ranks: Channel | None = None
     _table: np.ndarray = field(init=False)
     _scratch: Tensor = field(init=False)
+    _taken: Sequence[KeptLayer] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._table = np.zeros((len(self.layers), _call.native().decoder_layer_words), dtype=np.int64)
@@ -311,14 +312,16 @@ class DecoderProgram:
             x: fp32 [T, hidden], embeddings; overwritten with the last layer's output.
             chunks: Cover all rows, in order.
             outputs: int64 [R]: rows whose logits are wanted.
-            cache: One for each layer.
+            cache: One for each layer. Looked at when it comes for the first time: the same object is taken to be the same memory.
             turns: fp32 [2, ropes, T, .], cosines and sines; None: nothing turns.
         Returns: fp32 [R, vocabulary].
         Raises:
             KernelError: "kernel-argument", "kernel-status".
         """
         rows = self._require(x, chunks, outputs, cache)
-        self._table[:, -4:] = [[_at(k.keys), _at(k.values), _at(k.key_scales), _at(k.value_scales)] for k in cache]
+        if cache is not self._taken:
+            self._table[:, -4:] = [[_at(k.keys), _at(k.values), _at(k.key_scales), _at(k.value_scales)] for k in cache]
+            self._taken = cache
         blocks = np.array([b for c in chunks for b in c.blocks], dtype=np.int64)
         ends = np.cumsum([len(c.blocks) for c in chunks])
         table = np.array(
@@ -357,9 +360,10 @@ class DecoderProgram:
             or len(cache) != len(self.layers)
         ):
             raise self._misfit(f"chunks end at {ends[-4:]} of {x.shape[0]} rows, {len(cache)} layers have a cache")
-        if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < x.shape[0]:
+        wanted = outputs.tolist()
+        if wanted and not 0 <= min(wanted) <= max(wanted) < x.shape[0]:
             raise self._misfit(f"outputs are not all below {x.shape[0]}")
-        for layer, kept in zip(self.layers, cache, strict=True):
+        for layer, kept in zip(self.layers, cache, strict=True) if cache is not self._taken else ():
             count, size, *rest = kept.keys.shape
             heads = [layer.kv_heads, layer.width], [count, size, layer.kv_heads, layer.value_width]
             if rest != heads[0] or list(kept.values.shape) != heads[1] or kept.keys.dtype not in _KEPT:
