@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ds_engine
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
 from ds_engine.models import _shapes, decoder_shapes, shapes_from
+from ds_pipe import Staging
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
@@ -276,3 +278,20 @@ def test_expected_bytes_are_those_of_a_run(kind: str, stage: int) -> None:
     assert sum(unit.shard.nbytes for unit in units if not unit.aliased) == memory.master_bytes
     assert sum(states) <= memory.optimizer_bytes <= sum(states) + 2 * 4 * 16 * len(units)  # padding
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"stages": 4}, "pipeline.stages = 4, the model has 2"),
+        ({"partition": "uniform"}, "cut by 'parameters'"),
+        ({"seed_layers": True}, "without seeds"),
+    ],
+)
+def test_a_configuration_that_expects_another_cut_is_refused(section: dict[str, Any], said: str) -> None:
+    cut = replace(shapes(), stages=2, staging=Staging("1f1b", 2, partition="parameters"))
+    agreed = {"stages": 2, "partition": "parameters", "seed_layers": False}
+    assert make_plan(load_config({"train_batch_size": 4, "pipeline": agreed}), cut, 2).staging == cut.staging
+    with pytest.raises(PlanError, match=said) as refused:
+        make_plan(load_config({"train_batch_size": 4, "pipeline": section}), cut, 2)
+    assert refused.value.code == "engine-stages"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_config import classify, dotted
 from ds_config.errors import ConfigError, DsError, UnsupportedError
 from ds_config.reading import read
 from ds_engine import Config, Shapes, load_config, make_plan
+from ds_pipe import Staging
 
 FOLDER = Path(__file__).parent / "recipes"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
@@ -32,8 +34,11 @@ def ended(name: str) -> DsError | None:
     """How a recipe ends: the error, or None for a plan."""
     expected = EXPECTED[name]
     (path,) = FOLDER.glob(f"{name}.*json")
+    shapes = Shapes((), ())
+    if cut := expected.get("staging"):
+        shapes = replace(shapes, stages=cut["ranks"], staging=Staging("1f1b", **cut))
     try:
-        plan = make_plan(load_config(path, auto=AUTO.get(expected.get("auto", ""))), Shapes((), ()), expected["world"])
+        plan = make_plan(load_config(path, auto=AUTO.get(expected.get("auto", ""))), shapes, expected["world"])
     except DsError as error:
         return error
     assert str(plan.batch.train) in str(plan)

@@ -26,9 +26,10 @@ from ds_config.errors import PlanError
 from ds_config.reading import Source
 from ds_data.order import Lane
 from ds_data.variable import Constant, VariableBatchSizeLR
+from ds_engine.components import Components
 from ds_engine.config import load_config, source_of
 from ds_engine.degrees import with_degrees
-from ds_engine.engine import Components, Engine
+from ds_engine.engine import Engine
 from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader

@@ -28,6 +28,7 @@ from ds_comm import LocalShard, Mesh
 from ds_comm.family import assignment_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
+from ds_engine.plan import Plan
 from ds_zero import ShardedOptimizer, Sharding
 from ds_zero.layout.families import logical_of
 
@@ -40,6 +41,7 @@ _log = logging.getLogger("ds_engine")
 class Run(Protocol):
     """What is saved of an engine."""
 
+    plan: Plan
     module: nn.Module
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any

@@ -168,7 +168,7 @@ class Config(MonitorConfig):
     graph_harvesting: Annotated[bool, Dead("torch.compile captures graphs")] = False
     vocabulary_size: Annotated[int | None, Dead("it only chose a warning about multiples of 8")] = None
     allgather_size: Annotated[int | None, Dead("zero_optimization.allgather_bucket_size")] = None
-    session_params: Annotated[Any, Dead("nothing reads it")] = None
+    session_params: Annotated[Any, Dead("it names no setting")] = None
 
     @property
     def batch(self) -> BatchRequest:

@@ -67,7 +67,7 @@ class ElasticityConfig(StrictModel):
     max_gpus: Positive = Field(default=10_000, description="Most ranks.")
     model_parallel_size: Positive = Field(default=1, description="Ranks that share one copy of the model.")
     num_gpus_per_node: Positive = Field(default=1, description="Version 0.2 counts whole nodes of so many ranks.")
-    min_time: Annotated[int, Dead("nothing reads it")] = 0
+    min_time: Annotated[int, Dead("when a run gets another number of ranks is the choice of who starts it")] = 0
     prefer_larger_batch: bool = Field(default=True, description="Of equally good sizes the larger.")
     ignore_non_elastic_batch_info: bool = Field(
         default=False, description="Override batch keys instead of refusing them."

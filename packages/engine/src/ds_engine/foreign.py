@@ -1,4 +1,4 @@
-"""Checkpoints in DeepSpeed's own layout: written when `checkpoint.layout` asks for it, and read.
+"""Checkpoints in the layout that the plan asks for: ours, or DeepSpeed's own (`checkpoint.layout`), which is also read.
 
 Writing goes by way of a checkpoint of ours: rank 0 reads it and writes DeepSpeed's files, which need pickle. Reading goes the
 other way, through an unpickler that can make tensors, numbers and text, and nothing else.
@@ -7,24 +7,51 @@ other way, through an unpickler that can make tensors, numbers and text, and not
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ds_ckpt import NearCopies
 from ds_ckpt.convert.deepspeed import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
 from ds_ckpt.format import MANIFEST
 from ds_comm import Group, barrier, broadcast_object_list
 from ds_config.errors import CheckpointError, UnsupportedError
+from ds_engine.checkpoints import Run, load_run, save_run
 from ds_pipe import PipelineModule, TiedLayerSpec
 from ds_zero import STAGES, Residency
 
-__all__ = ["draft_of", "latest_tag", "layout_of", "translated", "write_as_deepspeed"]
+__all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
+
+
+def save(run: Run, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
+    """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`."""
+    plan = run.plan
+    layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
+    path = f"{root}/{_draft_of(tag) if layout else tag}"
+    save_run(run, path, client, frozen=frozen)
+    if not layout:
+        return path
+    run.checkpointer.wait()
+    return _write_as_deepspeed(root, tag, layout, run.mesh["world"])
+
+
+def load(
+    run: Run, root: str, tag: str | None, parts: frozenset[str], near: NearCopies | None = None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
+    if not run.plan.foreign:
+        return load_run(run, root, tag, parts, near)
+    tag = tag or latest_tag(root)
+    with translated(root, tag, run.mesh["world"]) as copy:
+        path, client = load_run(run, root, copy or tag, parts)
+    return (f"{root}/{tag}" if copy and path else path), client
 
 
 def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
@@ -53,20 +80,20 @@ def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None, mod
     return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), tied=shared)
 
 
-def draft_of(tag: str) -> str:
+def _draft_of(tag: str) -> str:
     """Name of the checkpoint of ours that `tag` is made from."""
     return f"{tag}.draft"
 
 
-def write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> str:
-    """Turn the complete checkpoint `draft_of(tag)` into DeepSpeed's `root/tag`, and remove it. Collective. Returns the path.
+def _write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> str:
+    """Turn the complete checkpoint `_draft_of(tag)` into DeepSpeed's `root/tag`, and remove it. Collective. Returns the path.
 
     An older `root/tag` is replaced. Cost: rank 0 reads and writes everything.
 
     Raises:
         CheckpointError: on every rank ("ckpt-foreign").
     """
-    source, target = Path(root) / draft_of(tag), Path(root) / tag
+    source, target = Path(root) / _draft_of(tag), Path(root) / tag
 
     def write() -> None:
         shutil.rmtree(target, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from ds_comm import Group
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_data.curriculum import Curriculum, Row, make_metrics
 from ds_data.loading import check_state
@@ -24,7 +26,7 @@ from ds_data.variable import Joined, PackedDataset, seqlens_of
 from ds_engine.plan import Plan
 from ds_engine.reading import Order
 
-__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "make_loader"]
+__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "Route", "loader_of", "make_loader"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -250,6 +252,37 @@ class PackedLoader(ResumableLoader):
         """What to resume from, on any number of ranks. JSON-able."""
         state = super().state_dict()
         return state if self._mark is None else state | {"fingerprint": str(self._mark)}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a loader is for.
+
+    Attributes:
+        name: `train` reads in the plan's order; `eval` and `predict` keep the dataset's.
+        micro: Samples a microbatch; None is the plan's.
+    """
+
+    name: str = "train"
+    micro: int | None = None
+
+
+def loader_of(
+    plan: Plan, data: Group, dataset: Dataset[Any], route: Route, options: Mapping[str, Any]
+) -> ResumableLoader:
+    """A loader of this rank's microbatches.
+
+    Raises:
+        UnsupportedError: no such route ("data-route").
+    """
+    if route.name not in ("train", "eval", "predict"):
+        raise UnsupportedError(
+            f"there is no data route {route.name!r}", code="data-route", fix="Use train, eval or predict."
+        )
+    lane = Lane(data.rank, data.size, route.micro or plan.batch.micro)
+    if route.name != "train":
+        return ResumableLoader(dataset, lane, Order(shuffle=False), options)
+    return make_loader(plan, lane, dataset, options)
 
 
 def make_loader(

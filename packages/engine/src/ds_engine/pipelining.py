@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import UnsupportedError
-from ds_engine.engine import Engine, _Passes
+from ds_engine.engine import Engine
 from ds_engine.losses import Ledger
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
@@ -64,7 +64,7 @@ class StagedMethods(Engine):
         return Engine.train_batch(self, data_iter if data_iter is not None or self._draws() else iter(()))
 
     def _draws(self) -> bool:
-        return self._stream is not None or self.training_dataloader is not None or self.stages.needs_data
+        return self._feed.has_data or self.stages.needs_data
 
     @torch.no_grad()
     def evaluate(
@@ -96,7 +96,7 @@ class StagedMethods(Engine):
 
         self.module.eval()
         try:
-            stages.forwards(count, data_iter, _Passes(self), done)
+            stages.forwards(count, data_iter, self._passes(), done)
         finally:
             self.module.train(training)
         self._telemetry.pause()
@@ -117,16 +117,11 @@ class StagedMethods(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Draw training microbatches from `loader`, again and again."""
-        self._stream = _forever(loader)
+        self._feed.draw_from(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Draw training microbatches from `iterator`."""
-        self._stream = iter(iterator)
-
-    def _data(self, data_iter: Iterator[Any] | Iterable[Any] | None) -> Iterator[Any]:
-        if data_iter is None and self._stream is not None:
-            return self._stream
-        return super()._data(data_iter)
+        self._feed.draw_from(iter(iterator))
 
     def set_batch_fn(self, fn: Callable[[Any], tuple[Any, Any]]) -> None:
         """Make inputs and labels of what the data yield with `fn`."""
@@ -168,11 +163,6 @@ class PipelineEngine(StagedMethods):
             data_iter: Yields microbatches, the same on the ranks of the first and of the last stage; by default the engine's loader.
         """
         return self.train_step(data_iter)
-
-
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -11,13 +11,14 @@ staircase never misses a stair by rounding, and an unknown `warmup_type` is an e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ds_config import StrictModel
 from ds_config.errors import ConfigError
+from ds_data.variable import VariableBatchSizeLR
 
 __all__ = [
     "SCHEDULES",
@@ -28,6 +29,9 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "advance",
+    "momentum_of",
+    "set_momentum",
     "set_rates",
 ]
 
@@ -286,3 +290,26 @@ def set_rates(groups: Sequence[MutableMapping[str, Any]], rates: float | Sequenc
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def momentum_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Momentum of each parameter group: its betas, or its momentum where it has no betas."""
+    return [group.get("betas", group.get("momentum")) for group in groups]
+
+
+def set_momentum(groups: Iterable[MutableMapping[str, Any]], momentum: Any) -> None:
+    """Set `betas` (a pair) or `momentum` (a number) of every parameter group that has it."""
+    key = "betas" if isinstance(momentum, tuple | list) else "momentum"
+    for group in groups:
+        if key in group:
+            group[key] = tuple(momentum) if key == "betas" else momentum
+
+
+def advance(scheduler: Any, arguments: Mapping[str, Any], *, applied: bool) -> None:
+    """Move a schedule on after a step; where rates follow the size of batches, also after one that was left out."""
+    if scheduler is None:
+        return
+    if applied:
+        scheduler.step(**arguments)
+    elif isinstance(scheduler, VariableBatchSizeLR):
+        scheduler.skip()

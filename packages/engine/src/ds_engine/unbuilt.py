@@ -30,15 +30,17 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class PipelineConfig(StrictModel):
-    """`pipeline`: for models made of stages."""
+    """`pipeline`: for models made of stages. The model is cut when it is made; the first three keys say what is expected of it."""
 
-    stages: Annotated[int | str, Dead("nothing reads it; the model's stages count")] = "auto"
-    partition: Annotated[str, Dead("nothing reads it; the model chooses its partition")] = "best"
-    seed_layers: Annotated[bool, Dead("nothing reads it")] = False
-    activation_checkpoint_interval: Count = 0
-    pipe_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
-    grad_partitioned: Annotated[bool, Dead("it speaks of tensor-parallel stages, which there are none of")] = True
-    use_reentrant: Annotated[bool, Dead("it speaks of checkpoints between stages, which there are none of")] = True
+    stages: Positive | Literal["auto"] = Field(default="auto", description="Stages that the model must have.")
+    partition: str = Field(default="best", description="`partition_method` that the model must have; best is any.")
+    seed_layers: bool = Field(default=False, description="Whether the model must have been made with `seed_layers`.")
+    activation_checkpoint_interval: Count = Field(
+        default=0, description="Layers that keep only their input; 0 as the model says."
+    )
+    pipe_partitioned: Annotated[bool, Dead("what passes between stages passes whole")] = True
+    grad_partitioned: Annotated[bool, Dead("what passes between stages passes whole")] = True
+    use_reentrant: Annotated[bool, Dead("layers of a stage are always computed again in one way")] = True
 
 
 # ---- ds-inference

@@ -57,7 +57,9 @@ def engine_of(stage: int, **changes: Any) -> Engine:
 
 
 def step_of_the_bad_sample(engine: Engine) -> int:
-    place = next(p for p in range(32) if engine._loader is not None and engine._loader.stream.sample(p) == BAD)
+    place = next(
+        p for p in range(32) if (loader := engine.training_dataloader) is not None and loader.stream.sample(p) == BAD
+    )
     return place // engine.plan.batch.train + 1
 
 

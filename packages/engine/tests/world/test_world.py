@@ -387,7 +387,7 @@ def test_predivided_and_unmanaged_steps_are_the_same_numbers(stage: int) -> None
     for _ in range(3):
         plain.train_batch()
         assert scaled.train_batch().loss == pytest.approx(plain.last.loss)  # type: ignore[union-attr]
-        data = loose._data(None)
+        data = loose.training_dataloader.forever()
         for _ in range(3):
             loose.backward(loose(*next(data)))
         assert loose.step().samples == 12

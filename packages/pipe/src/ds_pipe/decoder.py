@@ -66,7 +66,7 @@ class DecoderStages(nn.Module):
         _check(model)
         whole: Any = model
         places = Places.build(topology or plain_topology(num_stages))
-        self.pipe_staging = Staging(schedule, places.pipe.size, virtual)
+        self.pipe_staging = Staging(schedule, places.pipe.size, virtual, partition_method)
         rank_of = placement_of(schedule, places.pipe.size, virtual)
         self.parts = _bounds(whole, partition_method, len(rank_of))
         mine = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]

@@ -85,6 +85,7 @@ class PipelineModule(nn.Module):
         self.schedule, self.virtual = schedule, virtual
         self.num_stages = self.places.pipe.size
         self.rank_of = placement_of(schedule, self.num_stages, virtual)
+        self._method = partition_method if isinstance(partition_method, str) else ""
         if partition_method == "profile":
             partition_method = profile_layers(self.specs, _given(sample))
         self.parts = self._partition(partition_method, len(self.rank_of))
@@ -208,7 +209,7 @@ class PipelineModule(nn.Module):
     @property
     def pipe_staging(self) -> Staging:
         """How this model is cut, for those who plan its steps."""
-        return Staging(self.schedule, self.num_stages, self.virtual)
+        return Staging(self.schedule, self.num_stages, self.virtual, self._method, self.seed_layers)
 
     @property
     def staged(self) -> StagedModel:

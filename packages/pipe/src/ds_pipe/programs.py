@@ -193,11 +193,15 @@ class Staging:
         schedule: A name `make_program` knows.
         ranks: Of one pipeline.
         virtual: Stages a rank, for `interleaved`.
+        partition: Name of the method that chose which layers go together; "" where there was no choice by name.
+        seeded: Whether every layer was made from a seed of its own.
     """
 
     schedule: str
     ranks: int
     virtual: int = 2
+    partition: str = ""
+    seeded: bool = False
 
     def program(self, microbatches: int) -> Program:
         """What computes in a step."""

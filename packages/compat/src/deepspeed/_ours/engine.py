@@ -42,9 +42,10 @@ from deepspeed._ours.tools import logger
 from deepspeed._ours.version import version
 from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_comm import all_gather_object, barrier
+from ds_compress import CompressionScheduler
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, Plan, StepResult
-from ds_engine.engine import Components
+from ds_engine.components import Components
 from ds_engine.foreign import translated
 from ds_engine.loader import CurriculumLoader
 from ds_engine.transforms.routing import RandomLTD
@@ -225,9 +226,14 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         return found
 
     @property
+    def compression_scheduler(self) -> CompressionScheduler | None:
+        """What moves the schedule of a compressed model on; None of another model."""
+        return self.follower(CompressionScheduler)
+
+    @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
         """Of the routed layers; None where nothing is routed."""
-        found = next((follower for follower in self._followers if isinstance(follower, RandomLTD)), None)
+        found = self.follower(RandomLTD)
         if found is None:
             return None
         return RandomLTDScheduler(

@@ -13,6 +13,7 @@ from ds_config.errors import PlanError
 from ds_engine.executing import Passes
 from ds_engine.losses import SumLoss, loss_of
 from ds_engine.transforms.base import Asked, Site, Transform
+from ds_engine.unbuilt import PipelineConfig
 from ds_engine.uneven import Share
 from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
 from ds_pipe.executor import Feed
@@ -36,8 +37,9 @@ class Stages(Transform[Cut, Pipeline]):
     axes = ("pipe",)
 
     def decide(self, asked: Asked) -> Cut | None:
-        staging = asked.shapes.staging
-        return None if staging is None else Cut(staging, asked.config.pipeline.activation_checkpoint_interval)
+        staging, section = asked.shapes.staging, asked.config.pipeline
+        _check_expected(section, staging)
+        return None if staging is None else Cut(staging, section.activation_checkpoint_interval)
 
     def plan_rows(self, what: Cut) -> Mapping[str, str]:
         cut = what.staging
@@ -67,6 +69,26 @@ class Stages(Transform[Cut, Pipeline]):
 
     def undo(self, made: Pipeline) -> None:
         made.close()
+
+
+def _check_expected(section: PipelineConfig, found: Staging | None) -> None:
+    """The model is cut when it is made: a configuration that expects another cut is an error."""
+    cut = found or Staging("", 1)
+    wrong = []
+    if section.stages not in ("auto", cut.ranks):
+        wrong.append(f"pipeline.stages = {section.stages}, the model has {cut.ranks}")
+    if section.partition not in ("best", cut.partition):
+        wrong.append(
+            f"pipeline.partition = {section.partition!r}, the model was cut by {cut.partition or 'another way'!r}"
+        )
+    if section.seed_layers and not cut.seeded:
+        wrong.append("pipeline.seed_layers, the model's layers were made without seeds of their own")
+    if wrong:
+        raise PlanError(
+            "; ".join(wrong),
+            code="engine-stages",
+            fix="PipelineModule(num_stages=, partition_method=, seed_layers=) cuts the model; make both agree, or leave the keys out.",
+        )
 
 
 class StagedExecutor:

@@ -1,0 +1,132 @@
+"""Where the microbatches of a step come from: the engine's own loader, one that the caller put in its place, or what a call brings.
+
+Words: the *own* loader resumes where a checkpoint was written; the position of any other is the caller's. A *stream* is an iterator
+that goes on from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+from ds_config.errors import PlanError
+from ds_engine.loader import PackedLoader, ResumableLoader
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """The training data of one engine.
+
+    Attributes:
+        own: The loader that the engine made, or None.
+        taken: Samples taken from it by the steps that are complete.
+    """
+
+    def __init__(self, own: ResumableLoader | None) -> None:
+        self.own, self.taken = own, 0
+        self._brought: Iterable[Any] | None = None
+        self._stream: Iterator[Any] | None = None
+        self._lent: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
+        self._waited_s = 0.0
+
+    @property
+    def loader(self) -> Any:
+        """What microbatches are read from by default; None where every call brings them."""
+        return self.own if self._brought is None else self._brought
+
+    def replace(self, loader: Iterable[Any] | None) -> None:
+        """Read another loader from now on; of another class its position is not saved."""
+        if isinstance(loader, ResumableLoader):
+            self.own, self._brought, self.taken = loader, None, loader.taken
+        else:
+            self.own, self._brought, self.taken = None, loader, 0
+        self._stream = None
+
+    def draw_from(self, data: Iterator[Any] | Iterable[Any]) -> None:
+        """Read `data` where a call brings none: an iterator to its end, anything else again and again."""
+        self._stream = data if isinstance(data, Iterator) else _forever(data)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether a call may bring none."""
+        return self._stream is not None or self.loader is not None
+
+    def restart(self) -> None:
+        """Begin the next stream where the loader is, not where it was read ahead to."""
+        self._stream = None
+
+    def close(self) -> None:
+        """Let go of what is being read."""
+        self._stream = self._lent = None
+
+    def rebatch(self, micro: int, train: int) -> None:
+        """Have the own loader give microbatches of `micro` samples, of steps of `train` over all ranks."""
+        if self.own is not None:
+            self.own.rebatch(micro, train)
+            self._stream = None
+
+    def stream(self, brought: Iterator[Any] | Iterable[Any] | None = None) -> Iterator[Any]:
+        """The microbatches to take next: of what a call brought, else by default.
+
+        Raises:
+            PlanError: there are none ("data-missing").
+        """
+        if brought is None and self._stream is not None:
+            return self._stream
+        found = self._brought if brought is None else brought
+        if isinstance(found, Iterator):
+            return self._timed(found)
+        if found is not None:
+            if self._lent is None or self._lent[0] is not found:
+                self._lent = found, _forever(found)
+            return self._timed(self._lent[1])
+        if self.own is None:
+            raise PlanError(
+                "train_batch() has no data: initialize() was called without training_data",
+                code="data-missing",
+                fix="Pass training_data= to initialize(), or an iterator to train_batch().",
+            )
+        self._stream = self.own.forever()
+        return self._stream
+
+    def samples(self) -> int | None:
+        """Samples that the own loader handed out since the last complete step, where their number differs from step to step."""
+        if isinstance(self.own, PackedLoader) and self.own.taken > self.taken:
+            return self.own.samples_between(self.taken, self.own.taken)
+        return None
+
+    def complete(self) -> float:
+        """A step is complete: what was taken until now is part of it. Returns the seconds it waited for data."""
+        waited, self._waited_s = self._waited_s, 0.0
+        if self.own is not None:
+            waited, self.own.waited_s = waited + self.own.waited_s, 0.0
+        self.taken = 0 if self.own is None else self.own.taken
+        return waited
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the own loader."""
+        return 0 if self.own is None else self.own.epoch
+
+    def _timed(self, data: Iterator[Any]) -> Iterator[Any]:
+        """`data`; the time that each item takes is waited time."""
+        while True:
+            begun = perf_counter()
+            try:
+                batch = next(data)
+            except StopIteration:
+                return
+            self._waited_s += perf_counter() - begun
+            yield batch
+
+
+def _forever(data: Iterable[Any]) -> Iterator[Any]:
+    """`data` again and again; it ends when a pass has nothing."""
+    empty = False
+    while not empty:
+        empty = True
+        for item in data:
+            empty = False
+            yield item
