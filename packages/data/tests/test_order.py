@@ -68,14 +68,15 @@ def ids(loader: TokenLoader, rows: int) -> list[list[tuple[int, ...]]]:
     return [[tuple(row) for row in batch["input_ids"].tolist()] for batch in islice(iter(loader), rows)]
 
 
-def test_500_interruptions(corpus: TokenFile) -> None:
+@pytest.mark.parametrize("trials", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_interruptions(corpus: TokenFile, trials: int) -> None:
     """Interrupted anywhere and gone on with on 1 to 4 ranks, with other threads: every step has the samples it would have had."""
     data, train, steps = Packed(corpus, 16), 12, 14
     stream = Stream(len(data), 5)
     wanted = [Counter(stream.samples(np.arange(k * train, (k + 1) * train)).tolist()) for k in range(steps)]
     names = {tuple(data.tokens([i])[0, :-1].tolist()): i for i in range(len(data))}
     random = np.random.default_rng(0)
-    for trial in range(500):
+    for trial in range(trials):
         threads = [int(random.integers(0, 3)) if trial % 25 == 0 else 0 for _ in range(2)]
         stop, ranks, again = int(random.integers(1, steps - 2)), *random.choice([1, 2, 3, 4], 2).tolist()
         before = [TokenLoader(data, Lane(r, ranks, train // ranks), seed=5, threads=threads[0]) for r in range(ranks)]

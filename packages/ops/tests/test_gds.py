@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ds_config.errors import KernelError, UnsupportedError
-from ds_ops import gds
-from ds_ops import io as io_module
+from ds_ops import gds, io_engines
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings
 
 # As cufile.h declares them. A handle is the descriptor and 7000; transfers are short, to be continued.
@@ -83,8 +82,8 @@ def knobs(stand_in: Path) -> Iterator[Any]:
 @pytest.fixture
 def io(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncIO]:
     library = gds.CuFile(str(stand_in))
-    monkeypatch.setattr(io_module, "find_library", lambda: library)
-    monkeypatch.setattr(io_module, "GdsEngine", lambda *a: gds.GdsEngine(*a, kind="cpu"))
+    monkeypatch.setattr(io_engines, "find_library", lambda: library)
+    monkeypatch.setattr(io_engines, "GdsEngine", lambda *a: gds.GdsEngine(*a, kind="cpu"))
     # O_DIRECT would refuse the stand-in's short, unaligned transfers.
     with AsyncIO(IOSettings(block_bytes=8192, queue_depth=4, backend="gds", direct=False)) as engine:
         yield engine

@@ -26,18 +26,16 @@ between `wait` and the call. Costs are bytes sent per rank for N ranks, a result
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import ds_comm.collectives as collectives
 from ds_comm.call import Call
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.work import DONE, Work
+from ds_comm.moves import AllGather, Copy, Cut, Exchange, Move, Reduce, ReduceScatter, Rows, Split
+from ds_comm.work import DONE
 
 __all__ = [
     "InFlight",
@@ -76,7 +74,7 @@ def all_to_all_rows(
     call = Call("all_to_all_single", as_group(group), unit)
     send, receive = tuple(call.cut("x dim 0", x.shape[0], send)), tuple(receive)
     call.cut("the result", sum(receive), receive)
-    return _run(_Rows(call, send, receive), x, async_op)
+    return _run(Rows(call, send, receive), x, async_op)
 
 
 def exchange(
@@ -108,7 +106,7 @@ def exchange(
         raise call.size_error(f"dim {cut} is to be scattered and gathered")
     scattered = call.cut(f"dim {cut}", x.shape[cut], scatter_sizes)
     gathered = _everyones(call, f"dim {put}", x.shape[put], gather_sizes)
-    return _run(_Exchange(call, (cut, tuple(scattered)), (put, tuple(gathered))), x, async_op)
+    return _run(Exchange(call, (cut, tuple(scattered)), (put, tuple(gathered))), x, async_op)
 
 
 def all_gather(
@@ -130,8 +128,8 @@ def all_gather(
     """
     call = Call("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = _Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
-    return _run(_AllGather(call, cut, common=False), x, async_op)
+    cut = Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    return _run(AllGather(call, cut, common=False), x, async_op)
 
 
 def reduce_scatter(
@@ -153,12 +151,12 @@ def reduce_scatter(
     """
     call = Call("reduce_scatter_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    return _run(_ReduceScatter(call, _Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))), x, async_op)
+    return _run(ReduceScatter(call, Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))), x, async_op)
 
 
 def copy(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
     """`x`, which all ranks have; its gradients are summed over the group. What a part of a cut layer reads."""
-    return cast(Tensor, _run(_Copy(Call("all_reduce", as_group(group), unit)), x, False))
+    return cast(Tensor, _run(Copy(Call("all_reduce", as_group(group), unit)), x, False))
 
 
 def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "") -> Any:
@@ -166,7 +164,7 @@ def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "
 
     Cost: 2 (N-1)/N S; its gradient costs nothing.
     """
-    return _run(_Reduce(Call("all_reduce", as_group(group), unit)), x, async_op)
+    return _run(Reduce(Call("all_reduce", as_group(group), unit)), x, async_op)
 
 
 def gather(
@@ -184,8 +182,8 @@ def gather(
     """
     call = Call("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = _Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
-    return _run(_AllGather(call, cut, common=True), x, async_op)
+    cut = Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    return _run(AllGather(call, cut, common=True), x, async_op)
 
 
 def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None, *, unit: str = "") -> Tensor:
@@ -197,8 +195,8 @@ def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = N
     """
     call = Call("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = _Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
-    return cast(Tensor, _run(_Split(call, cut), x, False))
+    cut = Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
+    return cast(Tensor, _run(Split(call, cut), x, False))
 
 
 class InFlight:
@@ -225,169 +223,6 @@ class InFlight:
 # ---- what moves: pure descriptions, each of which knows its reverse
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A move on its way: where its result will be, what to wait for, and what remains to do then."""
-
-    out: Tensor
-    work: Work = DONE
-    finish: Callable[[], object] | None = None
-
-
-class _Move(Protocol):
-    @property
-    def call(self) -> Call: ...
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched: ...
-
-    def reverse(self) -> _Move: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    call: Call
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        out = x.new_empty((sum(self.receive), *x.shape[1:]))
-        work = collectives.all_to_all_single(
-            out, x.contiguous(), self.receive, self.send, self.call.group, async_op, unit=self.call.unit
-        )
-        return _Launched(out, work)
-
-    def reverse(self) -> _Move:
-        return _Rows(_back(self.call), self.receive, self.send)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """`scatter` and `gather`: a dim and its sizes by rank."""
-
-    call: Call
-    scatter: tuple[int, tuple[int, ...]]
-    gather: tuple[int, tuple[int, ...]]
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        (cut, scattered), (put, gathered) = self.scatter, self.gather
-        shape = _shape(x, cut, scattered[self.call.group.rank])
-        shapes = [(*shape[:put], n, *shape[put + 1 :]) for n in gathered]
-        send, receive = [part.numel() for part in x.split(scattered, cut)], [math.prod(s) for s in shapes]
-        out = x.new_empty((*shape[:put], sum(gathered), *shape[put + 1 :]))
-        outermost = math.prod(shape[:put]) == 1
-        flat = out.view(-1) if outermost else x.new_empty(out.numel())
-        work = collectives.all_to_all_single(
-            flat, _packed(x, cut, scattered), receive, send, self.call.group, async_op, unit=self.call.unit
-        )
-        if outermost:
-            return _Launched(out, work)
-        parts = [part.view(s) for part, s in zip(flat.split(receive), shapes, strict=True)]
-        return _Launched(out, work, lambda: torch.cat(parts, put, out=out))
-
-    def reverse(self) -> _Move:
-        return _Exchange(_back(self.call), self.gather, self.scatter)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A dim that the ranks share: `sizes[r]` places of it are rank r's."""
-
-    dim: int
-    sizes: tuple[int, ...]
-
-    @property
-    def even(self) -> bool:
-        return len(set(self.sizes)) == 1
-
-    def plain(self, shape: Sequence[int]) -> bool:
-        """Whether the whole, of `shape`, is its parts in a row, all of one size: nothing need be copied."""
-        return self.even and math.prod(shape[: self.dim]) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class _AllGather:
-    call: Call
-    cut: _Cut
-    common: bool
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        dim, sizes, ranks = self.cut.dim, self.cut.sizes, self.call.group.size
-        out = x.new_empty(_shape(x, dim, sum(sizes)))
-        plain = self.cut.plain(out.shape)
-        row = max(sizes) * (out.numel() // sum(sizes) if sum(sizes) else 0)
-        rows = out.view(ranks, -1) if plain and row else x.new_empty((ranks, row))
-        work = collectives.all_gather_single(rows, _padded(x, row), self.call.group, async_op, unit=self.call.unit)
-        if plain:
-            return _Launched(out, work)
-        shapes = [_shape(x, dim, n) for n in sizes]
-        parts = [of[: math.prod(s)].view(s) for of, s in zip(rows, shapes, strict=True)]
-        return _Launched(out, work, lambda: torch.cat(parts, dim, out=out))
-
-    def reverse(self) -> _Move:
-        return (_Split if self.common else _ReduceScatter)(_back(self.call), self.cut)
-
-
-@dataclass(frozen=True, slots=True)
-class _ReduceScatter:
-    call: Call
-    cut: _Cut
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        dim, sizes, group = self.cut.dim, self.cut.sizes, self.call.group
-        out = x.new_empty(_shape(x, dim, sizes[group.rank]))
-        if self.cut.even:
-            part, whole = out.view(-1), _packed(x, dim, sizes)
-        else:
-            row = max(sizes) * (x.numel() // sum(sizes))
-            part = x.new_empty(row)
-            whole = torch.cat([_padded(one, row) for one in x.split(sizes, dim)])
-        work = collectives.reduce_scatter_single(part, whole, group=group, async_op=async_op, unit=self.call.unit)
-        if self.cut.even:
-            return _Launched(out, work)
-        return _Launched(out, work, lambda: out.view(-1).copy_(part[: out.numel()]))
-
-    def reverse(self) -> _Move:
-        return _AllGather(_back(self.call), self.cut, common=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    call: Call
-    cut: _Cut
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        mine = x.split(self.cut.sizes, self.cut.dim)[self.call.group.rank]
-        return _Launched(mine.clone(memory_format=torch.contiguous_format))
-
-    def reverse(self) -> _Move:
-        return _AllGather(_back(self.call), self.cut, common=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    call: Call
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        return _Launched(x)
-
-    def reverse(self) -> _Move:
-        return _Reduce(_back(self.call))
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduce:
-    call: Call
-
-    def launch(self, x: Tensor, async_op: bool) -> _Launched:
-        out = x.clone(memory_format=torch.contiguous_format)
-        return _Launched(
-            out, collectives.all_reduce(out, group=self.call.group, async_op=async_op, unit=self.call.unit)
-        )
-
-    def reverse(self) -> _Move:
-        return _Copy(_back(self.call))
-
-
 # ---- how a move enters the graph
 #
 # A move that is waited for at once is one node. One that is not is two: Depart starts it, Arrive waits. Backward runs them in
@@ -401,9 +236,9 @@ class _Journey:
 
     __slots__ = ("async_op", "back", "finish", "keep", "move", "work")
 
-    def __init__(self, move: _Move, async_op: bool) -> None:
+    def __init__(self, move: Move, async_op: bool) -> None:
         self.move = move
-        self.async_op = async_op and not isinstance(move, _Copy | _Split)
+        self.async_op = async_op and not isinstance(move, Copy | Split)
         self.work, self.finish = DONE, cast(Callable[[], object] | None, None)
         self.keep: Tensor | None = None
         self.back: InFlight | None = None
@@ -453,7 +288,7 @@ class _Arrive(torch.autograd.Function):
         return grads[0], None
 
 
-def _run(move: _Move, x: Tensor, async_op: bool) -> Any:
+def _run(move: Move, x: Tensor, async_op: bool) -> Any:
     if move.call.group.size == 1:
         return InFlight(x, None) if async_op else x
     journey = _Journey(move, async_op)
@@ -480,32 +315,3 @@ def _everyones(call: Call, name: str, mine: int, sizes: Sequence[int] | None) ->
             f"{name} has {mine} places on rank {call.group.rank} of the group, the sizes are {list(sizes)}"
         )
     return list(sizes)
-
-
-def _shape(x: Tensor, dim: int, places: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], places, *x.shape[dim + 1 :])
-
-
-def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, one after the other, flat; `x` itself where they lie so."""
-    if math.prod(x.shape[:dim]) == 1:
-        return x.contiguous().view(-1)
-    flat = x.new_empty(x.numel())
-    parts = x.split(list(sizes), dim)
-    for part, into in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        into.view(part.shape).copy_(part)
-    return flat
-
-
-def _padded(x: Tensor, numel: int) -> Tensor:
-    """The elements of `x`, flat, and zeros up to `numel`."""
-    if x.numel() == numel:
-        return x.contiguous().view(-1)
-    flat = x.new_zeros(numel)
-    flat[: x.numel()].view(x.shape).copy_(x)
-    return flat
-
-
-def _back(call: Call) -> Call:
-    """The call of a gradient: `layers.0` becomes `layers.0.grad`, and that of its gradient `layers.0` again."""
-    return replace(call, unit=call.unit.removesuffix(".grad") if call.unit.endswith(".grad") else f"{call.unit}.grad")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_comm._torch import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, backend_names
 
-__all__ = ["GlooTransport", "Started", "Transport", "transports"]
+__all__ = ["TRANSPORTS", "GlooTransport", "Started", "Transport", "transports"]
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _NARROW = (torch.float16, torch.bfloat16)
@@ -248,10 +248,11 @@ class GlooTransport(Transport):
 
 def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
     """The transport of each device type that `pg` communicates."""
-    return {device: _BEST.get((name, device), Transport) for device, name in backend_names(pg).items()}
+    return {device: TRANSPORTS.get((name, device), Transport) for device, name in backend_names(pg).items()}
 
 
-_BEST: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport}
+TRANSPORTS: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport}
+"""By backend and device type; torch's own way elsewhere. A group takes its transport when it is first used."""
 _DTYPE_CODES = {
     dtype: code
     for code, dtype in enumerate(

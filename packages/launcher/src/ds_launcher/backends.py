@@ -17,7 +17,7 @@ from ds_launcher.exports import split_secrets
 from ds_launcher.inventory import Inventory, encode
 from ds_launcher.plan import Process
 
-__all__ = ["BACKENDS", "Backend", "Job"]
+__all__ = ["BACKENDS", "Backend", "Job", "node_command"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Backend:
     build: Callable[[Job], tuple[Process, ...]]
 
 
-def _node_argv(job: Job, node_rank: str, *extra: str) -> tuple[str, ...]:
+def node_command(job: Job, node_rank: str, *extra: str) -> tuple[str, ...]:
+    """What starts the ranks of one host, on that host; `node_rank` is its place in the inventory, or `auto`."""
     world = ("--world-info", encode(job.inventory), "--node-rank", node_rank)
     return (job.python, "-P", "-m", "ds_launcher", "run", *world, *extra, *job.options, *job.command)
 
@@ -79,7 +80,7 @@ def _ssh(job: Job) -> tuple[Process, ...]:
     return tuple(
         Process(
             f"host {host.name}",
-            (*base, *job.launcher_args, host.name, _shell(job, _node_argv(job, str(index), *flags))),
+            (*base, *job.launcher_args, host.name, _shell(job, node_command(job, str(index), *flags))),
             stdin="hold",
             secrets=secrets,
         )
@@ -98,7 +99,7 @@ def _pdsh(job: Job) -> tuple[Process, ...]:
     # pdsh keeps the standard input of its commands open until it ends, whatever its own is, so nodes can watch it.
     # It puts the host's position in the list for %n; a % of the user's is written %%.
     mark = "@NODE-RANK@"
-    line = _shell(job, _node_argv(job, mark, "--stop-on-eof")).replace("%", "%%").replace(mark, "%n")
+    line = _shell(job, node_command(job, mark, "--stop-on-eof")).replace("%", "%%").replace(mark, "%n")
     env = {"PDSH_RCMD_TYPE": "ssh"}
     if job.ssh_port is not None:
         env["PDSH_SSH_ARGS_APPEND"] = f"-p {job.ssh_port}"
@@ -112,7 +113,7 @@ def _slurm(job: Job) -> tuple[Process, ...]:
     ends = ("--kill-on-bad-exit=1", "--chdir", job.cwd, *job.launcher_args)
     # srun gives its own environment to its tasks.
     return (
-        Process("srun", (*base, *ends, *_with_exports(job, _node_argv(job, "auto"))), split_secrets(job.exports)[1]),
+        Process("srun", (*base, *ends, *_with_exports(job, node_command(job, "auto"))), split_secrets(job.exports)[1]),
     )
 
 
@@ -122,7 +123,7 @@ def _openmpi(job: Job) -> tuple[Process, ...]:
     _, secrets = split_secrets(job.exports)
     named = [word for name in secrets for word in ("-x", name)]  # mpirun takes their values from its own environment
     return (
-        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto"))), secrets),
+        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, node_command(job, "auto"))), secrets),
     )
 
 
@@ -133,11 +134,11 @@ def _hydra(job: Job) -> tuple[Process, ...]:
     _, secrets = split_secrets(job.exports)
     named = ("-genvlist", ",".join(secrets)) if secrets else ()  # mpirun takes their values from its own environment
     return (
-        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, _node_argv(job, "auto"))), secrets),
+        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, node_command(job, "auto"))), secrets),
     )
 
 
-BACKENDS: Mapping[str, Backend] = {
+BACKENDS: dict[str, Backend] = {
     "ssh": Backend("ssh", _ssh),
     "pdsh": Backend("pdsh", _pdsh),
     "slurm": Backend("srun", _slurm),

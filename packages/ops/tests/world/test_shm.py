@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
-from ds_ops import shm
+from ds_ops import segment as segments
 from ds_ops.shm import Channel, ChannelSettings, Counters, Op, Segment, Verb, combine
 from ds_testing import world
 
@@ -405,8 +405,8 @@ LARGE = 16 << 20
 
 @world(2)
 def test_a_large_segment_is_in_huge_pages_on_all_ranks_where_its_maker_may_mount() -> None:
-    probe = shm._huge_file()
-    if probe < 0 or not shm._memfds_are_small():
+    probe = segments._huge_file()
+    if probe < 0 or not segments._memfds_are_small():
         pytest.skip(f"no file in huge pages here: {os.strerror(-probe)}")
     os.close(probe)
     rank = dist.get_rank()
@@ -427,7 +427,7 @@ def test_a_large_segment_is_in_huge_pages_on_all_ranks_where_its_maker_may_mount
 
 
 def test_without_the_right_to_mount_a_large_segment_is_a_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_huge_file", lambda: -1)
+    monkeypatch.setattr(segments, "_huge_file", lambda: -1)
     segment = Segment(LARGE)
     assert "memfd" in os.readlink(f"/proc/self/fd/{segment.fd}")
     assert Segment.attach(segment.token, LARGE).tensor(LARGE, torch.uint8)[-1] == 0

@@ -23,84 +23,40 @@ a coarse form of this.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ds_comm.collectives import all_reduce
-from ds_comm.groups import GroupLike, as_group
-from ds_comm.lossy.signs import SignErrors, mean_of_signs
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_comm.lossy.onebit_base import OneBit, Settings, _denominator, _value_error, count, fraction, limited
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
 
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-def _limited(default: float, good: Callable[[Any], bool], wanted: str) -> Any:
-    """A setting that must be `good`."""
-    return field(default=default, metadata={"good": good, "wanted": wanted})
-
-
-def _count(default: int) -> Any:
-    return _limited(default, lambda found: found >= 1, "at least 1")
-
-
-def _fraction(default: float) -> Any:
-    return _limited(default, lambda found: 0 <= found < 1, "in [0, 1)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """What the optimizers are told by keyword, and what is the same for all parameter groups.
-
-    Raises:
-        ConfigError: a value is out of its range ("optimizer-value").
-        UnsupportedError: amsgrad ("optimizer-amsgrad").
-    """
-
-    bias_correction: bool = True
-    amsgrad: bool = False
-
-    def __post_init__(self) -> None:
-        if self.amsgrad:
-            raise UnsupportedError(
-                "a one-bit optimizer with amsgrad=True: its maximum of variances has no frozen phase",
-                code="optimizer-amsgrad",
-                fix="Use amsgrad=False.",
-            )
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.metadata and not each.metadata["good"](value):
-                raise _value_error(each.name, value, each.metadata["wanted"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AdamSettings(_Settings):
-    freeze_step: int = _count(100_000)
+class _AdamSettings(Settings):
+    freeze_step: int = count(100_000)
     eps_inside_sqrt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ZeroOneSettings(_Settings):
-    var_freeze_step: int = _count(100_000)
-    var_update_scaler: int = _count(16)
-    local_step_scaler: int = _count(32_678)
-    local_step_clipper: int = _count(16)
+class _ZeroOneSettings(Settings):
+    var_freeze_step: int = count(100_000)
+    var_update_scaler: int = count(16)
+    local_step_scaler: int = count(32_678)
+    local_step_clipper: int = count(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LambSettings(_AdamSettings):
     max_coeff: float = 10.0
     min_coeff: float = 0.01
-    coeff_beta: float = _fraction(0.9)
+    coeff_beta: float = fraction(0.9)
     factor_max: float = 4.0
-    factor_min: float = _limited(0.5, lambda found: found > 0, "positive")
-    factor_threshold: float = _limited(0.1, lambda found: 0 < found < 1, "in (0, 1)")
+    factor_min: float = limited(0.5, lambda found: found > 0, "positive")
+    factor_threshold: float = limited(0.1, lambda found: 0 < found < 1, "in (0, 1)")
 
     def __post_init__(self) -> None:
         _AdamSettings.__post_init__(self)
@@ -108,144 +64,7 @@ class _LambSettings(_AdamSettings):
             raise _value_error("factor_min", self.factor_min, f"at most factor_max, {self.factor_max}")
 
 
-class _OneBit(Optimizer):
-    """What the three have in common: flat messages, errors, checks.
-
-    owns_reduction: gradients must reach `step` as each rank computed them.
-    elementwise: whether parameters may be given cut up or joined; if not, as they are.
-    """
-
-    owns_reduction: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    _settings: ClassVar[type[Any]] = _Settings
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        group: GroupLike = None,
-        **settings: Any,
-    ) -> None:
-        """`group`: ranks whose gradients are averaged; default all. `settings`: see the class."""
-        self.settings = self._settings(**settings)
-        defaults: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        for name, value in defaults.items():
-            if value < 0:
-                raise _value_error(name, value, "at least 0")
-        for beta in betas:
-            if not 0 <= beta < 1:
-                raise _value_error("betas", beta, "in [0, 1)")
-        own = {"bias_correction": self.settings.bias_correction, **self._group_defaults()}
-        super().__init__(params, defaults | {"betas": betas} | own)
-        self._group = as_group(group)
-        self._errors: dict[str, SignErrors] = {}
-
-    def _group_defaults(self) -> dict[str, Any]:
-        """What else a parameter group holds."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; errors start at zero."""
-        super().load_state_dict(state_dict)
-        self._errors.clear()
-
-    def error_tensors(self) -> dict[str, Tensor]:
-        """Error feedback of this rank as it is now, 1-D fp32, by `worker/<message>` and `server/<message>`. Written in place."""
-        found = {f"worker/{unit}": errors.worker for unit, errors in self._errors.items()}
-        return found | {f"server/{unit}": errors.server for unit, errors in self._errors.items()}
-
-    @property
-    def error_numels(self) -> dict[str, int]:
-        """Elements of each message, the same on all ranks; what `expect_errors` takes."""
-        return {unit: errors.numel for unit, errors in self._errors.items()}
-
-    def expect_errors(self, numels: Mapping[str, int]) -> None:
-        """Begin anew with zero errors for these messages, so that `error_tensors` can be filled; {} forgets them."""
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
-        self._errors = {unit: SignErrors.zeros(n, self._group.size, device) for unit, n in numels.items()}
-
-    @property
-    def error_bytes(self) -> int:
-        """Memory of error feedback."""
-        return sum(errors.worker.nbytes + errors.server.nbytes for errors in self._errors.values())
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce and step. Collective over the group. Returns what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if params:
-            self._ensure_state(params)
-            self._step(params)
-        return loss
-
-    def _step(self, params: Sequence[Tensor]) -> None:
-        raise UnsupportedError(
-            f"{type(self).__name__} has no step", code="optimizer-rule", fix="Use one of the three classes."
-        )
-
-    def _ensure_state(self, params: Sequence[Tensor]) -> None:
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["step"] = 0
-                for name in self.state_names:
-                    self.state[p][name] = torch.zeros_like(
-                        p, dtype=torch.float32, memory_format=torch.contiguous_format
-                    )
-
-    def _states(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        return [self.state[p][name] for p in params]
-
-    def _exact_mean(self, tensors: Sequence[Tensor], unit: str) -> None:
-        """Replace the tensors by their means over the group."""
-        flat = _flat(tensors)
-        all_reduce(flat, group=self._group, unit=unit)
-        _unflat(flat.div_(self._group.size), tensors)
-
-    def _sign_mean(self, tensors: Sequence[Tensor], denominators: Sequence[Tensor], unit: str) -> None:
-        """The same, one bit per element, in units of `denominators`, with the errors of `unit`."""
-        flat, unit_of = _flat(tensors), _flat(denominators)
-        flat.div_(unit_of)
-        if unit not in self._errors or self._errors[unit].numel != flat.numel():
-            self._errors[unit] = SignErrors.zeros(flat.numel(), self._group.size, flat.device)
-        mean_of_signs(flat, self._errors[unit], self._group, unit=unit)
-        _unflat(flat.mul_(unit_of), tensors)
-
-    def _denominators(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """sqrt(v) + eps of each parameter, the same on all ranks."""
-        return [
-            _denominator(self.state[p]["exp_avg_sq"], 1.0, group["eps"])
-            for group, found in self._groups_of(params)
-            for p in found
-        ]
-
-    def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's gradients in fp32, copies; zeros where there is none."""
-        return [
-            torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-            if p.grad is None
-            else p.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            for p in params
-        ]
-
-    def _groups_of(self, params: Sequence[Tensor]) -> Iterable[tuple[dict[str, Any], list[Tensor]]]:
-        """Each parameter group with those of its members that are among `params`."""
-        chosen = {id(p) for p in params}
-        for group in self.param_groups:
-            found = [p for p in group["params"] if id(p) in chosen]
-            if found:
-                yield group, found
-
-
-class OnebitAdam(_OneBit):
+class OnebitAdam(OneBit):
     """1-bit Adam (Tang et al. 2021): Adam until `freeze_step`; then the variance is frozen and momentum travels as signs.
 
     After the freeze: m = mean over ranks of signs(b1 m + (1 - b1) g); p -= lr (m / c1 / (sqrt(v / c2) + eps) + wd p).
@@ -308,7 +127,7 @@ class OnebitAdam(_OneBit):
         p.add_((state["exp_avg"] / denominator).to(p.dtype), alpha=-group["lr"] / c1)
 
 
-class ZeroOneAdam(_OneBit):
+class ZeroOneAdam(OneBit):
     """0/1 Adam (Lu et al. 2022): the variance is updated ever more rarely, then never, and ranks step alone between ever
     rarer synchronisations.
 
@@ -423,7 +242,7 @@ class ZeroOneAdam(_OneBit):
         return 1 - b1 ** group["step"], 1 - b2 ** group["var_updates"]
 
 
-class OnebitLamb(_OneBit):
+class OnebitLamb(OneBit):
     """1-bit LAMB (Li et al. 2021): LAMB until `freeze_step`; then variance and layer rates are frozen, momentum travels as
     signs, and each layer's rate follows how its variance goes on.
 
@@ -536,12 +355,6 @@ class OnebitLamb(_OneBit):
         return 1 - b1**step, 1 - b2 ** min(step, self.settings.freeze_step)
 
 
-def _denominator(variance: Tensor, correction: float, eps: float, inside: bool = False) -> Tensor:
-    if inside:
-        return (variance / correction).add_(eps).sqrt_()
-    return variance.sqrt().div_(correction**0.5).add_(eps)
-
-
 def _trust(weights: Tensor, update: Tensor, group: dict[str, Any]) -> float:
     if float(weights) == 0.0 or float(update) == 0.0:
         return 1.0
@@ -554,18 +367,3 @@ def _trust(weights: Tensor, update: Tensor, group: dict[str, Any]) -> float:
 def _mask(group: dict[str, Any], index: int) -> Tensor | None:
     mask = group["exp_avg_mask"]
     return mask[index] if isinstance(mask, (list, tuple)) else mask
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _unflat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _value_error(name: str, value: object, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"{name}: expected a number {wanted}, found {value}.", code="optimizer-value", fix=f"Set {name}."
-    )

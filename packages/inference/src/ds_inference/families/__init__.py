@@ -6,8 +6,6 @@ A new family is one function and one table, in the module of its kind. Configura
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ds_config.errors import UnsupportedError
 from ds_inference.families.experts import SPARSE
 from ds_inference.families.llama import LLAMA_LIKE
@@ -16,7 +14,7 @@ from ds_inference.families.parts import Config, Family, Sources
 
 __all__ = ["FAMILIES", "Config", "Family", "Sources", "family_of"]
 
-FAMILIES: Mapping[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER}.items()))
+FAMILIES: dict[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER}.items()))
 
 
 def family_of(config: Config) -> Family:

@@ -1,0 +1,131 @@
+"""Writes DeepSpeed's universal layout: a folder per parameter, and one file of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_ckpt.convert.pickled import require_pickle
+from ds_ckpt.convert.tensors import Source
+from ds_ckpt.jsontext import Json
+from ds_config.errors import CheckpointError
+
+__all__ = ["write_universal"]
+
+
+def write_universal(source: Source, out: str | os.PathLike[str], tag: str, *, allow_pickle: bool = False) -> Path:
+    """Write `source` as `out/tag` in DeepSpeed's universal layout; DeepSpeed loads it with `checkpoint.load_universal`.
+
+    `source` has our names; meta["optimizer"] as ds_engine keeps it gives groups and scalars. The order of the groups
+    must be that of the optimizer that will load it. Both spellings of the model file are written, so ZeRO 1, 2 and 3 find
+    theirs; frozen parameters and buffers are in it (DeepSpeed itself does not restore those from a universal checkpoint).
+
+    Raises:
+        UnsupportedError: "ckpt-pickle" without `allow_pickle`.
+        CheckpointError: "ckpt-target-exists"; "ckpt-foreign": no optimizer groups in the meta.
+    """
+    require_pickle(allow_pickle, "DeepSpeed's universal layout")
+    root = Path(out)
+    target, zero = root / tag, root / tag / "zero"
+    if target.exists():
+        raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
+    optimizer = source.meta.get("optimizer") or {}
+    groups = optimizer.get("groups") or []
+    if not groups:
+        raise CheckpointError(
+            "the checkpoint's meta has no optimizer groups",
+            code="ckpt-foreign",
+            fix="Export one that an engine has saved.",
+        )
+    trained = _trained(source)
+    for part in (tag, *trained, *(state for states in trained.values() for state in states)):
+        _check_part(part)
+    zero.mkdir(parents=True)
+    steps = dict((optimizer.get("scalars") or {}).get("step") or {})
+    for name, states in trained.items():
+        folder = zero / name
+        folder.mkdir()
+        torch.save({"param": source.entries[f"param/{name}"].read().float(), "cat_dim": 0}, folder / "fp32.pt")
+        for state in states:
+            entry = source.entries[f"optim/{name}/{state}"]
+            if entry.shape == source.entries[f"param/{name}"].shape:
+                torch.save({"param": entry.read().float(), "cat_dim": 0}, folder / f"{state}.pt")
+            elif state == "step":
+                steps[name] = float(entry.read())
+        if name in steps:
+            torch.save(torch.tensor(float(steps[name])), folder / "step.pt")
+    torch.save(_common(groups, steps, source.meta), zero / "optimizer_state.pt")
+    model = _model_file(source, trained)
+    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(model, target / file)
+    (root / "latest_universal").write_text(tag)
+    return target
+
+
+def _check_part(name: str) -> None:
+    """Raise unless `name` is one part of a path: names come from whoever wrote the checkpoint."""
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise CheckpointError(
+            f"{name!r} would be the name of a folder, and leads out of it",
+            code="ckpt-foreign",
+            fix="Do not use this checkpoint, or export it in another format.",
+        )
+
+
+def _trained(source: Source) -> dict[str, list[str]]:
+    """Parameter name -> its optimizer states, for parameters that have any."""
+    out: dict[str, list[str]] = {}
+    for key in source.entries:
+        if key.startswith("optim/"):
+            name, _, state = key.removeprefix("optim/").rpartition("/")
+            if f"param/{name}" in source.entries:
+                out.setdefault(name, []).append(state)
+    return out
+
+
+def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[str, Json]) -> dict[str, Any]:
+    step = torch.tensor(float(next(iter(steps.values()), 0.0)))
+    with_params = [{**group, "params": []} for group in groups]
+    version = str((meta.get("source") or {}).get("version") or _DEEPSPEED)
+    common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": 0.0}
+    common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": with_params}
+    return common
+
+
+_DEEPSPEED = "0.19.8"  # the version whose reader was checked against this writer
+
+
+def _model_file(source: Source, trained: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    meta, counters = source.meta, dict(source.meta.get("counters") or {})
+    module = {}
+    buffers = []
+    for key, entry in source.entries.items():
+        kind, _, name = key.partition("/")
+        if kind == "buffer":
+            buffers.append(name)
+        if kind == "buffer" or (kind == "param" and name not in trained):
+            module[name] = entry.read()
+    shapes = {name: torch.Size(source.entries[f"param/{name}"].shape) for name in trained}
+    prefix = "param/"
+    shared = {a.removeprefix(prefix): t.removeprefix(prefix) for a, t in source.aliases.items() if a.startswith(prefix)}
+    return {
+        "module": module,
+        "buffer_names": buffers,
+        "param_shapes": [shapes],
+        "shared_params": shared,
+        "optimizer": None,
+        "lr_scheduler": meta.get("scheduler"),
+        "global_steps": int(counters.get("steps", 0)),
+        "global_samples": int(counters.get("samples", 0)),
+        "skipped_steps": int(counters.get("skipped", 0)),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": meta.get("config") or {},
+        "ds_version": str((meta.get("source") or {}).get("version") or _DEEPSPEED),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+        **dict(meta.get("client") or {}),
+    }

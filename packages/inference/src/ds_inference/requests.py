@@ -1,0 +1,152 @@
+"""Records of scheduling: requests and their states, the budget of a step, the plan of one, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ds_config.errors import PlanError
+
+__all__ = ["Budget", "Chunk", "Outcome", "Request", "State", "StepPlan"]
+
+
+class State(Enum):
+    """Where a request is, by what it holds."""
+
+    WAITING = auto()  # no blocks
+    RUNNING = auto()  # blocks for what is computed
+    FINISHED = auto()  # no blocks, all tokens known
+    CANCELLED = auto()  # no blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may hold at most.
+
+    Attributes:
+        tokens: Computed in one step.
+        requests: Running at a time; at most `tokens`, so that each can generate in every step.
+        chunk: Of one prompt in one step; None: as much as `tokens`.
+        length: Tokens of one request, prompt and answer.
+    """
+
+    tokens: int = 512
+    requests: int = 64
+    chunk: int | None = None
+    length: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.requests, self.length) < 1 or (self.chunk is not None and self.chunk < 1):
+            raise PlanError(
+                f"a step's budget needs positive numbers, got {self}", code="inference-budget", fix="Use 1 or more."
+            )
+        if self.requests > self.tokens:
+            raise PlanError(
+                f"{self.requests} requests may run with {self.tokens} tokens a step: not each could generate",
+                code="inference-budget",
+                fix=f"Allow at most {self.tokens} requests, or more tokens a step.",
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way.
+
+    Attributes:
+        identity: Chosen by the caller; unique among requests that are not over.
+        tokens: Known: the prompt, then what was sampled.
+        prompt: How many of them are the prompt.
+        limit: Most tokens that are sampled.
+        priority: Lower is more urgent.
+        salt: What its keys and values depend on besides tokens (an adapter); blocks are shared only within one salt.
+        arrival: Number in the order of arrival.
+        computed: Tokens in the cache.
+        cached: Of the prompt's tokens, those that were found in the cache when it last began.
+        blocks: For the computed tokens, in order.
+        preempted: How often it lost its blocks.
+        prints: Of its full blocks, as far as they were asked for.
+        printed: Blocks that the pool was told the content of.
+    """
+
+    identity: int
+    tokens: list[int]
+    limit: int
+    priority: int = 0
+    salt: bytes = b""
+    prompt: int = field(init=False)
+    arrival: int = -1
+    state: State = State.WAITING
+    computed: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    preempted: int = 0
+    prints: list[bytes] = field(default_factory=list)
+    printed: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def generates(self) -> bool:
+        """Whether only the newest token is not computed."""
+        return len(self.tokens) - self.computed == 1
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """What was generated."""
+        return self.tokens[self.prompt :]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower goes first."""
+        return self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a step.
+
+    Attributes:
+        request: Its identity.
+        tokens: To compute; drafts are the last of them.
+        start: Position of the first in the sequence; keys and values of all before it are in the cache.
+        blocks: The request's, for all tokens up to the chunk's end.
+        outputs: Of how many of the last tokens the distribution is wanted: 0 within a prompt, else 1 and one for each draft.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        chunks: At most one a request; those that generate first.
+        copies: (from, to): blocks to copy before anything is computed.
+    """
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one chunk that had outputs.
+
+    Attributes:
+        tokens: That are known now: the accepted drafts and one more. Never empty.
+        over: Whether the request ends with them, whatever its limit.
+    """
+
+    tokens: tuple[int, ...]
+    over: bool = False
