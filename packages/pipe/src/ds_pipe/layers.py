@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from torch import nn
 
 from ds_config.errors import PlanError
+from ds_monitor import tell
 
 __all__ = ["LayerSpec", "TiedLayerSpec", "class_name", "parameters_of"]
+
+_log = logging.getLogger("ds_pipe")
 
 
 class LayerSpec:
@@ -31,9 +35,9 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Make the module. `log` prints what is made."""
+        """Make the module. `log` tells what is made."""
         if log:
-            print(f"building {self!r}")
+            tell(_log, f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
