@@ -185,6 +185,9 @@ def test_ways_into_tensor_parallelism(path: str, stage: int, clip: float, tmp_pa
     assert (whole is None) == (rank == 1)
     engine.save_16bit_model(str(tmp_path), "whole.bin")
     same(torch.load(tmp_path / "whole.bin", weights_only=True), states[1])
+    whole = engine.module_state_dict()
+    if rank == 0:
+        same(whole, states[1])
     engine.save_checkpoint(str(tmp_path), "two")
     engine.destroy()
 

@@ -567,9 +567,9 @@ class DeepSpeedEngine(OffloadsStates, Engine):  # type: ignore[misc]  # upstream
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """The whole model's state dict: on rank 0, or on every rank where parameters are whole. Collective at stage 3."""
+        """The whole model's state dict: on rank 0, or on every rank where parameters are whole. Collective where they are cut."""
         del destination, keep_vars
-        if self.plan.residency.shard_params:
+        if self.plan.residency.shard_params or self.mp_world_size > 1:
             found = self.whole_state_dict(exclude_frozen=exclude_frozen_parameters)
             return {prefix + name: value for name, value in found.items()}
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
