@@ -1,10 +1,11 @@
 """Generation on a CPU: ours in several formats of weights beside transformers, OpenVINO GenAI and llama.cpp, one engine after the other.
 
 nox -s bench -- inference [--engines ours-bf16,openvino-fp16] [--parts decode,first,batch] [--cycles 3] [--layers 24] [--threads 2]
-                          [--model FOLDER] [--alone TEXT]
+                          [--make] [--label -avx2]
 
-Engines that are measured replace their entries in docs/benchmarks/data/inference.json; all others stay. `--alone` writes down what a
-tool said about the load during the measurement. Peers are installed into environments of their own, and read the same random weights.
+Engines that are measured replace their entries in docs/benchmarks/data/inference.json, all others stay; the page's picture and table
+follow. `--make` only installs the peers into environments of their own and writes each one's form of the same random weights (.nox/),
+which takes minutes; without it that is done before the first measurement.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import inference_page
 import peers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +73,31 @@ class Engine:
         self._process.wait()
 
 
+def made(name: str, layers: int) -> Path:
+    """The model's folder; it, and this engine's form of it beside it, are made where they are not there yet."""
+    folder = ROOT / ".nox" / f"inference-{layers}" / "model"
+    ours = [sys.executable, str(WORKERS / "inference.py")]
+    subprocess.run([*ours, "make", str(folder), str(layers)], check=True)
+    if name.split("-")[0] not in ("ours", "transformers"):
+        subprocess.run([*command(name), "make", str(folder), name], check=True)
+    return folder
+
+
+def busy_s() -> float:
+    """Processor seconds of everybody so far."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, soft, *_ = map(int, words)
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """Processor seconds of this process and of children that ended."""
+    t = os.times()
+    return t.user + t.system + t.children_user + t.children_system
+
+
 def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    before = time.monotonic(), busy_s(), own_s()
     engine, parts = Engine(name, folder, args.threads), args.parts.split(",")
     times: dict[str, list[float]] = {part: [] for part in parts}
     for cycle in range(args.cycles):
@@ -90,7 +115,9 @@ def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
     if name.startswith("ours"):
         found["read_bytes_per_s"] = max(engine.ask("read") for _ in range(5))
     engine.end()
-    return found
+    took = time.monotonic() - before[0]
+    others = max(0.0, busy_s() - before[1] - (own_s() - before[2])) / took / (os.cpu_count() or 1)
+    return found | {"others_share": round(others, 3)}
 
 
 def said(name: str, entry: dict[str, Any]) -> str:
@@ -116,30 +143,20 @@ def main() -> None:
     parser.add_argument("--batch-cycles", type=int, default=2, help="of the 32 requests, which take longest")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument(
-        "--model", default="", help="folder of the random model, made if it is not there; temporary if left out"
-    )
+    parser.add_argument("--make", action="store_true", help="nothing is measured")
     parser.add_argument("--label", default="", help="added to the names of the entries, for example -avx2")
-    parser.add_argument(
-        "--alone", default="", help="what is written down about the load; with no engines, nothing is measured"
-    )
     args = parser.parse_args()
-    record: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
-    record.setdefault("engines", {})
+    record: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"engines": {}}
     record |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "layers": args.layers}
-    with tempfile.TemporaryDirectory() as room:
-        folder = Path(args.model or room) / "model"
-        for name in filter(None, args.engines.split(",")):
-            make = str(args.layers) if name.startswith("ours") or name.startswith("transformers") else name
-            ours = [sys.executable, str(WORKERS / "inference.py")]
-            subprocess.run([*ours, "make", str(folder), str(args.layers)], check=True)
-            subprocess.run([*command(name), "make", str(folder), make], check=True)
-            entry = measured(name, folder, args)
-            print(said(name, entry), flush=True)
-            record["engines"][name + args.label] = entry
-    if args.alone:
-        record["alone"] = args.alone
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    for name in args.engines.split(","):
+        folder = made(name, args.layers)
+        if args.make:
+            continue
+        entry = measured(name, folder, args)
+        print(said(name, entry), flush=True)
+        record["engines"][name + args.label] = entry
+        DATA.write_text(json.dumps(record, indent=1) + "\n")
+        inference_page.main()
 
 
 if __name__ == "__main__":

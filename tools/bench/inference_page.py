@@ -48,7 +48,9 @@ def table(record: dict[str, Any]) -> str:
         "| 2 threads | one request, tokens/s | of what could be read | first token of 512, s | 32 requests, tokens/s | resident MB |"
     ]
     rows.append("|---|---|---|---|---|---|")
-    read = statistics.median(e["read_bytes_per_s"] for e in record["engines"].values() if "read_bytes_per_s" in e)
+    read = statistics.median(
+        [e["read_bytes_per_s"] for e in record["engines"].values() if "read_bytes_per_s" in e] or [1.0]
+    )
     for name, title in NAMES.items():
         entry = record["engines"].get(name)
         if entry is None:
@@ -59,7 +61,12 @@ def table(record: dict[str, Any]) -> str:
         cells += [f"{f['first']:.2f}" if "first" in f else "-", f"{f['batch']:.0f}" if "batch" in f else "-"]
         rows.append(f"| {title} | {' | '.join(cells)} | {entry['resident_bytes'] / 1e6:.0f} |")
     rows.append("")
-    rows.append(f"Read bandwidth of two threads {read / 1e9:.0f} GB/s. {record.get('alone', '')}".strip())
+    others = max(e["others_share"] for e in record["engines"].values())
+    when = sorted(e["when"] for e in record["engines"].values())
+    rows.append(
+        f"Read bandwidth of two threads {read / 1e9:.0f} GB/s; measured {when[0]} to {when[-1]} on {record['machine']}; while an"
+    )
+    rows.append(f"engine was measured, others took at most {100 * others:.1f} % of the processors.")
     return "\n".join(rows)
 
 
