@@ -1,6 +1,6 @@
 """The native products of packed weights, one thread, one matrix that fits in the last-level cache: how near the read and the multiply limits.
 
-    nox -s bench -- products [--seconds 40]
+    nox -s bench -- products [--seconds 40]       writes docs/benchmarks/data/products.json; `inference_page` shows it
 
 Calls are so short (below a millisecond) that the best of many is one that nobody disturbed, on a busy machine too.
 """
@@ -8,7 +8,9 @@ Calls are so short (below a millisecond) that the best of many is one that nobod
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from ds_ops.decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLaye
 from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.quant_linear import quantize_weight
 
-HIDDEN, OUTPUTS, ROWS = 1024, 4096, (1, 4, 12, 48)
+HIDDEN, OUTPUTS, ROWS = 1024, 4096, (1, 4, 12, 96)
+DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "products.json"
 
 
 def _program(head: Tensor | QuantTensor, inputs: Inputs = Inputs.F32) -> DecoderProgram:
@@ -37,6 +40,7 @@ def main() -> None:
     weight = torch.empty(OUTPUTS, HIDDEN).uniform_(-0.03, 0.03)
     codes = {"int8": quantize_weight(weight, INT8), "int4": quantize_weight(weight, INT4)}
     programs = {"nothing": _program(weight[:32]), "fp32": _program(weight), "bf16": _program(weight.bfloat16())}
+    programs["bf16 rounded"] = _program(weight.bfloat16(), Inputs.BF16)
     for name, coded in codes.items():
         programs[name], programs[f"{name} rounded"] = _program(coded), _program(coded, Inputs.INT8)
     cache = [KeptLayer(torch.zeros(8, 16, 1, 8), torch.zeros(8, 16, 1, 8))]
@@ -51,15 +55,19 @@ def main() -> None:
                     program.step(x, chunk, outputs, cache)
                     took = time.perf_counter() - begin
                     best[name, rows] = min(best.get((name, rows), took), took)
+    record: dict[str, dict[str, float]] = {}
     for name, program in programs.items():
         if name == "nothing":
             continue
         net = {rows: best[name, rows] - best["nothing", rows] for rows in ROWS}
         size = program.head.data.nbytes + (0 if program.head.params is None else program.head.params.nbytes)
+        record[name] = {f"gflops_{r}": 2 * r * weight.numel() / net[r] / 1e9 for r in ROWS[1:]}
+        record[name]["read_gb_per_s"] = size / net[1] / 1e9
         many = ", ".join(f"{r} rows {2 * r * weight.numel() / net[r] / 1e9:4.0f} GFLOP/s" for r in ROWS[1:])
         print(
             f"{name:14} one row {size / net[1] / 1e9:5.1f} GB/s, {weight.numel() / net[1] / 1e9:5.1f} G weights/s; {many}"
         )
+    DATA.write_text(json.dumps({"when": time.strftime("%Y-%m-%d"), "kinds": record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
