@@ -122,7 +122,9 @@ class NativeDecoder:
             self._weights["head.weight"] = self._weights["embed.weight"][slice(*shared.words)]  # type: ignore[index]
         whole_tied = spec.tied and shared is None
         head = self._packed("embed" if whole_tied else "head", bias="head.bias")
-        self._program = DecoderProgram(spec.hidden, layers, last, head, shared and shared.arena.channel)
+        self._program = DecoderProgram(
+            spec.hidden, layers, last, head, None if shared is None else shared.arena.channel
+        )
         del self._weights
 
     @staticmethod
