@@ -28,7 +28,7 @@ def test_messages_cover_the_shard_large_runs_first(shapes, world, kind, least):
         assert covered[0][0] == 0
         assert all(a[1] == b[0] for a, b in pairwise(covered))
         assert covered[-1][1] == layout.shard_numel
-        assert all(parcel.places[i] >= parcel.rest for i in parcel.small)
+        assert all(parcel.places[i] >= parcel.packed for i in parcel.small)
         messages = parcel.cut(torch.arange(layout.shard_numel))
         assert (
             torch.equal(torch.cat(messages), torch.arange(layout.shard_numel)) if messages else not layout.shard_numel

@@ -40,7 +40,7 @@ def test_an_interval_without_a_length_ends_by_votes() -> None:
     votes = Votes()
     assert not votes.add(chosen=10.0, total=11.0, steps=1, ratio=0.1)  # mean 10, rest 1/9
     assert votes.add(chosen=0.0, total=100.0, steps=2, ratio=0.1)  # mean 5, rest 100/9
-    assert (votes.mean, votes.rest) == (5.0, pytest.approx(101 / 9))
+    assert (votes.mean, votes.others) == (5.0, pytest.approx(101 / 9))
 
 
 @settings(deadline=None)

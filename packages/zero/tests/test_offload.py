@@ -20,7 +20,7 @@ from ds_ops.io import FileTransferError, IOSettings
 from ds_zero import Placement, ShardOptions, plan
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
 from ds_zero.offload import placement
-from ds_zero.offload.placement import check_room, host_bytes, placed_numel
+from ds_zero.offload.placement import host_bytes, placed_numel, room_refusal
 from ds_zero.offload.scratch import Record, Ring, Scratch
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
         return plan(
             params,
             2,
-            ShardOptions(stage=stage, precision=precision, policy=policy, tier=tier, rest=rest),
+            ShardOptions(stage=stage, precision=precision, policy=policy, tier=tier, param_tier=rest),
             modules=modules,
         )
 
@@ -79,10 +79,8 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 def test_more_than_the_host_has_is_refused() -> None:
     few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
     with mock.patch.object(placement, "host_memory", return_value=few):
-        check_room(1 << 19, 2, what="nothing")
-        with pytest.raises(PlanError, match="2 ranks of this host would keep 640 KiB each") as caught:
-            check_room(5 << 17, 2, what="the plan")
-    assert caught.value.code == "offload-host-memory"
+        assert room_refusal(1 << 19, 2, what="nothing") == ""
+        assert "2 ranks of this host would keep 640 KiB each" in room_refusal(5 << 17, 2, what="the plan")
 
 
 def test_refused_page_locking_falls_back_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

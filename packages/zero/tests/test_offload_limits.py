@@ -54,7 +54,7 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
     done = run(f"""
         warm = model(2, 64)
         optimizer = ds_zero.shard(warm, ds_ops.optim.AdamW(warm.parameters()), stage=3, precision="bf16",
-            tier=Placement("file", {str(tmp_path)!r}), rest=Placement("file", {str(tmp_path)!r}),
+            tier=Placement("file", {str(tmp_path)!r}), param_tier=Placement("file", {str(tmp_path)!r}),
             policy=ds_zero.UnitPolicy(max_numel=4096, persist_numel=0))
         step(warm, optimizer)  # what a first step of any model takes: threads, tables
         optimizer.close()
@@ -72,11 +72,11 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
         file = Placement("file", {str(tmp_path)!r}, buffers=2)
         precision = ds_zero.Precision(param=torch.bfloat16, accumulate=torch.bfloat16)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters(), lr=1e-5), stage=3, precision=precision,
-            tier=file, rest=file, policy=ds_zero.UnitPolicy(max_numel=width * width, persist_numel=0))
+            tier=file, param_tier=file, policy=ds_zero.UnitPolicy(max_numel=width * width, persist_numel=0))
         for unit in optimizer.sharding.units:
             unit.tier.fetch()
             unit.shard.copy_(torch.eye(width).view(-1))
-            unit.publish()
+            unit.storage.publish()
             unit.tier.store()
         optimizer.sharding.unloaded.clear()
         losses = [step(net, optimizer) for _ in range(3)]

@@ -56,10 +56,10 @@ def test_reductions_do_not_depend_on_when_units_are_ready(count, data):
     order = ReduceOrder(range(count))
     ready = data.draw(st.lists(st.integers(0, count - 1), unique=True))
     issued = [n for unit in ready for n in order.ready(unit)]
-    assert all(order.had_turn(n) for n in issued)
+    assert all(order.was_issued(n) for n in issued)
     assert issued + order.finish() == list(range(count))
     order.begin()
-    assert not order.had_turn(0)
+    assert not order.was_issued(0)
 
 
 def test_a_unit_is_awaited_until_its_turn_and_while_it_waits():
@@ -101,7 +101,7 @@ def test_gathers_follow_what_was_seen_and_leave_out_what_is_dropped():
 def test_a_reduction_waits_for_those_before_it():
     order = ReduceOrder([0, 1, 2, 3])
     assert [order.ready(unit) for unit in (1, 0, 3)] == [[], [0, 1], []]
-    assert [order.had_turn(unit) for unit in (0, 1, 2, 3)] == [True, True, False, False]
+    assert [order.was_issued(unit) for unit in (0, 1, 2, 3)] == [True, True, False, False]
     assert order.finish() == [2, 3]
     assert order.finish() == []
     assert order.ready(2) == []

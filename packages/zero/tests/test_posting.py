@@ -76,7 +76,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
                 if grad.dim() == 2 and data.draw(st.booleans()):
                     grad = grad.t().contiguous().t()
                 grads[i] = grad
-        posting.show(grads, torch.float32, lambda: None)
+        posting.publish(grads, torch.float32, lambda: None)
         postings.append(posting)
         for i, grad in grads.items():
             slot = layout.slots[i]
@@ -101,7 +101,7 @@ def test_a_flat_buffer_is_shown_but_for_what_this_rank_owns(shapes, world, kind)
     rows = tuple(torch.full((layout.numel,), float("nan")) for _ in range(world))
     postings = [Posting(FakeHost(rows, rank), layout, rank, "unit") for rank in range(world)]
     for rank, posting in enumerate(postings):
-        posting.show_flat(flats[rank], lambda: None)
+        posting.publish_flat(flats[rank], lambda: None)
         assert int(rows[rank].isnan().sum()) == layout.shard_numel
     total = sum(flats[1:], flats[0].clone())
     for rank, posting in enumerate(postings):
@@ -115,6 +115,6 @@ def test_half_of_a_matrix_is_copied_on_two_ranks():
     for rank in range(2):
         plan = plan_sums(layout, rank)
         assert plan.kept == {0}
-        shown = sum(part.stop - part.start for part in plan.shown)
-        assert shown == prod((512, 256)) - max(r.stop - r.start for r in plan.runs)
-        assert abs(shown - prod((512, 256)) // 2) <= 256
+        published = sum(part.stop - part.start for part in plan.published)
+        assert published == prod((512, 256)) - max(r.stop - r.start for r in plan.runs)
+        assert abs(published - prod((512, 256)) // 2) <= 256

@@ -95,7 +95,7 @@ class ShardPlan:
         near: Neighbouring ranks that keep what was gathered until the next update; 1: nobody does.
         two_steps: Gather across nodes first, then inside; nodes are of `near` ranks, else as the launcher says.
         tier: Where masters and optimizer state are between updates.
-        rest: Where parameters are between uses.
+        param_tier: Where parameters are between uses.
         wire: What travels as codes; nodes as above.
         split: How updates are split by importance; steps of an epoch are known with the data. None: they are not.
     """
@@ -108,7 +108,7 @@ class ShardPlan:
     near: int = 1
     two_steps: bool = False
     tier: str | Placement = "device"
-    rest: str | Placement = "device"
+    param_tier: str | Placement = "device"
     wire: Wire = EXACT
     split: ZenFlowConfig | None = None
 
@@ -306,7 +306,7 @@ def _offload_text(zero: ZeroPlan) -> str:
     """What rests where, and what a step moves over each link."""
     tiers, rests = (
         {str(p) for u in zero.units if isinstance(p := getattr(u, role), Placement) and _counts(u, role)}
-        for role in ("tier", "rest")
+        for role in ("tier", "param_tier")
     )
     if not tiers | rests:
         return ""

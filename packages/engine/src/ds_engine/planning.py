@@ -65,7 +65,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         wire=sharding.wire,
         nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
         tier=sharding.tier,
-        rest=sharding.rest,
+        param_tier=sharding.param_tier,
     )
     params = [replace(p, states=kept) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
@@ -100,11 +100,11 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
 
 
 def _places(config: Config) -> tuple[str | Placement, str | Placement]:
-    """Where optimizer state and parameters rest."""
+    """Where optimizer state and parameters are between uses."""
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
-    rest = "device" if zero.offload_param is None else zero.offload_param.placement(io)
-    return tier, rest
+    param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
+    return tier, param_tier
 
 
 def known_axes() -> frozenset[str]:

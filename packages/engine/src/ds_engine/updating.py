@@ -42,7 +42,7 @@ def settle(
     """
     scaled = bool(ledger.losses)
     later = device.type == "cpu" and ledger.waits and optimizer.sharding.group.ranks == group.ranks
-    totals, optimizer.riders = (None, ledger.leave()) if later else (ledger.close(group), ())
+    totals, optimizer.extra = (None, ledger.leave()) if later else (ledger.close(group), ())
     count = None if totals is None else totals.count
     optimizer.divisor = divisor(plan, optimizer.divisor, count, ranks=group.size, scaled=scaled)
     return totals
@@ -51,4 +51,4 @@ def settle(
 def totals_after(optimizer: ShardedOptimizer, before: Totals | None) -> Totals | None:
     """The totals of a step whose update is done: those that came with it, or those known before."""
     report = optimizer.last
-    return Totals.of(*report.riders) if report is not None and report.riders else before
+    return Totals.of(*report.extra) if report is not None and report.extra else before

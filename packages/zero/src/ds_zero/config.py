@@ -38,20 +38,25 @@ AutocastDType = Literal[
 ]
 
 
-class OffloadParamConfig(StrictModel):
-    """`zero_optimization.offload_param`: where parameters rest between uses, at stage 3."""
+_BUFFERS = "Units of which the bytes of files may be in memory at a time; at least 2 are used."
 
+
+class _OffloadConfig(StrictModel):
     device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none: the device, nvme: files.")
     nvme_path: str | None = Field(default=None, description="Folder of the scratch files.")
-    buffer_count: Annotated[int, Field(ge=1)] = Field(
-        default=5, description="Units of which the bytes of files may be in memory at a time; at least 2 are used."
-    )
+    pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
+    buffer_count: Annotated[int, Field(ge=1)] = Field(default=4, description=_BUFFERS)
+
+
+class OffloadParamConfig(_OffloadConfig):
+    """`zero_optimization.offload_param`: where parameters are between uses, at stage 3."""
+
+    buffer_count: Annotated[int, Field(ge=1)] = Field(default=5, description=_BUFFERS)
     buffer_size: Annotated[Count, Dead("a buffer holds a unit")] = 100_000_000
     max_in_cpu: Count = Field(
         default=1_000_000_000,
         description="With nvme: elements of a rank that stay in host memory before files are used.",
     )
-    pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
 
     def placement(self, io: IOSettings) -> str | Placement:
         """The same as `ds_zero.shard` takes it."""
@@ -63,22 +68,16 @@ class OffloadParamConfig(StrictModel):
         return Placement("file", _folder(self.nvme_path), self.pin_memory, buffers=count, near=self.max_in_cpu, io=io)
 
 
-class OffloadOptimizerConfig(StrictModel):
-    """`zero_optimization.offload_optimizer`: where masters and optimizer state rest between updates."""
+class OffloadOptimizerConfig(_OffloadConfig):
+    """`zero_optimization.offload_optimizer`: where masters and optimizer state are between updates."""
 
-    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none: the device, nvme: files.")
-    nvme_path: str | None = Field(default=None, description="Folder of the scratch files.")
-    buffer_count: Annotated[int, Field(ge=1)] = Field(
-        default=4, description="Units of which the bytes of files may be in memory at a time; at least 2 are used."
-    )
-    pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
     pipeline_read: bool | None = Field(
         default=None, description="Read the next unit while one is updated; null is true."
     )
     pipeline_write: bool | None = Field(
         default=None, description="Write a unit while the next one is updated; null is true."
     )
-    fast_init: Annotated[bool, Dead("state is made where it rests")] = False
+    fast_init: Annotated[bool, Dead("state is made where it is kept")] = False
     ratio: float = Field(
         default=1.0,
         ge=0,
@@ -130,17 +129,18 @@ class ZenFlowConfig(StrictModel):
         default="auto", description="Columns are chosen anew so often; auto is 1, in epochs."
     )
     update_interval: Literal["auto"] | int = Field(
-        default="auto", description="The rest is updated every so many steps; auto when its gradients have grown large."
+        default="auto",
+        description="All other columns are updated every so many steps; auto when their gradients have grown large.",
     )
     full_warm_up_rounds: Count = Field(default=0, description="Steps at the beginning that update everything.")
     auto_ratio: float = Field(
         default=0.99,
         ge=0,
         le=1,
-        description="Share of the matrices whose rest must have grown large, for an update_interval of auto.",
+        description="Share of the matrices whose other columns must have grown large, for an update_interval of auto.",
     )
-    overlap_step: Annotated[bool, Dead("the rest is updated within the step that ends an interval")] = False
-    offload: Annotated[bool, Dead("state of chosen columns rests where all optimizer state does")] = False
+    overlap_step: Annotated[bool, Dead("all others are updated within the step that ends an interval")] = False
+    offload: Annotated[bool, Dead("state of chosen columns is where all optimizer state is")] = False
     pt_reserved_cores_perc: Annotated[float, Dead("nothing runs in a process of its own")] = 0.5
     steps_per_epoch: Annotated[int | None, Dead("the engine knows its data")] = None
 
@@ -286,8 +286,10 @@ class ZeroConfig(StrictModel):
     cpu_offload_param: Annotated[bool, Deprecated("offload_param", convert=_offload)] = False
     cpu_offload_use_pin_memory: Annotated[bool, Dead("offload_optimizer.pin_memory")] = False
 
-    offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters rest.")
-    offload_optimizer: OffloadOptimizerConfig | None = Field(default=None, description="Where optimizer state rests.")
+    offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters are between uses.")
+    offload_optimizer: OffloadOptimizerConfig | None = Field(
+        default=None, description="Where optimizer state is between updates."
+    )
 
     zenflow: ZenFlowConfig | None = Field(default=None, description="Split updates by importance.")
 

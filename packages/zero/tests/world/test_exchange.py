@@ -1,4 +1,4 @@
-"""Reductions by messages: the definition, computed on each rank from what all ranks show."""
+"""Reductions by messages: the definition, computed on each rank from what all ranks publish."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def check_sums(layout_kind):
             flats = [flat_of(layout, grads) for grads in every]
             mine = every[group.rank]
             if kind == "flat":
-                exchange.show_flat(flats[group.rank].clone(), lambda: None)
+                exchange.publish_flat(flats[group.rank].clone(), lambda: None)
             else:
-                exchange.show(mine, torch.float32, lambda: None)
+                exchange.publish(mine, torch.float32, lambda: None)
             exchange.post()
             kept = [exchange.kept(run) for run in exchange.plan.runs]
             assert kind != "flat" or kept == [None] * len(kept)
@@ -67,7 +67,7 @@ def check_sums(layout_kind):
             assert squares == pytest.approx(float(want.double().square().sum()), rel=1e-5)
             assert exchange.nbytes == 0
         fresh = pool.fresh
-        exchange.show(mine, torch.float32, lambda: None)
+        exchange.publish(mine, torch.float32, lambda: None)
         exchange.post()
         exchange.drop()  # messages that nobody pulls are waited for
         assert pool.fresh == fresh

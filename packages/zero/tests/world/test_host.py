@@ -12,7 +12,7 @@ import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops.summing import sum_sources
 from ds_testing import world
-from ds_zero.runtime.memory import HostMemory, HostPlan
+from ds_zero.runtime.memory import HostMemory
 
 BF16 = ds_zero.Precision(param=torch.bfloat16)
 
@@ -59,7 +59,7 @@ def test_edits_of_every_rank_count_once(edit, precision):
 
 @world(2)
 def test_an_edit_of_one_rank_is_seen_by_no_other():
-    host = HostMemory(comm.as_group(None), HostPlan({0: (5000, torch.float32), 1: (10, torch.float32)}, 0))
+    host = HostMemory(comm.as_group(None), {0: (5000, torch.float32), 1: (10, torch.float32)}, 0)
     (home, mine), (_, second) = host.full(0), host.full(1)
     if host.rank == 0:
         home[:2500] = 1.0
@@ -89,7 +89,7 @@ def test_an_edit_of_one_rank_is_seen_by_no_other():
 
 @world(3)
 def test_slots_sum_in_rank_order_while_one_rank_is_ahead():
-    host = HostMemory(comm.as_group(None), HostPlan({}, 4 * 12))
+    host = HostMemory(comm.as_group(None), {}, 4 * 12)
     sums = []
     for step in range(50):
         if (step + host.rank) % 7 == 0:
@@ -125,7 +125,7 @@ def test_parameters_exist_once_and_steady_steps_take_nothing(stage):
         step()
     assert (pool.fresh, host.nbytes, [p.data_ptr() for p in net.parameters()]) == before
     assert host.edited() == []  # every page of every parameter is the host's one copy
-    assert all(u.home.data_ptr() != u.full.data_ptr() and u.aliased for u in optimizer.sharding.units)
+    assert all(u.storage.home.data_ptr() != u.full.data_ptr() and u.aliased for u in optimizer.sharding.units)
     optimizer.close()
 
 

@@ -91,11 +91,11 @@ def test_parameters_that_rest_elsewhere(bench, tmp_path, name):
     expected = result(*train(bench, stage=3, memory="private", name=name))
     for tier in ("device", HOST, filed(tmp_path)):
         for rest in (HOST, filed(tmp_path)):
-            net, optimizer = train(bench, stage=3, memory="private", name=name, tier=tier, rest=rest)
+            net, optimizer = train(bench, stage=3, memory="private", name=name, tier=tier, param_tier=rest)
             for unit in optimizer.sharding.units:
                 held = unit.bytes
                 assert (held["full"], held["shard"]) == (unit.plan.bytes.full, unit.plan.bytes.shard), unit.plan
-            assert any(u.plan.rest == rest for u in optimizer.sharding.units)
+            assert any(u.plan.param_tier == rest for u in optimizer.sharding.units)
             same(result(net, optimizer), expected)
 
 
@@ -108,14 +108,14 @@ def test_a_model_without_an_optimizer_rests_elsewhere(bench, tmp_path):
         for rest in (HOST, filed(tmp_path)):
             net = bench.model("plain").requires_grad_(False)
             policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
-            sharding = ds_zero.shard(net, None, stage=3, rest=rest, precision=precision, policy=policy)
+            sharding = ds_zero.shard(net, None, stage=3, param_tier=rest, precision=precision, policy=policy)
             tokens = bench.batch(0, 0, 0)
             for _ in range(3):
                 with torch.no_grad():
                     assert torch.equal(net(tokens), expected(tokens))
             resting = [u for u in sharding.units if u.releases]
             assert resting
-            assert all(u.plan.rest == rest and u.bytes["full"] == u.bytes["shard"] == 0 for u in resting)
+            assert all(u.plan.param_tier == rest and u.bytes["full"] == u.bytes["shard"] == 0 for u in resting)
             assert sum(s.data.numel() for s in sharding.param_shards()) > 0
             sharding.close()
             for a, b in zip(net.parameters(), expected.parameters(), strict=True):

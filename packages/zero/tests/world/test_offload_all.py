@@ -27,9 +27,13 @@ def tiers(folder):
     ]
 
 
-def rests(folder):
+def param_tiers(folder):
     file = Placement("file", str(folder), buffers=2)
-    return [{"rest": Placement("host")}, {"tier": Placement("host"), "rest": file}, {"tier": file, "rest": file}]
+    return [
+        {"param_tier": Placement("host")},
+        {"tier": Placement("host"), "param_tier": file},
+        {"tier": file, "param_tier": file},
+    ]
 
 
 def grouped(net):
@@ -88,7 +92,7 @@ def run(bench, options):
 @world(2)
 def test_edits_skips_rates_clipping_and_accumulation(bench, tmp_path, stage):
     expected = run(bench, {"stage": stage})
-    for options in tiers(tmp_path) + (rests(tmp_path) if stage == 3 else []):
+    for options in tiers(tmp_path) + (param_tiers(tmp_path) if stage == 3 else []):
         found = run(bench, {"stage": stage, **options})
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -115,7 +119,7 @@ def test_bf16_is_the_host_optimizers_own_result(bench, tmp_path, stage):
         with torch.no_grad():
             for master, param in zip(masters, net.parameters(), strict=True):
                 param.copy_(master)
-    for options in [{}, *tiers(tmp_path), *(rests(tmp_path) if stage == 3 else [])]:
+    for options in [{}, *tiers(tmp_path), *(param_tiers(tmp_path) if stage == 3 else [])]:
         own = bench.model("plain")
         inner = ds_ops.optim.AdamW(own.parameters(), lr=1e-2, weight_decay=0.05)
         optimizer = ds_zero.shard(own, inner, stage=stage, precision="bf16", policy=POLICY, **options)

@@ -537,8 +537,8 @@ def test_numbers_ride_with_what_ranks_agree_on_for_one_step(bench):
     for step in range(2):
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         if step == 0:
-            optimizer.riders = (0.5 + dist.get_rank(), 2.0)
+            optimizer.extra = (0.5 + dist.get_rank(), 2.0)
         optimizer.step()
-        seen.append(optimizer.last.riders)
+        seen.append(optimizer.last.extra)
     optimizer.close()
     assert seen == [(2.0, 4.0), ()]

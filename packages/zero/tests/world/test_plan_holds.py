@@ -146,7 +146,7 @@ def test_frozen_parameters_have_no_master_and_gathers_recast_nothing(stage):
     trained = next(u for u in optimizer.sharding.units if u.spec.trained)
     if stage == 3:
         assert trained.sent.dtype == torch.bfloat16
-        assert all(u.sent is None for u in frozen)
+        assert all(u.storage.sent is None for u in frozen)
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
     shard = trained.shard.to(torch.bfloat16)

@@ -199,7 +199,7 @@ def test_the_plan_is_what_is_kept(stage, precision, memory):
         for what, size in unit.bytes.items():
             held[what] += size
     shares = 1 if stage == 0 or memory == "private" else dist.get_world_size()
-    full = held["full"] if shares == 1 else sum(u.home.nbytes for u in optimizer.sharding.units)
+    full = held["full"] if shares == 1 else sum(u.storage.home.nbytes for u in optimizer.sharding.units)
     assert full == planned["full"] * shares
     assert held["shard"] == planned["shard"]
     assert held["grad_full"] + held["grad_shard"] == planned["grads"]

@@ -89,7 +89,7 @@ def sharded(bench, told, **options):
     net = bench.model("plain")
     optimizer = ds_ops.optim.AdamW(net.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
-    return net, ds_zero.shard(net, optimizer, importance=told, policy=policy, **options)
+    return net, ds_zero.shard(net, optimizer, updates=told, policy=policy, **options)
 
 
 def train(bench, net, optimizer, steps):
@@ -182,7 +182,7 @@ def test_it_goes_on_from_what_is_kept(bench):
 def test_other_optimizers_are_refused(bench):
     net = bench.model("plain")
     with pytest.raises(PlanError, match="split by importance"):
-        ds_zero.shard(net, torch.optim.AdamW(net.parameters()), importance=Importance())
+        ds_zero.shard(net, torch.optim.AdamW(net.parameters()), updates=Importance())
 
 
 class Sometimes(torch.nn.Module):
@@ -203,7 +203,7 @@ def test_gradients_wait_for_the_end_of_an_interval_in_which_nobody_uses_their_pa
     told = Importance(0.25, 0, 3)
     net = Sometimes()
     inner = ds_ops.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
-    optimizer = ds_zero.shard(net, inner, stage=2, importance=told)
+    optimizer = ds_zero.shard(net, inner, stage=2, updates=told)
     torch.manual_seed(7)
     x = torch.randn(4, 8)
     found = []
@@ -229,7 +229,7 @@ def test_ranks_with_other_matrices_keep_and_vote_together():
         net = torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(8, 8, bias=False)})
         inner = ds_ops.optim.AdamW(net.parameters(), lr=LR)
         group, everyone = ds_comm.single_group("data", rank), ds_comm.world_group()
-        return net, ds_zero.shard(net, inner, group=group, norm=everyone, stage=1, importance=told)
+        return net, ds_zero.shard(net, inner, group=group, norm=everyone, stage=1, updates=told)
 
     def step(net, optimizer, large):
         # Of the first rank the rest outgrows the chosen columns at once, of the second never.
@@ -266,4 +266,4 @@ def test_columns_of_matrices_that_are_cut_are_refused():
     net = Sometimes()
     assign(net.always.weight, Assignment(None, None, (16, 8), Box((8, 0), (8, 8))))
     with pytest.raises(PlanError, match=r"always\.weight, which tensor parallelism has cut"):
-        ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, importance=Importance())
+        ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, updates=Importance())

@@ -218,7 +218,7 @@ def test_memory_that_ranks_share_sends_nothing():
     optimizer = ds_zero.shard(
         net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=WIRES["all"], memory="shared"
     )
-    assert {u.plan.wire for u in optimizer.sharding.units} == {Wire()}
+    assert not any(u.plan.wire.codes_gathers or u.plan.wire.codes_sums for u in optimizer.sharding.units)
     optimizer.close()
 
 

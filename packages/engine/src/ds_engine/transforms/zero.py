@@ -57,7 +57,7 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
             "shard_size": plan.sharding.shard_size,
             "sparse": plan.sharding.sparse,
             "tier": plan.sharding.tier,
-            "rest": plan.sharding.rest,
+            "param_tier": plan.sharding.param_tier,
             "wire": _wire(plan.sharding, group.size),
             "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
         }
@@ -65,7 +65,7 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
             site.sharding = shard(site.model, None, **options)
             return site.sharding
         if plan.sharding.split is not None:
-            options["importance"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
+            options["updates"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
         # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
         site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip or math.inf, **options))
         site.sharding = site.optimizer.sharding

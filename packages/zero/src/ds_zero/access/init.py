@@ -2,13 +2,11 @@
 
     with ds_zero.Init():                       # each module is cut over the ranks as soon as it is made
         model = Net()
-    with ds_zero.Init(meta=True):              # parameters have no values at all; buffers do
-        model = Net()
     optimizer = ds_zero.shard(model, AdamW(model.parameters()), stage=3)
     ds_zero.load_pretrained(model, "weights/")  # each rank reads the bytes it holds
 
-`Init` uses torch's own registration hooks, replaces nothing in torch, and draws no random numbers of its own: with equal seeds
-the values are those of the model built without it.
+`Init` uses torch's own registration hooks and draws no random numbers of its own: with equal seeds the values are those of the model
+built without it. With `meta=True` parameters have no values at all; buffers do.
 
 The format of safetensors: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data;
 row-major, so a range of a flattened parameter is a range of the file.

@@ -41,7 +41,7 @@ class Nonfinite:
 
 
 class NonfiniteSearch:
-    """Inside, outputs of modules and gradients are looked at as they are made; each look reads the tensor once.
+    """Inside, outputs of modules and gradients are checked as they are made; each check reads the tensor once.
 
     Args:
         model: Sharded or not.
@@ -71,34 +71,28 @@ class NonfiniteSearch:
         self._handles.clear()
 
     def _before(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            del module
-            self._look(name, "input", "forward", args)
-
-        return look
+        return lambda module, args: self._check(Nonfinite(name, "input", "forward", _rank()), args)
 
     def _after(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def check(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             del module, args
-            self._look(name, "output", "forward", output)
+            self._check(Nonfinite(name, "output", "forward", _rank()), output)
             for tensor in _floats(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._gradient(name))
 
-        return look
+        return check
 
     def _gradient(self, name: str) -> Callable[[Tensor], None]:
-        return lambda grad: self._look(name, "gradient", "backward", grad)
+        return lambda grad: self._check(Nonfinite(name, "gradient", "backward", _rank()), grad)
 
-    def _look(
-        self,
-        name: str,
-        what: Literal["input", "output", "gradient"],
-        phase: Literal["forward", "backward"],
-        value: Any,
-    ) -> None:
+    def _check(self, found: Nonfinite, value: Any) -> None:
         if self.first is None and not all(bool(t.detach().isfinite().all()) for t in _floats(value)):
-            self.first = Nonfinite(name, what, phase, dist.get_rank() if dist.is_initialized() else 0)
+            self.first = found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _floats(value: Any) -> list[Tensor]:

@@ -159,7 +159,10 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
             unit.pins -= 1
         if modifier_rank is not None:
             for place in places:
-                _spread(place, modifier_rank)
+                group = place.unit.seat.family.group
+                comm.broadcast(
+                    place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.name
+                )
             changed = places
         changed = _quiet(changed, modifier_rank is not None or write, places)
         _keep([p for p in changed if p not in lost])
@@ -183,12 +186,7 @@ def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[
         for sharding in dict.fromkeys(p.sharding for p in places):
             sharding.quiet("GatheredParameters", [p.unit for p in places if p.sharding is sharding])
         return changed
-    return [p for p in changed if p.unit.host is None]  # those are adopted by the next step
-
-
-def _spread(place: _Place, rank: int) -> None:
-    value = place.unit.views[place.member]
-    comm.broadcast(value, group=place.unit.seat.family.group, group_src=rank, unit=place.name)
+    return [p for p in changed if not p.unit.storage.common]  # those are adopted by the next step
 
 
 def _keep(places: Sequence[_Place]) -> None:
@@ -196,12 +194,12 @@ def _keep(places: Sequence[_Place]) -> None:
     with torch.no_grad():
         for place in places:
             place.unit.tier.fetch()
-            flat = place.unit.views[place.member].reshape(-1)
+            flat = place.unit.storage.views[place.member].reshape(-1)
             for start, at, numel in place.ranges():
                 place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
     for unit in dict.fromkeys(place.unit for place in places):
-        unit.forget_near()
-        unit.publish()
+        unit.storage.forget()
+        unit.storage.publish()
         unit.tier.store()
 
 
@@ -264,11 +262,17 @@ def _state(key: str) -> _Source:
     return source
 
 
-def _get_local(param: Tensor, source: _Source) -> Tensor | None:
+def _owned(param: Tensor, source: _Source) -> tuple[_Place, list[tuple[int, Tensor]]] | None:
     place = _place(param)
     ranges = None if place is None else source(place)
-    if place is None or ranges is None:
+    return None if place is None or ranges is None else (place, ranges)
+
+
+def _get_local(param: Tensor, source: _Source) -> Tensor | None:
+    owned = _owned(param, source)
+    if owned is None:
         return None
+    place, ranges = owned
     if len(ranges) == 1:
         return ranges[0][1].detach()
     return torch.cat([data.detach() for _, data in ranges]) if ranges else place.unit.shard[:0].detach()
@@ -290,42 +294,30 @@ def _get_full(param: Tensor, source: _Source, dtype: torch.dtype | None = None) 
     return full[:-1].view(slot.shape) if full[-1] else None
 
 
-def _set_local(param: Tensor, value: Tensor, source: _Source) -> None:
-    place = _place(param)
-    ranges = None if place is None else source(place)
-    if place is None or ranges is None:
-        raise _nothing(param, place)
-    with torch.no_grad():
-        done = 0
-        for _, data in ranges:
-            data.copy_(value.reshape(-1)[done : done + data.numel()])
-            done += data.numel()
-
-
-def _set_full(param: Tensor, value: Tensor, source: _Source) -> None:
-    place = _place(param)
-    ranges = None if place is None else source(place)
-    if place is None or ranges is None:
-        raise _nothing(param, place)
+def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
+    owned = _owned(param, source)
+    if owned is None:
+        place = _place(param)
+        name = place.name if place is not None else f"a parameter of shape {tuple(param.shape)}"
+        raise PlanError(
+            f"{name} has nothing here to set: it is not part of a sharded model, or has no such gradient or state yet",
+            code="access-nothing",
+            fix="Set gradients after a backward, and optimizer state after the first step (or after `materialize`).",
+        )
+    place, ranges = owned
     shape = place.unit.layout.slots[place.member].shape
-    if tuple(value.shape) != shape:
+    if not local and tuple(value.shape) != shape:
         raise PlanError(
             f"{place.name} has shape {shape}, the value to set {tuple(value.shape)}",
             code="access-shape",
             fix="Pass a tensor of the parameter's shape.",
         )
+    flat, done = value.reshape(-1), 0
     with torch.no_grad():
         for start, data in ranges:
-            data.copy_(value.reshape(-1)[start : start + data.numel()])
-
-
-def _nothing(param: Tensor, place: _Place | None) -> PlanError:
-    name = place.name if place is not None else f"a parameter of shape {tuple(param.shape)}"
-    return PlanError(
-        f"{name} has nothing here to set: it is not part of a sharded model, or has no such gradient or state yet",
-        code="access-nothing",
-        fix="Set gradients after a backward, and optimizer state after the first step (or after `materialize`).",
-    )
+            first = done if local else start
+            data.copy_(flat[first : first + data.numel()])
+            done += data.numel()
 
 
 # ---- the reference's names
@@ -344,9 +336,8 @@ def _frozen(param: Parameter) -> bool:
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set the parameter, the same value on every rank; the full copy follows. Collective."""
-    _calm(param)
-    _set_full(param, value, _param)
-    _publish(param)
+    with _written(param):
+        _set(param, value, _param, local=False)
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
@@ -356,19 +347,17 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements. Collective where full copies, or secondary ones, are kept: they follow."""
-    _calm(param)
-    _set_local(param, value, _param)
-    _publish(param)
+    with _written(param):
+        _set(param, value, _param, local=True)
 
 
-def _calm(param: Parameter) -> None:
+@contextmanager
+def _written(param: Parameter) -> Iterator[None]:
+    """Around a write to shards: no rank is in a forward or backward before, and every copy follows after."""
     place = _place(param)
     if place is not None:
         place.sharding.quiet(place.name, [place.unit])
-
-
-def _publish(param: Parameter) -> None:
-    place = _place(param)
+    yield
     if place is not None:
         place.unit.mark_updated()
         place.unit.tier.store()
@@ -395,12 +384,12 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Set the averaged gradient; norm, clipping and update use it. The same value on every rank."""
-    _set_full(param, value / _factor(param), _grad)
+    _set(param, value / _factor(param), _grad, local=False)
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements of the averaged gradient."""
-    _set_local(param, value / _factor(param), _grad)
+    _set(param, value / _factor(param), _grad, local=True)
 
 
 def safe_update_full_grad_vectorized(
@@ -451,9 +440,9 @@ def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Te
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set an entry of the optimizer's state; the same value on every rank."""
-    _set_full(param, value, _state(optim_state_key))
+    _set(param, value, _state(optim_state_key), local=False)
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's elements of an entry of the optimizer's state."""
-    _set_local(param, value, _state(optim_state_key))
+    _set(param, value, _state(optim_state_key), local=True)

@@ -100,11 +100,6 @@ class UnitLayout:
         return self.shard_numel * self.world
 
     @property
-    def payload_numel(self) -> int:
-        """Elements that belong to parameters."""
-        return sum(s.numel for s in self.slots)
-
-    @property
     def gaps(self) -> tuple[Interval, ...]:
         """Ranges of the full buffer that belong to no parameter."""
         found, end = [], 0

@@ -1,8 +1,8 @@
 """Which ranks hold a parameter, which of them share one copy of its state, and the check that they hold the same.
 
-Words: *family* and *assignment* are those of `ds_comm.family`. A parameter without an assignment is of the family *dense*: the ranks
-that the model was given to. A *replica* is `shard_size` neighbouring ranks that share one copy of the sharded state. Rank r of every
-replica holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS"). A *logical* tensor is what a
+*Family* and *assignment* are those of `ds_comm.family`. A parameter without an assignment is of the family *dense*: the ranks that the
+model was given to. A *replica* is `shard_size` neighbouring ranks that share one copy of the sharded state. Rank r of every replica
+holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS"). A *logical* tensor is what a
 checkpoint holds; a parameter is a box of it.
 """
 
@@ -12,13 +12,13 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import ds_comm as comm
-from ds_comm import Group, drop_group, part_group, single_group
+from ds_comm import Group, part_group, single_group
 from ds_comm.family import Assignment, Family, assignment_of
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
@@ -38,24 +38,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Where this rank is.
-
-    Attributes:
-        shards: The ranks of its replica.
-        twins: The ranks that hold the same shard.
-        made: Of these, the groups that exist for this and end with `drop`.
-    """
+class Replicas(NamedTuple):
+    """Where this rank is: the ranks of its replica, those that hold the same shard, and the groups of these that were made for it."""
 
     shards: Group
     twins: Group
     made: tuple[Group, ...] = ()
-
-    def drop(self) -> None:
-        """Destroy what was made. Collective."""
-        for group in self.made:
-            drop_group(group)
 
 
 def split_replicas(group: Group, shard_size: int | None) -> Replicas:
@@ -144,13 +132,10 @@ def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
             fix="Cut over groups of one size that have every rank of the sum once.",
         )
     twins = tuple(ranks[mine.index(group.global_rank)] for ranks in parts)
-    made = []
-    shards = family.shards or (within if mine == within.ranks else None)
-    if shards is None:
-        shards = part_group(mine, "shards")
-        made.append(shards)
+    known = family.shards or (within if mine == within.ranks else None)
+    shards = known or part_group(mine, "shards")
     replicas = part_group(twins, "twins")
-    return Replicas(shards, replicas, (*made, replicas))
+    return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
 
 
 # ---- logical tensors
@@ -195,11 +180,6 @@ def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) 
     return Logical(said.name or name, of, box)
 
 
-def hash_of(text: str) -> int:
-    """A 63-bit digest, the same in every process (Python's own hash is not)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
 def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, Family]) -> None:
     """Raise on all ranks of a family that do not hold the same of it. Collective over each family's group.
 
@@ -212,7 +192,10 @@ def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], famili
             continue
         common = {n for n, f in families.items() if set(f.group.ranks) >= set(family.group.ranks)}
         ours = [spec for spec in specs if spec.family in common]
-        mine = torch.tensor([hash_of(repr([_content(spec, logical) for spec in ours]))], dtype=torch.int64)
+        text = repr([_content(spec, logical) for spec in ours]).encode()
+        # 63 bits, the same in every process (Python's own hash is not).
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        mine = torch.tensor([digest], dtype=torch.int64)
         all_of = torch.empty(family.group.size, dtype=torch.int64)
         comm.all_gather_single(all_of, mine, family.group, unit="shard")
         if len(set(all_of.tolist())) > 1:

@@ -4,24 +4,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ds_comm import Group
+from ds_comm import Group, Work
+from ds_comm.lossy.compressed import Feedback, Quantized
+from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError
-from ds_zero.layout.elements import Kind
+from ds_zero.layout.elements import Kind, UnitLayout
 from ds_zero.layout.families import family_name
-from ds_zero.layout.precision import Precision
+from ds_zero.layout.precision import Dtypes, Precision
 from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.placement import Placement
-from ds_zero.policies.importance import Importance
-from ds_zero.policies.wire import EXACT, Wire
 from ds_zero.runtime.nodes import Nodes
 
-__all__ = ["Habits", "ShardOptions", "describe", "dtype_name"]
+__all__ = ["PLAIN", "Habits", "Messages", "ShardOptions", "UpdatePolicy", "describe", "dtype_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """How parameters and gradients travel between ranks: as they are. The seat of policies that send less, which are subclasses.
+
+    Attributes:
+        codes_gathers, codes_sums: Whether what arrives is not what was sent, to the bit.
+    """
+
+    @property
+    def codes_gathers(self) -> bool:
+        return False
+
+    @property
+    def codes_sums(self) -> bool:
+        return False
+
+    def of_unit(self, *, trained: bool, gathered: bool) -> Messages:
+        """What a unit uses of it that is cut over ranks; `gathered`: it is released between uses."""
+        del trained, gathered
+        return self
+
+    def check(self, residency: Residency) -> None:
+        """Raise where it could not act."""
+
+    def check_format(self, dtype: torch.dtype) -> None:
+        """Raise where it is not known to train parameters of a format as well."""
+
+    def message(self, what: Literal["gather", "reduce"], layout: UnitLayout, dtype: torch.dtype) -> int:
+        """Bytes of a shard on its way."""
+        del what
+        return layout.shard_numel * dtype.itemsize
+
+    def buffers(self, layout: UnitLayout, dtypes: Dtypes) -> tuple[int, int, int]:
+        """Bytes on a rank beside those of plain messages: during a gather, during a reduction, and kept."""
+        del layout, dtypes
+        return 0, 0, 0
+
+    def gather(self, out: Tensor, mine: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
+        """Start to fill `out` [ranks * n] from every rank's `mine` [n] by `start(out, mine)`, which gathers tensors of one format."""
+        return start(out, mine)
+
+    def levels(self, shards: Group) -> Hierarchy | None:
+        """Two levels for the gradients of `shards`; None where one hop is right. Collective over `shards`."""
+        del shards
+        return None
+
+    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
+        """The collectives that reduce one unit's gradients, and where their errors are; None where gradients are exact."""
+        del levels
+        return None, None
+
+
+PLAIN = Messages()
+
+
+class UpdatePolicy(Protocol):
+    """Says which elements a step updates. A value; the same on all ranks.
+
+    Attributes:
+        states: Tensors per element that it keeps beside those of the optimizer.
+    """
+
+    @property
+    def states(self) -> int: ...
+
+    def start(self, inner: Optimizer, sharding: Any) -> Any:
+        """The `Updater` of an optimizer whose model is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +118,9 @@ class ShardOptions:
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
         tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.tiers.TIERS`, a
             `ds_zero.Placement`, or a function that says one of these for each unit.
-        rest: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
-        wire: What travels as small codes instead of as it is (ZeRO++), see `wire.py`.
-        importance: Which elements are stepped in every step, and when the others are (ZenFlow); None: all in every step.
+        param_tier: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
+        wire: What travels as small codes instead of as it is (`ds_zero.Wire`, ZeRO++).
+        updates: Which elements are stepped when (`ds_zero.policies.importance.Importance`); None: all in every step.
     """
 
     stage: int | Residency = 1
@@ -67,9 +137,9 @@ class ShardOptions:
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
     tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
-    rest: str | Placement = "device"
-    wire: Wire = EXACT
-    importance: Importance | None = None
+    param_tier: str | Placement = "device"
+    wire: Messages = PLAIN
+    updates: UpdatePolicy | None = None
 
     def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
         """The tiers of units, in canonical order."""
@@ -77,17 +147,17 @@ class ShardOptions:
             return self.tier.spread(specs)
         return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
 
-    def rests_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
-        """Where the parameters of units rest, in canonical order.
+    def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
+        """Where the parameters of units param_tier, in canonical order.
 
         Args:
             shards: Of each unit, over how many ranks it is cut.
         """
-        if isinstance(self.rest, str):
-            return [self.rest] * len(specs)
+        if isinstance(self.param_tier, str):
+            return [self.param_tier] * len(specs)
         cut = [spec.residency.shard_params for spec in specs]
         numels = [-(-s.numel // n) if c else 0 for s, n, c in zip(specs, shards, cut, strict=True)]
-        return list(self.rest.spread_rest(numels))
+        return list(self.param_tier.spread_params(numels))
 
     @property
     def residency(self) -> Residency:

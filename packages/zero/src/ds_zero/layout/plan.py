@@ -16,24 +16,33 @@ import torch
 from torch import nn
 
 from ds_comm.family import assignment_of
-from ds_ops.formats import QuantSpec
 from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.options import Habits, ShardOptions, describe
+from ds_zero.layout.options import PLAIN, Habits, Messages, ShardOptions, describe
 from ds_zero.layout.precision import Dtypes, Precision
 from ds_zero.layout.units import ModuleInfo, ParamInfo, Residency, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.placement import Placement
 from ds_zero.offload.tiers import kind_of
-from ds_zero.policies.wire import EXACT, Wire, check_options, check_wire
 from ds_zero.runtime.nodes import Nodes
 
-__all__ = ["Ranks", "Reduction", "Storage", "UnitBytes", "UnitPlan", "ZeroPlan", "passing_bytes", "plan", "plan_unit"]
+__all__ = [
+    "Ranks",
+    "Reduction",
+    "Storage",
+    "UnitBytes",
+    "UnitPlan",
+    "ZeroPlan",
+    "passing_bytes",
+    "plan",
+    "plan_all",
+    "plan_unit",
+]
 
 
 class Storage(Enum):
     """Where a unit's parameters are between uses."""
 
     PRIVATE = "private"  # every rank keeps all of them
-    RELEASED = "released"  # every rank keeps its shard, and gathers the rest for a use
+    RELEASED = "released"  # every rank keeps its shard, and gathers the param_tier for a use
     SHARED = "shared"  # the ranks of a host keep one copy between them
 
 
@@ -74,7 +83,7 @@ class UnitPlan:
         storage, reduction: Which strategy runs it.
         nodes: How it is gathered between nodes; None: flat.
         tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
-        rest: Where its parameters are between uses.
+        param_tier: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
         wire: What of it travels as codes.
     """
@@ -86,9 +95,9 @@ class UnitPlan:
     reduction: Reduction
     nodes: Nodes | None
     tier: str | Placement
-    rest: str | Placement
+    param_tier: str | Placement
     bytes: UnitBytes
-    wire: Wire = EXACT
+    wire: Messages = PLAIN
 
     @property
     def name(self) -> str:
@@ -114,7 +123,7 @@ class UnitPlan:
         """Whether the master shard is what gathers send: nothing else is made of it."""
         if self.storage is Storage.RELEASED and not self.spec.trained:
             return True
-        resident = kind_of(self.tier).resident and self.rest == "device"
+        resident = kind_of(self.tier).resident and self.param_tier == "device"
         released = self.storage is Storage.RELEASED
         return (
             self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not Storage.SHARED
@@ -126,28 +135,18 @@ class UnitPlan:
         if self.storage is Storage.SHARED:
             return {"gather": 0, "reduce": 0}
         others, dtypes = self.layout.world - 1, self.dtypes
-        reduce = others * self._message(self.wire.gradients, dtypes.reduce) if self.spec.trained else 0
-        return {"gather": others * self._message(self.wire.weights, dtypes.param), "reduce": reduce}
-
-    def _message(self, form: QuantSpec | None, dtype: torch.dtype) -> int:
-        """Bytes of the shard as it travels."""
-        if form is None:
-            return self.layout.shard_numel * dtype.itemsize
-        return sum(form.layout(segment.chunk).row_bytes for segment in self.layout.segments)
-
-    @property
-    def _elsewhere(self) -> str:
-        found = {"host": self.bytes.host, "file": self.bytes.file}
-        told = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in found.items() if nbytes)
-        return f" and {told}" if told else ""
+        reduce = others * self.wire.message("reduce", self.layout, dtypes.reduce) if self.spec.trained else 0
+        return {"gather": others * self.wire.message("gather", self.layout, dtypes.param), "reduce": reduce}
 
     def __str__(self) -> str:
+        elsewhere = {"host": self.bytes.host, "file": self.bytes.file}
+        told = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in elsewhere.items() if nbytes)
         formats = " ".join(
             str(d).removeprefix("torch.") for d in dict.fromkeys((self.dtypes.param, self.dtypes.master))
         )
         return (
             f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
-            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes{self._elsewhere}"
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes{told and f' and {told}'}"
         )
 
 
@@ -172,9 +171,9 @@ class ZeroPlan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory on one rank: what rests there, and what is on its way to and from files."""
+        """Bytes of host memory on one rank: what param_tiers there, and what is on its way to and from files."""
         staged = 0
-        for role in ("tier", "rest"):
+        for role in ("tier", "param_tier"):
             for place in {p for u in self.units if isinstance(p := getattr(u, role), Placement)}:
                 staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
         return sum(unit.bytes.host for unit in self.units) + staged
@@ -221,19 +220,19 @@ def plan_unit(
     precision: Precision,
     ranks: Ranks,
     tier: str | Placement = "device",
-    rest: str | Placement = "device",
-    wire: Wire = EXACT,
+    param_tier: str | Placement = "device",
+    wire: Messages = PLAIN,
 ) -> UnitPlan:
     """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
-    rest = rest if spec.residency.shard_params else "device"
-    if rest != "device":
+    param_tier = param_tier if spec.residency.shard_params else "device"
+    if param_tier != "device":
         ranks = replace(ranks, shared=False)
     shards = ranks.shards if spec.residency.shard_optim else 1
     layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
     dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
     dtypes = dtypes if spec.trained else dtypes.frozen
     storage, reduction = Storage.PRIVATE, Reduction.ARENA
-    if shards == 1 and rest != "device":
+    if shards == 1 and param_tier != "device":
         storage = Storage.RELEASED
     if shards > 1 and ranks.shared:
         storage, reduction = Storage.SHARED, Reduction.POSTING
@@ -241,17 +240,17 @@ def plan_unit(
         storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
         reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
     nodes = ranks.nodes if storage is Storage.RELEASED else None
-    form = EXACT
+    form = PLAIN
     if shards > 1 and not ranks.shared and dtypes.param.is_floating_point:
         form = wire.of_unit(trained=spec.trained, gathered=storage is Storage.RELEASED)
-        check_wire(form, dtypes.param)
-        reduction = reduction if form.gradients is None else Reduction.QUANTIZED
+        form.check_format(dtypes.param)
+        reduction = Reduction.QUANTIZED if form.codes_sums else reduction
     if not spec.trained:  # what it is sent from is all there is of it
-        tier = rest
-    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, rest, UnitBytes(), form)
+        tier = param_tier
+    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
     found = _bytes(made)
-    if spec.trained and isinstance(rest, Placement):
-        found = rest.planned_rest(found)
+    if spec.trained and isinstance(param_tier, Placement):
+        found = param_tier.planned_params(found)
     return replace(made, bytes=kind_of(made.tier).planned(found))
 
 
@@ -272,17 +271,13 @@ def _bytes(unit: UnitPlan) -> UnitBytes:
         piece = found.gathered // unit.nodes.size
         kept_near, staged = (piece if unit.nodes.secondary else 0), (piece if unit.nodes.two_steps else 0)
         found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
-    if unit.wire.weights is not None:  # one's own codes, and all ranks'
-        found = replace(found, gathered=found.gathered + (shards + 1) * unit._message(unit.wire.weights, dtypes.param))
+    gather, reduce, errors = unit.wire.buffers(layout, dtypes)
+    found = replace(found, gathered=found.gathered + gather)
     if not unit.spec.trained:
         return found
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
     apart = own * dtypes.accumulate.itemsize if shards > 1 or wide else 0
-    if unit.wire.gradients is not None:
-        hops = 1 if unit.wire.node == 1 else 2
-        arena += hops * 2 * shards * unit._message(unit.wire.gradients, dtypes.reduce)
-        if unit.wire.correction is not None:
-            apart += layout.numel * dtypes.reduce.itemsize + (hops - 1) * layout.numel // unit.wire.node * 4
+    arena, apart = arena + reduce, apart + errors
     optim = unit.spec.params[0].states * own * (dtypes.state or dtypes.master).itemsize
     if shards == 1:
         return replace(found, optim=optim, grads=apart + arena)
@@ -317,16 +312,18 @@ def plan(
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
     specs = plan_units(params, found, options.residency, options.policy)
-    check_options(options.wire, stage=options.residency.shard_params, shards=options.residency.shard_optim)
+    options.wire.check(options.residency)
     ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
-    rests = options.rests_of(specs, [ranks[spec.family].shards for spec in specs])
-    return ZeroPlan(
-        world,
-        options.residency,
-        tuple(
-            plan_unit(spec, precision, ranks[spec.family], tier, rest, options.wire)
-            for spec, tier, rest in zip(specs, options.tiers_of(specs), rests, strict=True)
-        ),
+    return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))
+
+
+def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, Ranks]) -> tuple[UnitPlan, ...]:
+    """Decide about all units of a model whose families live on `ranks`."""
+    precision, tiers = Precision.of(options.precision), options.tiers_of(specs)
+    param_tiers = options.param_tiers_of(specs, [ranks[spec.family].shards for spec in specs])
+    return tuple(
+        plan_unit(spec, precision, ranks[spec.family], tier, param_tier, options.wire)
+        for spec, tier, param_tier in zip(specs, tiers, param_tiers, strict=True)
     )
 
 

@@ -1,14 +1,12 @@
 """Which parameters form a unit, and which of its model states are cut into shards. Pure; no tensor.
 
-Words: *model states* are parameters, gradients and optimizer state. A `Residency` says which of them are cut into one shard a rank and
-which every rank keeps whole; a ZeRO stage is a value of it. Reference: Rajbhandari et al. 2020, "ZeRO", section 5.
+*Model states* are parameters, gradients and optimizer state. A `Residency` says which of them are cut into one shard a rank and which
+every rank keeps whole; a ZeRO stage is a value of it. Reference: Rajbhandari et al. 2020, "ZeRO", section 5.
 
-Parameters may share a unit when their *key* is equal: element format, optimizer group, whether they are trained, family, and whether
-they stay gathered. A unit *belongs* to the module whose forward needs it.
-
-Without sharded parameters nothing is gathered during forward, so a unit is a run of parameters in registration order, cut
-at `max_numel`. With sharded parameters a unit is a module's subtree, split further while it is above `max_numel`; a
-parameter of at most `persist_numel` elements stays gathered (it would cost a collective to save next to nothing).
+Parameters may share a unit when their *key* is equal: element format, optimizer group, family, and whether they stay gathered. A unit
+*belongs* to the module whose forward needs it. Without sharded parameters a unit is a run of parameters in registration order, cut at
+`max_numel`. With sharded parameters it is a module's subtree, split further while it is above `max_numel`; a parameter of at most
+`persist_numel` elements stays gathered (it would cost a collective to save next to nothing).
 """
 
 from __future__ import annotations
@@ -211,16 +209,8 @@ def _key(param: ParamInfo) -> tuple[object, ...]:
 
 
 def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:
-    open_runs: dict[tuple[object, ...], list[ParamInfo]] = {}
-    closed: list[list[ParamInfo]] = []
-    for param in params:
-        run = open_runs.setdefault(_key(param), [])
-        if run and sum(p.numel for p in run) + param.numel > limit:
-            closed.append(run)
-            run = open_runs[_key(param)] = []
-        run.append(param)
-    closed += [run for run in open_runs.values() if run]
-    return [UnitSpec(run[0].name, "", tuple(run), residency) for run in closed]
+    cut = [part for run in _by_key(params) for part in _cut(run, limit)]
+    return [UnitSpec(part[0].name, "", tuple(part), residency) for part in cut]
 
 
 def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:

@@ -1,6 +1,6 @@
 """Where state is kept between uses, as a value; and the host memory there is for it.
 
-Words: a *placement* is given for a role: masters and optimizer state (`ShardOptions.tier`), or parameters (`ShardOptions.rest`). *Host*
+Words: a *placement* is given for a role: masters and optimizer state (`ShardOptions.tier`), or parameters (`ShardOptions.param_tier`). *Host*
 is memory of the CPU, page-locked where that makes copies faster. *File* is a scratch file of each rank, of which a bounded number of
 *buffers* is in host memory at a time.
 """
@@ -22,12 +22,12 @@ from ds_config.sizes import bytes_text
 from ds_ops.io import IOSettings
 from ds_zero.layout.units import UnitBytes, UnitSpec
 
-__all__ = ["PAGE_BYTES", "Placement", "check_room", "host_bytes", "placed_numel", "room_refusal"]
+__all__ = ["PAGE_BYTES", "Placement", "host_bytes", "placed_numel", "room_refusal"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A place for state, usable as `tier=` and `rest=` of `shard`.
+    """A place for state, usable as `tier=` and `param_tier=` of `shard`.
 
     Attributes:
         where: `"host"` or `"file"`.
@@ -84,7 +84,7 @@ class Placement:
         moved = found.shard + found.optim
         return replace(found, shard=0, optim=0, **{self.where: getattr(found, self.where) + moved})
 
-    def planned_rest(self, found: UnitBytes) -> UnitBytes:
+    def planned_params(self, found: UnitBytes) -> UnitBytes:
         """What gathers send is here instead of on the device. Pure."""
         return replace(found, full=0, **{self.where: getattr(found, self.where) + found.full})
 
@@ -92,15 +92,17 @@ class Placement:
         """Bytes of host memory for what is on its way to or from files."""
         if self.where != "file":
             return 0
-        return min(self.buffers, len(units)) * max((_pages(unit.file) for unit in units), default=0)
+        return min(self.buffers, len(units)) * max(
+            (-(-unit.file // PAGE_BYTES) * PAGE_BYTES for unit in units), default=0
+        )
 
     def spread(self, units: Sequence[UnitSpec]) -> list[str | Placement]:
         """Of each unit, in canonical order, whether it is placed here. Whole units: at least the share asked for."""
         numels = [unit.numel if unit.trained else 0 for unit in units]
         return [self if here else "device" for here in placed_numel(numels, self.share)]
 
-    def spread_rest(self, numels: Sequence[int]) -> list[Placement]:
-        """Of each unit, in canonical order, where its parameters rest, given the elements that a rank keeps of it."""
+    def spread_params(self, numels: Sequence[int]) -> list[Placement]:
+        """Of each unit, in canonical order, where its parameters are between uses, given the elements that a rank keeps of it."""
         host, done, found = replace(self, where="host", folder=None, near=0), 0, []
         for numel in numels:
             done += numel
@@ -116,10 +118,6 @@ def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
         done += numel
         found.append(share > 0.0 and done > kept)
     return found
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
 
 
 _log = logging.getLogger("ds_zero")
@@ -151,27 +149,12 @@ def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
     return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
 
 
-def check_room(needed: int, ranks: int, *, what: str) -> None:
-    """Refuse, before anything is allocated, what the host cannot hold.
-
-    Args:
-        needed: Bytes of one rank.
-        ranks: Of this host, all of which need as much.
-    Raises:
-        PlanError: "offload-host-memory", with what was planned and what there is.
-    """
+def room_refusal(needed: int, ranks: int, *, what: str) -> str:
+    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
     available = host_memory().available
-    if needed * ranks > available:
-        raise room_refusal(
-            f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
-            f"of which {bytes_text(available)} are free:\n{what}"
-        )
-
-
-def room_refusal(text: str) -> PlanError:
-    """What `check_room` raises, on a rank that is told of it by another."""
-    return PlanError(
-        text,
-        code="offload-host-memory",
-        fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
+    if needed * ranks <= available:
+        return ""
+    return (
+        f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
+        f"of which {bytes_text(available)} are free:\n{what}"
     )

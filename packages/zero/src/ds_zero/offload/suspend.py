@@ -110,10 +110,7 @@ def bring_back(units: Sequence[Unit], gone: Iterable[Away]) -> None:
 def _close_off(units: Iterable[Unit]) -> None:
     """Nobody may use the parameters of units whose bytes are gone."""
     for unit in units:
-        needed = [] if unit.releases else [unit.full]
-        if unit.releases and not (unit.tier if unit.sent is None else unit.rest).apart:
-            needed.append(unit.shard if unit.sent is None else unit.sent)
-        needed += [unit.shard] if unit.tier.resident else []
+        needed = [*unit.storage.kept, *([unit.shard] if unit.tier.resident else [])]
         if unit.state is Full.AWAY or all(t.untyped_storage().nbytes() or not t.numel() for t in needed):
             continue
         unit.state = Full.AWAY
@@ -126,7 +123,7 @@ def _close_off(units: Iterable[Unit]) -> None:
 def _tensors(units: Sequence[Unit], state: Iterable[Tensor]) -> Mapping[str, list[Tensor]]:
     return {
         "optimizer": [value for value in state if value.dim()],
-        "parameters": [t for unit in units for t in (unit.full, unit.sent) if t is not None],
+        "parameters": [t for unit in units for t in (unit.full, unit.storage.sent) if t is not None],
         "masters": [unit.shard for unit in units if not unit.aliased],
         "gradients": [t for unit in units for t in unit.gradients.tensors],
     }

@@ -1,30 +1,26 @@
 """Where a unit's state is between uses: its master shard and the optimizer's state of it, and its parameters.
 
-Words: a *tier* keeps the master shard and the state. An update of a unit is four steps, which `ShardedOptimizer` makes for every unit
-in canonical order:
+A *tier* keeps the master shard and the state. `ShardedOptimizer` updates every unit in four steps, units in canonical order:
 
     fetch    the shard and the optimizer's state of it are where the optimizer reads and writes them
     update   the optimizer steps the unit's parts with its summed gradients
-    publish  the shard's new values go where gathers send them from, in the format forward uses (`Unit.mark_updated`)
+    publish  the shard's new values go where gathers send them from, in the format forward uses
     store    the shard and the state go back to their tier
 
-Units of the tier `device` are updated together, by one call of the optimizer: for them fetch and store are nothing. A unit of a tier
-that is *alone* is updated by a call for it, with the next one's `begin_fetch` under way, so that one unit's state at a time is on the
-device. Forward and backward never need a tier: what they use is kept in the format and the place that gathers send from.
+Units of the tier `device` are updated together, by one call of the optimizer; for them fetch and store are nothing. A unit of a tier
+that is *alone* is updated by a call for it, while the next one is fetched. Forward and backward never need a tier.
 
-In host memory all is always readable, and the optimizer updates it there; a step moves the gradient one way, and the new parameters, in
-the format that forward uses, the other way. In a file a unit is a *record* of *regions*: the master first, then each tensor of the
-optimizer's state that has as many elements. Fetched, the tensors lie in a slot of the ring (`scratch.py`); stored, they have their
-shape and no memory, so that whoever forgot to fetch reads no old values. State that has not the elements of its parameter (the row sums
-of Adafactor) stays in memory.
+The optimizer updates state in host memory there: a step moves the gradient one way and the new parameters the other way. In a file a
+unit is a *record* of *regions*: the master first, then each tensor of the optimizer's state that has as many elements; other state
+(the row sums of Adafactor) stays in memory. Stored tensors have their shape and no memory, so nobody reads old values.
 
-A new tier is a subclass and a row of `TIERS`; `ShardOptions.tier` says which units are in it. Gradients of a unit are final when its
-reduction is (`Gradients.finish`), long before the step, so a tier may take them early; a norm that clips is known after the last, so a
-tier that updates before has to keep what it overwrites until `ShardedOptimizer.step` has agreed.
+A new tier is a subclass and a row of `TIERS`. Gradients of a unit are final when its reduction is (`Gradients.finish`), long before the
+step; a norm that clips is known after the last, so a tier that updates before must keep what it overwrites until the ranks agreed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,9 +38,9 @@ from ds_zero.offload.scratch import Record, Ring
 
 __all__ = [
     "TIERS",
-    "FileRest",
+    "FilePlace",
     "FileTier",
-    "HostRest",
+    "HostPlace",
     "HostTier",
     "Part",
     "Sums",
@@ -52,7 +48,7 @@ __all__ = [
     "Tiered",
     "kind_of",
     "made",
-    "rest_of",
+    "place_of",
     "tier_of",
 ]
 
@@ -110,23 +106,42 @@ class Tiered(Protocol):
     @property
     def gradients(self) -> Sums: ...
 
-    def publish(self) -> None: ...
+
+class Place:
+    """What keeps a tensor of one unit between uses. This one: on the device, nothing to do.
+
+    Attributes:
+        apart: Its memory is not the device's.
+    """
+
+    apart = False
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel], of any content: where the tensor is while it is made."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def fetch(self) -> None:
+        """Return when the tensor, and what belongs to it, may be read and written. Nothing if they may be already."""
+
+    def store(self) -> None:
+        """They were written, or only read: put them away."""
+
+    def drop(self) -> None:
+        """They were only read since the last `store`: put them away."""
 
 
-class Tier:
-    """The tier `device`: state is kept where the model is. Made once for each unit, on all ranks alike.
+class Tier(Place):
+    """The tier `device`: master and state are kept where the model is. Made once for each unit, on all ranks alike.
 
     Attributes:
         resident: The shard is always readable, and may be a range of the buffer that forward uses.
         alone: A unit is updated by itself.
-        apart: The shard's memory is not the device's.
         unit: Whose state this is.
         states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
     """
 
     resident = True
     alone = False
-    apart = False
 
     def __init__(self, unit: Tiered) -> None:
         self.unit = unit
@@ -139,19 +154,6 @@ class Tier:
 
     def begin_fetch(self) -> None:
         """Start what `fetch` ends. Called while another unit is updated."""
-
-    def fetch(self) -> None:
-        """Return when `unit.shard` and its state may be read and written. Nothing if they may be already."""
-
-    def store(self) -> None:
-        """They were written, or only read: put them away."""
-
-    def drop(self) -> None:
-        """They were only read since the last `store`: put them away."""
-
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel], of any content: where `unit.shard` is while it is made."""
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def gradient(self, summed: Tensor, part: Tensor) -> Tensor:
         """What the optimizer is given: a sum in the format, shape and place of the part."""
@@ -186,7 +188,6 @@ def tier_of(name: str) -> type[Tier]:
 
 
 _MASTER = ""
-_CPU = torch.device("cpu")
 
 
 def made(placement: Placement | str, unit: Any) -> Tier:
@@ -196,43 +197,60 @@ def made(placement: Placement | str, unit: Any) -> Tier:
     return HostTier(placement, unit) if placement.where == "host" else FileTier(placement, unit)
 
 
-class HostTier(Tier):
-    """In memory of the host, where the optimizer updates it."""
+class Sender(Protocol):
+    """Who has what gathers send; the one thing that a place may set."""
 
-    resident = False
+    sent: Tensor | None
+
+
+def place_of(placement: Placement | str, unit: Any, sender: Sender) -> Place:
+    """What keeps `sender.sent` of a unit between gathers."""
+    if isinstance(placement, str):
+        return Place()
+    return HostPlace(placement) if placement.where == "host" else FilePlace(placement, unit, sender)
+
+
+class _Hosted(Place):
+    """In memory of the host."""
+
     apart = True
-
-    def __init__(self, placement: Placement, unit: Any) -> None:
-        super().__init__(unit)
-        self.placement = placement
+    placement: Placement
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return host_bytes(numel * dtype.itemsize, device, pin=self.placement.pin).view(dtype)
 
 
-class FileTier(Tier):
-    """In a file, except while it is updated."""
+class HostTier(_Hosted, Tier):
+    """In memory of the host, where the optimizer updates it."""
 
     resident = False
-    alone = True
-    apart = True
 
     def __init__(self, placement: Placement, unit: Any) -> None:
         super().__init__(unit)
         self.placement = placement
-        self.ring: Ring = unit.seat.pool.shared(("tier", placement), lambda: Ring(placement, unit.device))
-        self.regions = Regions(unit.layout.shard_numel)
-        expected = unit.plan.bytes.file
-        self.record = Record(self.ring, expected + 8192 * (1 + unit.spec.params[0].states))
+
+
+class HostPlace(_Hosted):
+    """In memory of the host."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+
+class _Filed(Place, ABC):
+    """In a file, except while it is used."""
+
+    apart = True
+
+    def _open(self, role: str, placement: Placement, unit: Any, nbytes: int) -> None:
+        self.placement = placement
+        self.ring: Ring = unit.seat.pool.shared((role, placement), lambda: Ring(placement, unit.device))
+        self.regions, self.record = Regions(unit.layout.shard_numel), Record(self.ring, nbytes)
         self._held = False
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._held = True
         return self.regions.add(_MASTER, dtype).of(self.record.blank(), _MASTER)
-
-    def begin_fetch(self) -> None:
-        if not self._held and self.placement.read_ahead:
-            self.record.begin()
 
     def fetch(self) -> None:
         if not self._held:
@@ -252,6 +270,47 @@ class FileTier(Tier):
             self.record.drop()
             self._held = False
 
+    def _take_in(self) -> None:
+        """What was made or replaced since the fetch goes into the slot."""
+
+    @abstractmethod
+    def _point(self, memory: Tensor | None) -> None:
+        """Every tensor to its range of `memory`; None: to none."""
+
+
+class FilePlace(_Filed):
+    """In a file, except while it is sent."""
+
+    def __init__(self, placement: Placement, unit: Any, sender: Sender) -> None:
+        self.sender = sender
+        self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
+
+    def fetch(self) -> None:
+        if self._held:
+            return
+        super().fetch()
+        following = self.ring.used(self.record)
+        if following is not None and self.placement.read_ahead:
+            following.begin()
+
+    def _point(self, memory: Tensor | None) -> None:
+        self.sender.sent = self.regions.of(memory, _MASTER)
+
+
+class FileTier(_Filed, Tier):
+    """In a file, except while it is updated."""
+
+    resident = False
+    alone = True
+
+    def __init__(self, placement: Placement, unit: Any) -> None:
+        super().__init__(unit)
+        self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
+
+    def begin_fetch(self) -> None:
+        if not self._held and self.placement.read_ahead:
+            self.record.begin()
+
     def _state(self) -> Iterator[tuple[str, int, Tensor]]:
         """Tensors that have the elements of their part: (key, where they start in the shard, the tensor)."""
         for part in self.unit.parts:
@@ -260,7 +319,6 @@ class FileTier(Tier):
                     yield key, part.start, value
 
     def _take_in(self) -> None:
-        """State that the optimizer made or replaced since the fetch goes into the slot."""
         for key, _, value in self._state():
             self.regions.add(key, value.dtype)
         memory = self.record.grow(self.regions.nbytes)
@@ -278,7 +336,6 @@ class FileTier(Tier):
                     states[key].data = place.view(value.shape)
 
     def _point(self, memory: Tensor | None) -> None:
-        """Every tensor to its range of `memory`; None: to none."""
         master = self.unit.shard = self.regions.of(memory, _MASTER)
         kept = [(key, start, value) for key, start, value in self._state() if key in self.regions]
         if memory is None:
@@ -331,86 +388,3 @@ def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
     made.untyped_storage().resize_(0)
     return made
-
-
-# ---- what gathers send
-
-
-def rest_of(placement: Placement | str, unit: Any) -> Any:
-    """What keeps the parameters of a unit between gathers, in the format that forward uses."""
-    if isinstance(placement, str):
-        return Rest()
-    return HostRest(placement, unit) if placement.where == "host" else FileRest(placement, unit)
-
-
-class Rest:
-    """On the device: nothing to do.
-
-    Attributes:
-        apart: Their memory is not the device's.
-    """
-
-    apart = False
-
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel]: what is written once an update, and sent by gathers."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def fetch(self) -> None:
-        """Return when `unit.sent` may be read and written."""
-
-    def store(self) -> None:
-        """It was written: put it away."""
-
-    def drop(self) -> None:
-        """It was only read."""
-
-
-class HostRest(Rest):
-    """In memory of the host."""
-
-    apart = True
-
-    def __init__(self, placement: Placement, unit: Any) -> None:
-        self.placement, self.unit = placement, unit
-
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return host_bytes(numel * dtype.itemsize, device, pin=self.placement.pin).view(dtype)
-
-
-class FileRest(Rest):
-    """In a file, except while it is sent."""
-
-    apart = True
-
-    def __init__(self, placement: Placement, unit: Any) -> None:
-        self.placement, self.unit = placement, unit
-        self.ring: Ring = unit.seat.pool.shared(("rest", placement), lambda: Ring(placement, unit.device))
-        self.regions = Regions(unit.layout.shard_numel).add(_MASTER, unit.dtypes.param)
-        self.record = Record(self.ring, self.regions.nbytes)
-        self._held = False
-
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._held = True
-        return self.regions.of(self.record.blank(), _MASTER)
-
-    def fetch(self) -> None:
-        if self._held:
-            return
-        self._held = True
-        self.unit.sent = self.regions.of(self.record.hold(), _MASTER)
-        following = self.ring.used(self.record)
-        if following is not None and self.placement.read_ahead:
-            following.begin()
-
-    def store(self) -> None:
-        if self._held:
-            self._held = False
-            self.unit.sent = self.regions.of(None, _MASTER)
-            self.record.put()
-
-    def drop(self) -> None:
-        if self._held:
-            self._held = False
-            self.unit.sent = self.regions.of(None, _MASTER)
-            self.record.drop()

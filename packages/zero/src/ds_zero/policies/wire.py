@@ -18,33 +18,25 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, part_group
+from ds_comm import Group
 from ds_comm.lossy.compressed import Feedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
+from ds_zero.layout.elements import UnitLayout
+from ds_zero.layout.options import Messages
+from ds_zero.layout.precision import Dtypes
+from ds_zero.layout.units import Residency
+from ds_zero.runtime.nodes import node_groups
 
-__all__ = [
-    "EXACT",
-    "LIMIT",
-    "QGZ",
-    "QWZ",
-    "Correction",
-    "Wire",
-    "certificates",
-    "check_options",
-    "check_wire",
-    "decoded",
-    "quantized",
-    "split_levels",
-]
+__all__ = ["EXACT", "LIMIT", "QGZ", "QWZ", "Correction", "Wire", "certificates", "decoded"]
 
 QWZ = QuantSpec(INT8, 256)
 """Of parameters: int8, 0.254 of fp32's bytes and 0.508 of bf16's."""
@@ -70,7 +62,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(Messages):
     """What is quantized.
 
     Attributes:
@@ -87,17 +79,91 @@ class Wire:
     correction: Correction | None = None
     node: int = 1
 
-    def of_unit(self, *, trained: bool, gathered: bool) -> Wire:
-        """What of it a unit uses that is cut over ranks, under `weights` and `gradients`.
+    @property
+    def codes_gathers(self) -> bool:
+        return self.weights is not None
 
-        Args:
-            gathered: It is released between uses.
-        """
+    @property
+    def codes_sums(self) -> bool:
+        return self.gradients is not None
+
+    def of_unit(self, *, trained: bool, gathered: bool) -> Wire:
         weights = self.weights if trained else self.frozen
         form = Wire(weights if gathered else None)
         if not trained or self.gradients is None:
             return form
         return replace(form, gradients=self.gradients, correction=self.correction, node=self.node)
+
+    def check(self, residency: Residency) -> None:
+        """What was asked can act.
+
+        Raises:
+            PlanError: "zero-wire".
+        """
+        found = ""
+        if (self.weights or self.frozen) and not residency.shard_params:
+            found = "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
+        elif self.gradients and not residency.shard_optim:
+            found = "gradients are to be sent as codes, and every rank keeps the whole sum"
+        elif self.correction and not self.gradients:
+            found = "errors of quantized gradients are to be corrected, and gradients are exact"
+        if found:
+            raise PlanError(
+                found,
+                code="zero-wire",
+                fix="Quantize parameters at stage 3, gradients at stages 1 to 3, and correct only what is quantized.",
+            )
+
+    def check_format(self, dtype: torch.dtype) -> None:
+        """Every mode of a unit has a certificate for parameters of `dtype`.
+
+        Raises:
+            UnsupportedError: one has none ("zero-uncertified").
+        """
+        name = str(dtype).removeprefix("torch.")
+        for mode in self.modes:
+            if name not in certificates().get(mode, {}):
+                known = sorted(f"{found} of {kind}" for found, kinds in certificates().items() for kind in kinds)
+                raise UnsupportedError(
+                    f"quantized messages were asked for, {mode}, with parameters of {name}: nobody has shown that they train as well",
+                    code="zero-uncertified",
+                    fix=f"Use one of {'; '.join(known) or 'none'}, or leave it out.",
+                )
+
+    def message(self, what: Literal["gather", "reduce"], layout: UnitLayout, dtype: torch.dtype) -> int:
+        form = self.weights if what == "gather" else self.gradients
+        if form is None:
+            return layout.shard_numel * dtype.itemsize
+        return sum(form.layout(segment.chunk).row_bytes for segment in layout.segments)
+
+    def buffers(self, layout: UnitLayout, dtypes: Dtypes) -> tuple[int, int, int]:
+        gather = reduce = errors = 0
+        if self.weights is not None:  # one's own codes, and all ranks'
+            gather = (layout.world + 1) * self.message("gather", layout, dtypes.param)
+        if self.gradients is not None:
+            hops = 1 if self.node == 1 else 2
+            reduce = hops * 2 * layout.world * self.message("reduce", layout, dtypes.reduce)
+            if self.correction is not None:
+                errors = layout.numel * dtypes.reduce.itemsize + (hops - 1) * layout.numel // self.node * 4
+        return gather, reduce, errors
+
+    def gather(self, out: Tensor, mine: Tensor, start: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
+        return start(out, mine) if self.weights is None else decoded(out, mine, self.weights, start)
+
+    def levels(self, shards: Group) -> Hierarchy | None:
+        """Raises:
+        PlanError: nodes do not divide the ranks ("zero-nodes").
+        """
+        if self.gradients is None or not 1 < self.node < shards.size:
+            return None
+        return Hierarchy(shards, *node_groups(shards, self.node, ("reduce.node", "reduce.across")))
+
+    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
+        if self.gradients is None:
+            return None, None
+        told = self.correction
+        feedback = None if told is None else Feedback(told.decay, told.reset_after)
+        return Quantized(self.gradients, levels, feedback), feedback
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -124,47 +190,6 @@ def certificates() -> Certificates:
     """mode -> format of the parameters -> `loss`, `exact` and `steps` of the run. Read once."""
     found: Certificates = json.loads(resources.files("ds_zero").joinpath("certificates.json").read_text())
     return found
-
-
-def check_wire(wire: Wire, dtype: torch.dtype) -> None:
-    """Every mode of a unit has a certificate for parameters of `dtype`.
-
-    Raises:
-        UnsupportedError: one has none ("zero-uncertified").
-    """
-    name = str(dtype).removeprefix("torch.")
-    for mode in wire.modes:
-        if name not in certificates().get(mode, {}):
-            known = sorted(f"{found} of {kind}" for found, kinds in certificates().items() for kind in kinds)
-            raise UnsupportedError(
-                f"quantized messages were asked for, {mode}, with parameters of {name}: nobody has shown that they train as well",
-                code="zero-uncertified",
-                fix=f"Use one of {'; '.join(known) or 'none'}, or leave it out.",
-            )
-
-
-def check_options(wire: Wire, *, stage: bool, shards: bool) -> None:
-    """What was asked can act.
-
-    Args:
-        stage: Parameters are released between uses.
-        shards: Gradients are cut over ranks.
-    Raises:
-        PlanError: "zero-wire".
-    """
-    found = ""
-    if (wire.weights or wire.frozen) and not stage:
-        found = "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
-    elif wire.gradients and not shards:
-        found = "gradients are to be sent as codes, and every rank keeps the whole sum"
-    elif wire.correction and not wire.gradients:
-        found = "errors of quantized gradients are to be corrected, and gradients are exact"
-    if found:
-        raise PlanError(
-            found,
-            code="zero-wire",
-            fix="Quantize parameters at stage 3, gradients at stages 1 to 3, and correct only what is quantized.",
-        )
 
 
 class _Decoded:
@@ -203,32 +228,3 @@ def decoded(out: Tensor, mine: Tensor, spec: QuantSpec, gather: Callable[[Tensor
     coded = quantize(mine.view(1, n), spec)
     every = QuantTensor.empty(spec, out.numel() // n, n, like=out)
     return _Decoded(gather(every.wire.view(-1), coded.wire.view(-1)), coded, every, out)
-
-
-def quantized(wire: Wire, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
-    """The collectives that reduce one unit's gradients, and where their errors are; None where gradients are exact."""
-    if wire.gradients is None:
-        return None, None
-    told = wire.correction
-    feedback = None if told is None else Feedback(told.decay, told.reset_after)
-    return Quantized(wire.gradients, levels, feedback), feedback
-
-
-def split_levels(wire: Wire, shards: Group) -> tuple[Hierarchy, tuple[Group, ...]] | None:
-    """Two levels for the gradients of `shards`, and the groups made for them; None where one hop is right. Collective over `shards`.
-
-    Raises:
-        PlanError: nodes do not divide the ranks ("zero-nodes").
-    """
-    if wire.gradients is None or not 1 < wire.node < shards.size:
-        return None
-    if shards.size % wire.node:
-        raise PlanError(
-            f"{shards.size} ranks that share the sharded state are not in nodes of {wire.node}",
-            code="zero-nodes",
-            fix=f"Use a divisor of {shards.size}, or leave it out.",
-        )
-    node, index = divmod(shards.rank, wire.node)
-    inside = part_group(shards.ranks[node * wire.node : (node + 1) * wire.node], "reduce.node")
-    across = part_group(shards.ranks[index :: wire.node], "reduce.across")
-    return Hierarchy(shards, inside, across), (inside, across)

@@ -24,17 +24,12 @@ __all__ = ["Backward", "Call", "Phases", "Watcher", "tensors_in"]
 class Watcher(Protocol):
     """Who is told of calls."""
 
-    def entered(self, call: Call) -> None:
-        """The gradient of an output has arrived: the backward of the call begins."""
-
-    def left(self, call: Call) -> None:
-        """The gradients of all inputs have arrived."""
-
-    def unpacked(self, numbers: tuple[int, ...]) -> None:
-        """autograd needs something that the call saved."""
-
-    def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
-        """The call returned no tensor that can be found."""
+    def entered(self, call: Call) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
+    def left(self, call: Call) -> None: ...  # the gradients of all inputs have arrived
+    def unpacked(self, numbers: tuple[int, ...]) -> None: ...  # autograd needs something that the call saved
+    def unseen(
+        self, numbers: tuple[int, ...], output: Any
+    ) -> None: ...  # the call returned no tensor that can be found
 
 
 class Call:
@@ -134,17 +129,10 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 class Phases(Protocol):
     """Who is told."""
 
-    def begin_backward(self) -> None:
-        """The outermost backward begins. What this raises ends it, and it never began."""
-
-    def end_backward(self) -> None:
-        """It is over."""
-
-    def abandon_backward(self) -> None:
-        """It raised: its progress is to be forgotten."""
-
-    def end_inner(self, units: set[int]) -> None:
-        """A backward inside it is over, in which modules of `units` were entered."""
+    def begin_backward(self) -> None: ...  # the outermost backward begins; what this raises ends it, and it never began
+    def end_backward(self) -> None: ...  # it is over
+    def abandon_backward(self) -> None: ...  # it raised: its progress is to be forgotten
+    def end_inner(self, units: set[int]) -> None: ...  # one inside it is over, in which modules of `units` were entered
 
 
 class Backward:

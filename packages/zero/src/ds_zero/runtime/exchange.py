@@ -1,14 +1,12 @@
 """One unit's reduction by messages between ranks that share no memory: each gets its chunk of the others' gradients and sums it.
 
-Words: runs, what is *shown* and what is *kept*: as in `posting.py`. Here a rank shows a large run to its owner by sending it straight
-out of the tensor that autograd made. Short runs travel in one message a rank, the *rest*, which is copied together. A run's *place*
-is where it lies in what a rank receives from another: large runs first, then the rest.
-
-Every rank sends and receives the same messages whatever its gradients are like: one that is absent, not contiguous or of another
-format is replaced by a copy.
+Runs, *published* and *kept* are as in `posting.py`. A rank sends a large run to its owner straight out of the tensor that autograd made;
+short runs are copied into one message a rank, the *pack*. A run's *place* is where it lies in what a rank receives from another: large
+runs first, then the pack. Every rank sends and receives the same messages whatever its gradients are like: one that is absent, not
+contiguous or of another format is replaced by a copy.
 
 Cost, for W ranks and n elements: (W-1)/W n sent, (W-1)/W n received into a buffer, n read and n/W written to sum. Nothing is copied
-but the rest. Source: reduce-scatter as all-to-all and a local sum, Thakur et al. 2005, section 4.3.
+but the pack. Source: reduce-scatter as all-to-all and a local sum, Thakur et al. 2005, section 4.3.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ __all__ = ["Exchange", "Parcel", "pack", "sends_from_anywhere"]
 
 LEAST = 131072
 """Elements; a message of its own for fewer takes longer than to copy them to others."""
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,19 @@ class Parcel:
         places: Of each run.
         large: Numbers of the runs with a message of their own, in order.
         small: Numbers of the others.
-        rest: Place of the first of those; they end with the shard.
+        packed: Place of the first of those; they end with the shard.
     """
 
     plan: SumPlan
     places: tuple[int, ...]
     large: tuple[int, ...]
     small: tuple[int, ...]
-    rest: int
+    packed: int
 
     def cut(self, received: Tensor) -> list[Tensor]:
         """The memory of each message in a buffer as long as the shard."""
         found = [received[self.places[i] : self.places[i] + self.plan.runs[i].numel] for i in self.large]
-        return found + ([received[self.rest :]] if self.small else [])
+        return found + ([received[self.packed :]] if self.small else [])
 
 
 def pack(layout: UnitLayout, rank: int, least: int | None = None) -> Parcel:
@@ -86,42 +85,40 @@ class Exchange:
         self.plan = self._parcels[self.rank].plan
         self._chosen = frozenset(run.member for p in self._parcels for run in p.plan.runs if run.member is not None)
         # Of each rank, where its short runs begin in a buffer for all of them.
-        self._rests, end = [], 0
+        self._packs, end = [], 0
         for parcel in self._parcels:
-            self._rests.append(end)
-            end += layout.shard_numel - parcel.rest
-        self._rest_numel = end
-        self._copies = _plan_copies(layout, self._parcels, self._rests)
+            self._packs.append(end)
+            end += layout.shard_numel - parcel.packed
+        self._pack_numel = end
+        self._copies = _plan_copies(layout, self._parcels, self._packs)
         self._work: comm.Work | None = None
         self._lent: list[Tensor] = []  # the pool's, until `pull`
         self._grads: dict[int, Tensor] = {}
         self._own: set[int] = set()
         self._flat: Tensor | None = None
-        self._rest: Tensor | None = None
+        self._pack = _NOTHING
         self._received: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is shown now."""
-        if self._rest is None:
-            raise RuntimeError(f"unit {self.name} shows nothing")
-        return self._rest.dtype
+        """Of what is published now."""
+        return self._pack.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held until `pull`: gradients that are being sent, and what comes."""
         return 0 if self._received is None else 2 * self._received.nbytes
 
-    def show(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> None:
+    def publish(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> None:
         """Take gradients by number of the parameter; those without one contribute zeros.
 
         What can be sent as it is must not change until `pull`, which may write the sum there.
         """
         del finish
-        rest = self._begin(dtype)
+        pack = self._begin(dtype)
         to, of = [], []
         for member, first, numel, at in self._copies:
-            grad, there = grads.get(member), rest[at : at + numel]
+            grad, there = grads.get(member), pack[at : at + numel]
             if grad is None:
                 there.zero_()
             else:
@@ -144,29 +141,29 @@ class Exchange:
         if to:
             foreach_copy(to, of)
 
-    def show_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
+    def publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         """The same from a buffer laid out like the unit, which must not change until `pull`."""
         del finish
-        rest, self._flat = self._begin(flat.dtype), flat
+        pack, self._flat = self._begin(flat.dtype), flat
         places = [flat[s.offset : s.offset + s.numel] for s in self.layout.slots]
         if self._copies:
             foreach_copy(
-                [rest[at : at + numel] for _, _, numel, at in self._copies],
+                [pack[at : at + numel] for _, _, numel, at in self._copies],
                 [places[member][first : first + numel] for member, first, numel, _ in self._copies],
             )
 
     def _begin(self, dtype: torch.dtype) -> Tensor:
-        self._rest = rest = self._take(self._rest_numel, dtype)
-        for start, stop in _gaps(self._copies, self._rest_numel):
-            rest[start:stop].zero_()
-        return rest
+        self._pack = pack = self._take(self._pack_numel, dtype)
+        for start, stop in _gaps(self._copies, self._pack_numel):
+            pack[start:stop].zero_()
+        return pack
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._lent.append(self._pool.take(numel, dtype, torch.device("cpu")))
         return self._lent[-1]
 
     def post(self) -> None:
-        """Start to send what is shown, and to receive."""
+        """Start to send what is published, and to receive."""
         world, mine = self.layout.world, self._parcels[self.rank]
         self._received = self._take((world - 1) * self.layout.shard_numel, self.dtype)
         rows = iter(self._received.view(world - 1, -1))
@@ -177,13 +174,11 @@ class Exchange:
     def _leaving(self, rank: int) -> list[Tensor]:
         parcel = self._parcels[rank]
         found = [self._source(parcel.plan.runs[i]) for i in parcel.large]
-        return found + ([self._rest_of(rank)] if parcel.small else [])
+        return found + ([self._pack_of(rank)] if parcel.small else [])
 
-    def _rest_of(self, rank: int) -> Tensor:
-        if self._rest is None:
-            raise RuntimeError(f"unit {self.name} shows nothing")
-        begin = self._rests[rank]
-        return self._rest[begin : begin + self.layout.shard_numel - self._parcels[rank].rest]
+    def _pack_of(self, rank: int) -> Tensor:
+        begin = self._packs[rank]
+        return self._pack[begin : begin + self.layout.shard_numel - self._parcels[rank].packed]
 
     def _source(self, run: Run) -> Tensor:
         """This rank's gradient of a large run."""
@@ -207,7 +202,9 @@ class Exchange:
             at = mine.places[number]
             terms = [row[at : at + run.numel] for row in received]
             own = (
-                self._source(run) if run.member is not None else self._rest_of(self.rank)[at - mine.rest :][: run.numel]
+                self._source(run)
+                if run.member is not None
+                else self._pack_of(self.rank)[at - mine.packed :][: run.numel]
             )
             terms.insert(self.rank, own)
             if run.numel:
@@ -216,7 +213,7 @@ class Exchange:
         return squares
 
     def drop(self) -> None:
-        """Forget what is shown, and wait for messages that nobody will pull."""
+        """Forget what is published, and wait for messages that nobody will pull."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -225,27 +222,28 @@ class Exchange:
         self._lent.clear()
         self._grads.clear()
         self._own.clear()
-        self._flat = self._rest = self._received = None
+        self._flat = self._received = None
+        self._pack = _NOTHING
 
 
 def _plan_copies(
-    layout: UnitLayout, parcels: Sequence[Parcel], rests: Sequence[int]
+    layout: UnitLayout, parcels: Sequence[Parcel], packs: Sequence[int]
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """(parameter, its first element, elements, where they go in the buffer of the rests), by where they go."""
+    """(parameter, its first element, elements, where they go in the buffer of the packs), by where they go."""
     found = []
-    for parcel, begin in zip(parcels, rests, strict=True):
+    for parcel, begin in zip(parcels, packs, strict=True):
         for i in parcel.small:
             run = parcel.plan.runs[i]
             for member, slot in enumerate(layout.slots):
                 start, stop = max(run.at, slot.offset), min(run.at + run.numel, slot.offset + slot.numel)
                 if start < stop:
-                    at = begin + parcel.places[i] - parcel.rest + start - run.at
+                    at = begin + parcel.places[i] - parcel.packed + start - run.at
                     found.append((member, start - slot.offset, stop - start, at))
     return tuple(sorted(found, key=lambda copy: copy[3]))
 
 
 def _gaps(copies: Sequence[tuple[int, int, int, int]], numel: int) -> list[tuple[int, int]]:
-    """Ranges of the buffer of the rests that no parameter fills."""
+    """Ranges of the buffer of the packs that no parameter fills."""
     found, end = [], 0
     for _, _, length, at in copies:
         if at > end:

@@ -4,11 +4,11 @@ Forward: a module that a unit belongs to gathers it before its forward and relea
 module's output gathers it again; the unit is released when every gradient that its graph can produce (its parameters' and
 the module's inputs') has arrived.
 
-Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a sibling's
-weight, a functional head), or a module whose results leave it through a side door (an attribute, an unknown container), is
-in a graph that no hook on outputs guards. Such a unit stays gathered until the next optimizer step, which makes older
-graphs unusable in any case. The first is seen when the released parameter is touched; the second by looking at what
-autograd unpacks, in every backward, since a path may be taken late: about 1 % of the time of a small transformer layer on a CPU.
+Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a functional head), or a module
+whose results leave it by another way than its outputs (an attribute, an unknown container), is in a graph that no hook on outputs
+guards. Such a unit stays gathered until the next optimizer step, which makes older graphs unusable in any case. The first is seen when
+the released parameter is touched; the second by watching what autograd unpacks, in every backward, since a path may be taken late:
+about 1 % of the time of a small transformer layer on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.parameter import Parameter
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, Call
-from ds_zero.runtime.order import GatherOrder
+from ds_zero.runtime.order import Arrivals, GatherOrder
 from ds_zero.runtime.placeholder import placeholder_of
 from ds_zero.runtime.released import Copier, keep, unkeep
 from ds_zero.runtime.unit import Full, Unit
@@ -70,7 +71,7 @@ class Helper:
             with self._lock:
                 self._since = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Help once if a wait has lasted long."""
         with self._lock:
             if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
@@ -91,7 +92,7 @@ def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
         helper = owner()
         if helper is None:
             return
-        helper.look()
+        helper.poll()
         del helper
 
 
@@ -104,23 +105,22 @@ class Gathering:
         ahead_numel: Elements gathered before they are needed.
     Attributes:
         released: Numbers of the units that are released between uses.
-        complete: Whether a unit's gradients have all arrived in this backward; by its number.
+        arrivals: Which gradients have arrived in this backward.
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, ahead_numel: int) -> None:
         self.units = list(units)
         self.released = [i for i, u in enumerate(units) if u.releases]
-        self.complete: Callable[[int], bool] = lambda number: True
+        self.arrivals = Arrivals([len(u.params) for u in units])
         self._routes = list(dict.fromkeys(u.seat.route for u in units if u.seat.route is not None))
         self._in_backward = backward
-        self._names = {id(p): info.name for u in units for p, info in zip(u.params, u.spec.params, strict=True)}
-        self._number = {id(p): i for i, u in enumerate(units) for p in u.params}
+        self._where = {id(p): (i, member) for i, u in enumerate(units) for member, p in enumerate(u.params)}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._depth = 0
-        self._ahead, self._numels = ahead_numel, [u.layout.numel for u in units]
+        self._order = partial(GatherOrder, ahead=ahead_numel, numels=[u.layout.numel for u in units])
         self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
-        self._backward = GatherOrder(self._backward_sequence(), ahead_numel, self._numels)
+        self._backward = self._order(self._backward_sequence())
         self._calls: list[set[Call]] = [set() for _ in units]
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
@@ -148,7 +148,7 @@ class Gathering:
         for name, numbers in of_module.items():
             module = modules[name]
             below = [n for n in self.released if _is_below(self.units[n].spec.module, name)]
-            self._forwards.setdefault(name, GatherOrder(below, self._ahead, self._numels))
+            self._forwards.setdefault(name, self._order(below))
             pre, post = self._forward_hooks(module, name, tuple(numbers))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
@@ -171,12 +171,13 @@ class Gathering:
 
     def name_of(self, param: Parameter) -> str:
         """Keeper: the qualified name of a parameter."""
-        return self._names[id(param)]
+        number, member = self._where[id(param)]
+        return self.units[number].spec.params[member].name
 
     def touched(self, param: Parameter, what: str) -> bool:
         """Keeper: gather a parameter that is used outside its module, if a forward or backward is running."""
         del what
-        number = self._number[id(param)]
+        number, _ = self._where[id(param)]
         if graph_task_id() != -1:
             self._in_backward.enter()
             self._gather(number, self._backward)
@@ -206,7 +207,7 @@ class Gathering:
 
     def copied(self, param: Parameter) -> Parameter:
         """Keeper: another parameter with the same values, of which this rank has the same part. Sends nothing."""
-        unit, name = self.units[self._number[id(param)]], self.name_of(param)
+        unit, name = self.units[self._where[id(param)][0]], self.name_of(param)
         unit.tier.fetch()
         pieces = [piece for piece in unit.owned if piece.name == name]
         parts = [unit.shard[piece.start : piece.stop].to(param.dtype) for piece in pieces]
@@ -318,7 +319,8 @@ class Gathering:
             self._finish(self._backward)
 
     def clear_backward(self) -> None:
-        """Forget the calls whose backward was under way."""
+        """Forget the calls whose backward was under way, and the gradients that arrived in it."""
+        self.arrivals.clear()
         for calls in self._calls:
             calls.clear()
 
@@ -338,12 +340,9 @@ class Gathering:
             if not self.units[number].spec.trained and not self._calls[number]:
                 self._put_back(number)
 
-    @contextmanager
-    def helping(self) -> Iterator[None]:
+    def helping(self) -> AbstractContextManager[None]:
         """Around a wait for other ranks' reductions inside a backward; see the note "two orders" in `sharding.py`."""
-        waiting: AbstractContextManager[None] = self._helper.waiting()
-        with waiting:
-            yield
+        return self._helper.waiting() if self.released else nullcontext()
 
     def _run_ahead(self) -> None:
         """Called on another thread while this one waits for a reduction."""
@@ -375,7 +374,7 @@ class Gathering:
                 self._share(number)
 
     def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
-        """Watcher: a module's graph leaves through a side door, if at all."""
+        """Watcher: a module whose results leave it by another way than its outputs, if at all."""
         if graph_task_id() != -1:  # a recomputation that was stopped early
             return
         self._sticky.update(numbers)
@@ -386,7 +385,7 @@ class Gathering:
         """Watcher: the gradients of all inputs of a call have arrived."""
         for number in call.numbers:
             self._calls[number].discard(call)
-            if not self._calls[number] and (not self.units[number].spec.trained or self.complete(number)):
+            if not self._calls[number] and (not self.units[number].spec.trained or self.arrivals.complete(number)):
                 self._put_back(number)
 
     # ---- between steps

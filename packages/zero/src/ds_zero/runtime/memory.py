@@ -1,17 +1,15 @@
 """The memory of units: buffers that are used again, and memory that the ranks of one host share.
 
-Words: a *pool* hands out flat tensors by (elements, dtype, device) and takes them back, so that a steady step allocates nothing. A
-buffer that an unfinished collective writes or reads must not be given back before its wait.
+A *pool* hands out flat tensors by (elements, dtype, device) and takes them back, so that a steady step allocates nothing. A buffer
+that an unfinished collective writes or reads must not be given back before its wait.
 
-In shared memory a gather is a barrier and a reduction is one pass. A unit's *home* is its full buffer there, once per host; each rank
-writes its own chunk of it and nothing else. The model's parameters are views of this rank's *overlay* of the same memory: reads see
-home, a write stays with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or
-dropped. So three ranks that each halve a parameter do not make it an eighth. A *slot* is a gradient buffer of every rank that all ranks
-can read; there are two, used alternately.
+In shared memory a gather is a barrier and a reduction is one pass. *home* is the full buffer of a unit there, once per host; each rank
+writes its own chunk of it only. The model's parameters are views of this rank's *overlay* of home: reads see home, and a write stays
+with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or dropped. A *slot* is a
+gradient buffer of every rank that all ranks can read; there are two, used alternately.
 
-Note "two slots". Reductions have one order on all ranks, so they have numbers. Before a rank fills a slot for number k, it
-has finished number k-1: it waited until every rank posted k-1, and a rank posts k-1 only after it finished k-2. So nobody
-still reads what the slot held. A rank may be one whole unit ahead of the others before it waits.
+Note "two slots". Reductions are numbered, in one order on all ranks. Before a rank fills a slot for number k it has finished number
+k-1: every rank has posted k-1, and a rank posts k-1 after it finished k-2. So nobody still reads what the slot held.
 
 Nothing here has a name in the file system, a thread or a descriptor that stays open; the memory goes with the last tensor.
 """
@@ -35,7 +33,7 @@ from ds_comm.neighbours import neighbours
 from ds_comm.tally import Tally
 from ds_ops.shm import Segment
 
-__all__ = ["HostMemory", "HostPlan", "Pool", "Slot", "host_refusal"]
+__all__ = ["HostMemory", "Pool", "Slot", "host_refusal"]
 
 
 class Pool:
@@ -95,14 +93,6 @@ _NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlan:
-    """What to allocate: (elements, dtype) of the full buffers by number of the unit, and the bytes of a gradient slot."""
-
-    fulls: Mapping[int, tuple[int, torch.dtype]]
-    slot_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """One number's gradient buffers.
 
@@ -127,38 +117,41 @@ def host_refusal(group: comm.Group) -> str:
 class HostMemory:
     """The shared memory of one model on one host. Construction is collective over the group.
 
+    Args:
+        fulls: (elements, dtype) of the full buffers, by number of the unit.
+        slot_bytes: Of a gradient slot.
     Attributes:
         nbytes: Bytes of the segment; memory is taken page by page when first written.
     """
 
-    def __init__(self, group: comm.Group, plan: HostPlan) -> None:
+    def __init__(self, group: comm.Group, fulls: Mapping[int, tuple[int, torch.dtype]], slot_bytes: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         places, end = [], Tally.nbytes_for(group.size)
-        for place, (numel, dtype) in enumerate(plan.fulls.values()):
+        for place, (numel, dtype) in enumerate(fulls.values()):
             places.append(end + place % _STAGGERS * _STAGGER)
             end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self._overlaid = end
         slots = []
-        for number in range(2 * group.size if plan.slot_bytes else 0):
+        for number in range(2 * group.size if slot_bytes else 0):
             slots.append(end + number % _STAGGERS * _STAGGER)
-            end += -(-(plan.slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
+            end += -(-(slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self.nbytes = end
-        segment, pids = self._meet(end)
+        segment, pids = self._attach(end)
         self._posted = Tally(segment, 0, group, pids)
-        fulls = [(number, n, d, at) for (number, (n, d)), at in zip(plan.fulls.items(), places, strict=True)]
-        self._homes = {number: segment.tensor(n, d, at) for number, n, d, at in fulls}
+        spans = [(number, n, d, at) for (number, (n, d)), at in zip(fulls.items(), places, strict=True)]
+        self._homes = {number: segment.tensor(n, d, at) for number, n, d, at in spans}
         self._overlay = _Overlay(segment.fd, self._overlaid)
-        self._fulls = {number: self._overlay.tensor(n, d, at) for number, n, d, at in fulls}
-        self._slots = [segment.tensor(plan.slot_bytes, torch.uint8, at) for at in slots]
+        self._fulls = {number: self._overlay.tensor(n, d, at) for number, n, d, at in spans}
+        self._slots = [segment.tensor(slot_bytes, torch.uint8, at) for at in slots]
         self._rows: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
-        self._ranges = {number: (at, n * d.itemsize) for number, n, d, at in fulls}
+        self._ranges = {number: (at, n * d.itemsize) for number, n, d, at in spans}
         self._pending: Callable[[], None] | None = None
         self._number = 0
         self._marks: dict[int, int] = {}
         self.barrier("begin")
         segment.close()
 
-    def _meet(self, nbytes: int) -> tuple[Segment, list[int]]:
+    def _attach(self, nbytes: int) -> tuple[Segment, list[int]]:
         # Each parameter's old pages are free when the next is copied here. Huge pages would have to be found elsewhere: twice the
         # setup, a tenth more memory, and no shorter steps.
         mine = Segment(nbytes, small_pages=True) if self.rank == 0 else None
@@ -191,11 +184,13 @@ class HostMemory:
         rows = self._rows_of(self._number % 2, numel, dtype)
         return Slot(self._number, rows[self.rank], rows)
 
-    def _rows_of(self, turn: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        rows = self._rows.get((turn, numel, dtype))
+    def _rows_of(self, parity: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        rows = self._rows.get((parity, numel, dtype))
         if rows is None:
-            slots = self._slots[turn * self.size : (turn + 1) * self.size]
-            rows = self._rows[turn, numel, dtype] = tuple(slot[: numel * dtype.itemsize].view(dtype) for slot in slots)
+            slots = self._slots[parity * self.size : (parity + 1) * self.size]
+            rows = self._rows[parity, numel, dtype] = tuple(
+                slot[: numel * dtype.itemsize].view(dtype) for slot in slots
+            )
         return rows
 
     def finish_pending(self) -> None:
@@ -240,7 +235,7 @@ class HostMemory:
         ]
 
     def forget(self, number: int) -> None:
-        """Drop this rank's edits of a unit: its overlay shows home again."""
+        """Drop this rank's edits of a unit: its overlay is home again."""
         at, nbytes = self._ranges[number]
         self._overlay.forget(at, nbytes)
 

@@ -1,18 +1,16 @@
 """Gathers where ranks sit in nodes: what links inside a node can carry does not go between nodes.
 
-Words: a *node* is `size` neighbouring ranks of those that share one copy of the sharded state; a rank is number `index` of node
-`node`. The group *inside* has the ranks of this node, *across* those with this index in every node. Two ways, which go together:
+A *node* is `size` neighbouring ranks of those that share one copy of the sharded state. The group *inside* has the ranks of this node,
+*across* those with this rank's place in every node. Two ways, which go together:
 
-    two steps   Each rank first gathers its index's chunks across, then all of them inside. Every byte enters a node once; gathered
-                flat, each rank fetches it for itself. Reference: Zhang et al. 2022, "MiCS", section 3.3.
+    two steps   Each rank first gathers its place's chunks across, then all of them inside. Every byte enters a node once.
+                Reference: Zhang et al. 2022, "MiCS", section 3.3.
     secondary   What a gather brought is kept in pieces inside the node, 1/size of it a rank, until the next update. Until then
-                gathers are inside the node: that of backward, and all of further microbatches. Reference: Wang et al. 2023,
-                "ZeRO++", section 3.2 (hpZ).
+                gathers stay inside the node. Reference: Wang et al. 2023, "ZeRO++", section 3.2 (hpZ).
 
-Note "order of second steps". A second step can only start when its first has ended, and starts must have one order on all ranks.
-So second steps wait in line: one starts when it, or anything gathered after it, is needed or started. That is the order of the
-first steps, which is the same everywhere (`order.py`). A rank that waits for something else meanwhile must let the line move
-(`Route.push`), because others may wait for its part.
+Note "order of second steps". A second step starts after its first has ended, and starts must have one order on all ranks. So second
+steps queue: one starts when it, or anything gathered after it, is needed or started. A rank that waits for something else meanwhile
+must push the queue (`Route.push`), because others may wait for its part.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ import torch
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, drop_group, part_group
+from ds_comm import Group, part_group
 from ds_config.errors import PlanError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.runtime.memory import Pool
 
-__all__ = ["Nodes", "Route", "Secondary", "split_nodes"]
+__all__ = ["Nodes", "Route", "Secondary", "node_groups", "split_nodes"]
 
 _log = logging.getLogger("ds_zero")
 
@@ -56,7 +54,7 @@ class Route:
 
     Attributes:
         nodes: What was asked for.
-        inside, across: See the module's docstring; `drop` destroys them.
+        inside, across: See the module's docstring.
     """
 
     def __init__(self, nodes: Nodes, inside: Group, across: Group, pool: Pool) -> None:
@@ -99,11 +97,6 @@ class Route:
     def give(self, buffer: Tensor) -> None:
         """A trip is over."""
         self._pool.give(buffer)
-
-    def drop(self) -> None:
-        """Destroy the groups. Collective."""
-        for group in (self.inside, self.across):
-            drop_group(group)
 
 
 class _Trip:
@@ -195,23 +188,27 @@ class Secondary:
 
 
 def split_nodes(nodes: Nodes | None, shards: Group, pool: Pool) -> Route | None:
-    """The groups for `nodes` among the ranks of `shards`; None where all of them are in one node. Collective over `shards`.
+    """The groups for `nodes` among the ranks of `shards`; None where all of them are in one node. Collective over `shards`."""
+    if nodes is None:
+        return None
+    if nodes.size >= shards.size or nodes.size == 1:
+        _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
+        return None
+    return Route(nodes, *node_groups(shards, nodes.size, ("node", "across")), pool)
+
+
+def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
+    """The ranks of this rank's node, and those with its place in every node. Collective over `shards`.
 
     Raises:
         PlanError: the size does not divide the ranks ("zero-nodes").
     """
-    if nodes is None:
-        return None
-    if nodes.size < 1 or (nodes.size < shards.size and shards.size % nodes.size):
+    if size < 1 or shards.size % size:
         raise PlanError(
-            f"{shards.size} ranks that share the sharded state are not in nodes of {nodes.size}",
+            f"{shards.size} ranks that share the sharded state are not in nodes of {size}",
             code="zero-nodes",
             fix=f"Use a divisor of {shards.size} above 1, or leave it out.",
         )
-    if nodes.size >= shards.size or nodes.size == 1:
-        _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
-        return None
-    node, index = divmod(shards.rank, nodes.size)
-    inside = part_group(shards.ranks[node * nodes.size : (node + 1) * nodes.size], "node")
-    across = part_group(shards.ranks[index :: nodes.size], "across")
-    return Route(nodes, inside, across, pool)
+    node, place = divmod(shards.rank, size)
+    inside = part_group(shards.ranks[node * size : (node + 1) * size], names[0])
+    return inside, part_group(shards.ranks[place::size], names[1])

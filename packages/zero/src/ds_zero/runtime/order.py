@@ -1,21 +1,19 @@
-"""In which order the ranks communicate, so that ranks that took different paths still meet. Pure; no torch.
+"""In which order the ranks gather and reduce, alike on all of them whatever path each took. Pure; no torch.
 
-Words: a *phase* is one forward or one backward. In a phase every rank takes part in the collectives of the same
-*sequence* of units, in that order, exactly once each. A rank may run ahead (prefetch) or lag, never reorder, never leave
-one out: a unit it does not need itself is issued on the way to one it does need, and what is left is issued at the end of
-the phase. When and why a rank asks never changes the order in which it issues, so no rank waits for one that does not come.
+A *phase* is one forward or one backward. In a phase every rank takes part in the collectives of the same *sequence* of units, in that
+order, exactly once each. A rank may run ahead (prefetch) or lag, never reorder, never leave one out: a unit it does not need itself is
+issued on the way to one it does need, and what is left is issued at the end of the phase. So no rank waits for one that does not come.
 
 The sequence starts as registration order and may be replaced by the order seen in the first step once all ranks saw the
-same: it is a hint, correctness never depends on it. A unit needed again after its turn is issued on the spot; ranks that
-do the same things do that in the same place. A unit that a rank still has takes its turn all the same: whether to take
-part never depends on what this rank holds, because other ranks cannot know that.
+same: it is a hint, correctness never depends on it. A unit needed again after it was issued is issued on the spot. A unit that a rank
+still has is issued all the same, because other ranks cannot know what this rank holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["GatherOrder", "ReduceOrder"]
+__all__ = ["Arrivals", "GatherOrder", "ReduceOrder"]
 
 
 class GatherOrder:
@@ -37,7 +35,7 @@ class GatherOrder:
         self._last = {unit: i for i, unit in enumerate(sequence)}
 
     def begin(self) -> None:
-        """Start a phase: no unit has had its turn."""
+        """Start a phase: no unit is issued."""
         self._cursor = 0
         self._waiting: dict[int, int] = {}
         self._ahead_numel = 0
@@ -51,10 +49,10 @@ class GatherOrder:
             self._take(unit)
         else:
             try:
-                turn = self.sequence.index(unit, self._cursor)
+                place = self.sequence.index(unit, self._cursor)
             except ValueError:
-                return [unit]  # its turn has passed: once more, on the spot
-            while self._cursor <= turn:
+                return [unit]  # it was issued: once more, on the spot
+            while self._cursor <= place:
                 issue.append(self._issue())
             self._take(unit)
         while self._cursor < len(self.sequence) and self._fits(self.sequence[self._cursor]):
@@ -62,7 +60,7 @@ class GatherOrder:
         return issue
 
     def awaits(self, unit: int) -> bool:
-        """Whether `unit` has a turn left in this phase, or was issued early and not needed yet."""
+        """Whether `unit` is still to be issued in this phase, or was issued early and not needed yet."""
         return self._last.get(unit, -1) >= self._cursor or bool(self._waiting.get(unit))
 
     def adopt(self, seen: Sequence[int]) -> None:
@@ -79,10 +77,10 @@ class GatherOrder:
         return self._issue() if self._cursor < len(self.sequence) else None
 
     def finish(self) -> list[int]:
-        """Units whose turn has not come in this phase: other ranks may be waiting for them."""
-        rest = list(self.sequence[self._cursor :])
+        """Units that were not issued in this phase: other ranks may be waiting for them."""
+        left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
-        return rest
+        return left
 
     @property
     def waiting(self) -> list[int]:
@@ -129,15 +127,52 @@ class ReduceOrder:
 
     def finish(self) -> list[int]:
         """Units that were not reduced in this backward."""
-        rest = list(self.sequence[self._cursor :])
+        left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
-        return rest
+        return left
 
     def adopt(self, seen: Sequence[int]) -> None:
         """Follow `seen` from the next backward on; units it leaves out come after. Same on every rank."""
         first = tuple(dict.fromkeys(seen))
         self.sequence = first + tuple(unit for unit in self.sequence if unit not in set(first))
 
-    def had_turn(self, unit: int) -> bool:
+    def was_issued(self, unit: int) -> bool:
         """Whether `unit` was already given out for reduction in this backward."""
         return unit in self.sequence[: self._cursor]
+
+
+class Arrivals:
+    """Which gradients of each unit have arrived in this backward.
+
+    Attributes:
+        missing: Of each unit the numbers of the parameters whose gradient has not arrived; `any` did.
+        again: Units of which a gradient arrived twice: a parameter is used in several graphs.
+        late: Units of which one did after all had, in an earlier backward: they wait for the end. `known` once that was seen.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
+        self.missing: list[set[int]] = [set(range(size)) for size in sizes]
+        self.again: set[int] = set()
+        self.late: set[int] = set()
+        self.known = self.any = False
+
+    def add(self, unit: int, member: int) -> bool:
+        """One has arrived. Whether it was the last of its unit."""
+        self.any = True
+        missing = self.missing[unit]
+        if member not in missing:
+            self.again.add(unit)
+            return False
+        missing.discard(member)
+        return not missing
+
+    def complete(self, unit: int) -> bool:
+        """Whether all gradients of a unit have arrived."""
+        return not self.missing[unit]
+
+    def clear(self) -> None:
+        """No gradient of the next backward has arrived."""
+        for missing, size in zip(self.missing, self._sizes, strict=True):
+            missing.update(range(size))
+        self.again.clear()

@@ -1,13 +1,13 @@
 """One unit's reduction in memory that the ranks of a host share: who copies what, and what is summed from where.
 
-Words: a rank *shows* the others the elements of its gradients that they own, by copying them into its slot. The elements that it
-owns itself are *kept*: they are summed straight out of the tensors that autograd made, and the sum may be put there, too. Ranges
-too short to be worth a call of their own are shown, too. A *run* is a range of the shard that is summed by one call.
+A rank *publishes* the elements of its gradients that others own, by copying them into its slot. The elements that it owns itself are
+*kept*: they are summed out of the tensors that autograd made, and the sum may be put there, too. Ranges too short to be worth a call of
+their own are published. A *run* is a range of the shard that is summed by one call.
 
-Note "turned slots". In the slot of rank r the unit is turned so that what comes after r's own chunk is first and that chunk last: what
-is not shown is then at the end of every slot, whatever the unit, and memory that nobody writes takes no room.
+Note "rotated slots". In the slot of rank r the unit is rotated so that r's own chunk is last: what is not published is then at the end of
+every slot, whatever the unit, and pages that nobody writes are never taken.
 
-Cost, for W ranks and n elements: (W-1)/W n read and written to show, n read and n/W written to sum; the squares of the sum come
+Cost, for W ranks and n elements: (W-1)/W n read and written to publish, n read and n/W written to sum; the squares of the sum come
 out of the same pass. A sum that is put where a gradient was kept needs no memory of its own.
 
 Note "nothing else lies there". Autograd hands the same memory to several tensors: where a parameter was viewed and added, its gradient
@@ -30,7 +30,7 @@ from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.runtime.memory import HostMemory, Slot
 
-__all__ = ["Posting", "Run", "Shown", "SumPlan", "plan_sums"]
+__all__ = ["Posting", "Published", "Run", "SumPlan", "plan_sums"]
 
 LEAST = 16384
 """Elements; copying fewer takes less time than the call that would spare it."""
@@ -41,7 +41,7 @@ _Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Published:
     """Elements [start, stop) of flattened parameter number `member` go to `at` of the slot."""
 
     member: int
@@ -72,9 +72,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """Of one rank. `shown` names the kept parameters only; all others are shown whole. Runs cover the shard, at least one."""
+    """Of one rank. `published` names the kept parameters only; all others are published whole. Runs cover the shard, at least one."""
 
-    shown: tuple[Shown, ...]
+    published: tuple[Published, ...]
     runs: tuple[Run, ...]
 
     @property
@@ -84,10 +84,10 @@ class SumPlan:
 
 
 def plan_sums(layout: UnitLayout, rank: int, least: int | None = None) -> SumPlan:
-    """What rank `rank` shows and sums of a unit, where ranges of `least` elements are kept. Pure; O(parameters x segments)."""
+    """What rank `rank` publishes and sums of a unit, where ranges of `least` elements are kept. Pure; O(parameters x segments)."""
     least = LEAST if least is None else least
     places = {slot.name: (member, slot) for member, slot in enumerate(layout.slots)}
-    shown: list[Shown] = []
+    published: list[Published] = []
     runs: list[Run] = []
     ends: dict[int, list[int]] = {}
     pieces = [piece for piece in layout.owned(rank) if piece.interval.numel >= least]
@@ -107,8 +107,8 @@ def plan_sums(layout: UnitLayout, rank: int, least: int | None = None) -> SumPla
         slot = layout.slots[member]
         for start, stop in list(pairwise((0, *sorted(inside), math.prod(slot.shape))))[::2]:
             if stop > start:
-                shown.append(Shown(member, start, stop, slot.offset + start))
-    return SumPlan(tuple(shown), tuple(runs) or (Run(0, 0, 0),))
+                published.append(Published(member, start, stop, slot.offset + start))
+    return SumPlan(tuple(published), tuple(runs) or (Run(0, 0, 0),))
 
 
 class Posting:
@@ -117,16 +117,16 @@ class Posting:
     def __init__(self, host: HostMemory, layout: UnitLayout, rank: int, name: str) -> None:
         self.host, self.layout, self.rank, self.name = host, layout, rank, name
         self.plan = plan_sums(layout, rank)
-        chunk = layout.segments[0].chunk if len(layout.segments) == 1 else 0  # 0: not turned
+        chunk = layout.segments[0].chunk if len(layout.segments) == 1 else 0  # 0: not rotated
         self._first = (rank + 1) * chunk % max(1, layout.numel)
         ahead = [(rank - other - 1) % layout.world for other in range(layout.world)]
         self._shifts = [(turns - rank) * chunk for turns in ahead]
         self._starts = [[run.at + by for by in self._shifts] for run in self.plan.runs]
-        self._blanks = [place for gap in layout.gaps for place in self._turned(gap.start, gap.stop)]
-        self._whole = [self._turned(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+        self._blanks = [place for gap in layout.gaps for place in self._rotated(gap.start, gap.stop)]
+        self._whole = [self._rotated(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
         self._part: dict[int, list[_Place]] = {member: [] for member in self.plan.kept}
-        for part in self.plan.shown:
-            self._part[part.member] += self._turned(part.at, part.at + part.stop - part.start, part.start)
+        for part in self.plan.published:
+            self._part[part.member] += self._rotated(part.at, part.at + part.stop - part.start, part.start)
         self._slot: Slot | None = None
         self._kept: dict[int, Tensor] = {}
         self._own: set[int] = set()
@@ -142,10 +142,15 @@ class Posting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is shown now."""
+        """Of what is published now."""
         return self.slot.mine.dtype
 
-    def show(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Of memory of its own: the slots are shared by all units."""
+        return 0
+
+    def publish(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> None:
         """Fill the next slot with gradients by number of the parameter; those without one contribute zeros.
 
         Where formats agree, what this rank owns is kept and not copied: the tensors must not change until `pull`, which may
@@ -177,27 +182,27 @@ class Posting:
         if moves:
             copy_ranges(mine, moves)
 
-    def show_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
+    def publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         """The same from a buffer laid out like the unit; what this rank owns of it must not change until `pull`."""
         self._slot, self._flat = self.host.open_slot(self.layout.numel, flat.dtype, finish), flat
         places = []
         for segment in self.layout.segments:
             own = segment.start + self.rank * segment.chunk
             end = segment.start + segment.chunk * self.layout.world
-            places += self._turned(segment.start, own, segment.start)
-            places += self._turned(own + segment.chunk, end, own + segment.chunk)
+            places += self._rotated(segment.start, own, segment.start)
+            places += self._rotated(own + segment.chunk, end, own + segment.chunk)
         copy_ranges(self._slot.mine, [(at, flat, start, n) for start, at, n in places])
 
-    def _turned(self, start: int, stop: int, first: int = 0) -> list[_Place]:
+    def _rotated(self, start: int, stop: int, first: int = 0) -> list[_Place]:
         """Where elements [start, stop) of the unit, which are [first, ...) of something else, are in this rank's slot: at most two."""
-        turn, numel = self._first, self.layout.numel
-        if start < turn < stop:
-            return [*self._turned(start, turn, first), *self._turned(turn, stop, first + turn - start)]
-        at = start - turn if start >= turn else start - turn + numel
+        first_own, numel = self._first, self.layout.numel
+        if start < first_own < stop:
+            return [*self._rotated(start, first_own, first), *self._rotated(first_own, stop, first + first_own - start)]
+        at = start - first_own if start >= first_own else start - first_own + numel
         return [(first, at, stop - start)] if stop > start else []
 
     def post(self) -> None:
-        """What is shown may be read by the others."""
+        """What is published may be read by the others."""
         self.host.post(self.slot, self.name)
 
     def kept(self, run: Run) -> Tensor | None:
@@ -205,7 +210,7 @@ class Posting:
         return self._mine(run) if run.member in self._own else None
 
     def _mine(self, run: Run) -> Tensor | None:
-        """What this rank has of a run and did not show."""
+        """What this rank has of a run and did not publish."""
         if self._flat is not None:
             return self._flat[run.at : run.at + run.numel]
         mine = self._views.get(run.start)

@@ -3,9 +3,9 @@
 A unit is reduced when the last of its parameters' gradients has arrived. The end of the outermost backward closes whatever is
 open, so unused, reused, tied and checkpointed modules need no case of their own.
 
-Note "an attribute of the model". Summed gradients are not in `param.grad`, where torch's `zero_grad` looks, and torch has no hook on
-it: a loop that calls it after a backward it does not want would step those gradients later. So the instance gets an attribute of that
-name, until `close`. A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` there.
+Note "an attribute of the model". Summed gradients are not in `param.grad`, which torch's `zero_grad` clears without a hook: a loop that
+calls it after a backward it does not want would step them later. So the instance gets an attribute of that name, until `close`.
+A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
@@ -77,31 +78,23 @@ class Reducing:
     Args:
         units: In canonical order, the same on every rank.
         backward: Where the model's backward is.
+        gathering: Told of units whose gradients have all arrived, and helps while a reduction is waited for.
         inflight_bytes: Gradient bytes that may be in unfinished reductions.
     Attributes:
         trained: Numbers of the units with gradients.
         now: Whether a backward reduces its gradients.
         unused: Of each unit the parameters that no backward of this step has given a gradient.
-        completed: Told the number of a unit whose gradients have all arrived.
-        helping: Around waits inside a backward.
     """
 
-    def __init__(self, units: Sequence[Unit], backward: Backward, inflight_bytes: int) -> None:
+    def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
         self.units, self.inflight_bytes = list(units), inflight_bytes
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
-        self.now = True
+        self.now, self._deferred = True, False
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
-        self.completed: Callable[[int], None] = lambda number: None
-        self.helping: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._deferred = False
-        self._backward = backward
-        self._hosts = list(dict.fromkeys(u.host for u in units if u.host is not None))
+        self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
+        self._hosts = list(dict.fromkeys(u.seat.host for u in units if u.seat.host is not None))
         # Gradients that are summed with ranks outside this backward wait for the step.
         self._apart = [n for n in self.trained if self.units[n].seat.apart]
-        self._missing = [set(range(len(u.params))) for u in units]
-        self._again: set[int] = set()
-        self._late: set[int] = set()
-        self._known, self._any = False, False
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -122,7 +115,7 @@ class Reducing:
 
     def _fired_hook(self, number: int, member: int) -> Callable[[Tensor], None]:
         # Weak: autograd keeps this function where the garbage collector does not look, so a strong one would never die.
-        missing, owner = self._missing[number], weakref.ref(self)
+        owner = weakref.ref(self)
 
         def fired(param: Tensor) -> None:
             del param
@@ -131,60 +124,47 @@ class Reducing:
                 return
             if graph_task_id() != reducing._backward.task:
                 reducing._backward.enter()
-            reducing._any = True
             for host in reducing._hosts:
                 host.finish_ready()
-            if member in missing:
-                missing.discard(member)
-                if not missing:
-                    reducing._complete(number)
-            else:
-                reducing._again.add(number)
+            if reducing._arrivals.add(number, member):
+                reducing._complete(number)
 
         return fired
 
-    def complete(self, number: int) -> bool:
-        """Whether all gradients of a unit have arrived in this backward."""
-        return not self._missing[number]
-
     def begin_backward(self) -> None:
         """The outermost backward begins."""
-        self._any = False
+        self._arrivals.any = False
         self._order.begin()
 
     def finish_backward(self) -> None:
-        """It is over: every trained unit has its turn, unless no parameter took part (torch.autograd.grad)."""
+        """It is over: every trained unit is reduced, unless no parameter took part (torch.autograd.grad)."""
+        arrivals = self._arrivals
         for number in self.trained:
-            self.unused[number] &= self._missing[number]
-        if self._any and self.now:
-            missed = sorted((n for n in self._again if self._order.had_turn(n)), reverse=True)
+            self.unused[number] &= arrivals.missing[number]
+        if arrivals.any and self.now:
+            missed = sorted((n for n in arrivals.again if self._order.was_issued(n)), reverse=True)
             for number in self._order.finish() + missed:
                 self._reduce(number)
-            self._late.update(missed)
+            arrivals.late.update(missed)
             self._deferred = False
             for number in self._apart:
                 self._gather_leftovers(number)
-        elif self._any:
+        elif arrivals.any:
             for number in self.trained:
-                if self._late or self._again or self._missing[number]:
+                if arrivals.late or arrivals.again or arrivals.missing[number]:
                     self._gather_leftovers(number)
-        if not self._known:
-            self._late &= self._again
-            self._known = True
-
-    def clear_backward(self) -> None:
-        """No gradient of the next backward has arrived."""
-        for number in self.trained:
-            self._missing[number].update(range(len(self.units[number].params)))
-        self._again.clear()
+        if not arrivals.known:
+            arrivals.late &= arrivals.again
+            arrivals.known = True
 
     def _complete(self, number: int) -> None:
         """All gradients of a unit have arrived, as far as this graph goes."""
-        if self._backward.inside and not self._known:
-            self._late.add(number)  # a checkpointed segment; another one may use the same parameters
-        if number not in self._late and number not in self._apart:
+        arrivals = self._arrivals
+        if self._backward.inside and not arrivals.known:
+            arrivals.late.add(number)  # a checkpointed segment; another one may use the same parameters
+        if number not in arrivals.late and number not in self._apart:
             self._close(number)
-        self.completed(number)
+        self._gathering.completed(number)
 
     def _close(self, number: int) -> None:
         if not self.now:
@@ -202,7 +182,7 @@ class Reducing:
         while self._inflight and held > self.inflight_bytes:
             oldest = self.units[self._inflight.popleft()].gradients
             held -= oldest.full_bytes
-            with self.helping() if self._backward.task is not None else nullcontext():
+            with self._gathering.helping() if self._backward.task is not None else nullcontext():
                 oldest.finish()
 
     def _gather_leftovers(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a unit communicates, and what both of its halves, parameters (`unit.py`) and gradients (`gradients.py`), are made from."""
+"""Where a unit communicates: the ranks and channels of a family, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_comm import Group, drop_group, twin_group
 from ds_comm.family import Family
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError, UnsupportedError
-from ds_zero.layout.families import Replicas, cut
+from ds_zero.layout.families import cut
+from ds_zero.layout.options import ShardOptions
 from ds_zero.layout.plan import Ranks, UnitPlan
-from ds_zero.layout.units import DENSE, Residency
-from ds_zero.policies.wire import EXACT, Wire, split_levels
+from ds_zero.layout.units import DENSE
 from ds_zero.runtime.exchange import sends_from_anywhere
-from ds_zero.runtime.memory import HostMemory, HostPlan, Pool, host_refusal
+from ds_zero.runtime.memory import HostMemory, Pool, host_refusal
 from ds_zero.runtime.nodes import Nodes, Route, split_nodes
 
-__all__ = ["Members", "Seat", "SeatOptions", "Seating", "wants_shared"]
+__all__ = ["Seat", "Seating", "wants_shared"]
 
 _log = logging.getLogger("ds_zero")
-
-
-@dataclass(slots=True, eq=False)
-class _Unforeseen:
-    """A channel that is made when first asked for."""
-
-    group: Group | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +54,7 @@ class Seat:
     host: HostMemory | None = None
     route: Route | None = None
     levels: Hierarchy | None = None
-    _unforeseen: _Unforeseen = field(default_factory=_Unforeseen)
+    _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
 
     @property
     def size(self) -> int:
@@ -76,42 +68,10 @@ class Seat:
 
     def unforeseen(self) -> Group:
         """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
-        found = self._unforeseen
-        if found.group is None:
-            found.group = self.gathers if self.gathers is self.shards else twin_group(self.shards, "unforeseen", None)
-        return found.group
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Members:
-    """The parameters of one unit.
-
-    Attributes:
-        number: Of the unit, in its model.
-        plan: What was decided about it.
-        device: Of all of them, also while they are on meta.
-    """
-
-    number: int
-    plan: UnitPlan
-    params: tuple[Parameter, ...]
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class SeatOptions:
-    """Of `ShardOptions` what decides about seats, and the device type of the model.
-
-    Attributes:
-        host: Whether all parameters are on the host.
-    """
-
-    residency: Residency
-    shard_size: int | None
-    nodes: Nodes | None
-    memory: str
-    host: bool
-    wire: Wire = EXACT
+        if not self._late:
+            apart = self.gathers is not self.shards
+            self._late.append(twin_group(self.shards, "unforeseen", None) if apart else self.gathers)
+        return self._late[0]
 
 
 class Seating:
@@ -119,14 +79,14 @@ class Seating:
 
     Args:
         families: Dense first; the others in the same order on every rank.
+        host: Whether all parameters are on the host.
     """
 
-    def __init__(self, families: Mapping[str, Family], pool: Pool, options: SeatOptions) -> None:
-        self.pool, self.options = pool, options
+    def __init__(self, families: Mapping[str, Family], pool: Pool, options: ShardOptions, *, host: bool) -> None:
+        self.pool, self.options, self._host = pool, options, host
         self._dense = families[DENSE].group
         self._made: list[Group] = []
-        self._routes: list[Route] = []
-        self._replicas: list[Replicas] = []
+        self._dense_shards: Group | None = None
         self.seats: dict[str, Seat] = {}
         if options.nodes is not None and not options.residency.shard_params:
             raise PlanError(
@@ -150,31 +110,27 @@ class Seating:
             alone = comm.single_group("alone", family.group.global_rank)
             return Seat(family, apart, alone, alone, family.group, self.pool)
         replicas = cut(family, self._dense, self.options.shard_size)
-        self._replicas.append(replicas)
+        self._made += replicas.made
+        self._dense_shards = self._dense_shards or replicas.shards
         shards = gathers = replicas.shards
         shared = self._shares(shards)
         route = self._route(shards, shared)
         if self.options.residency.shard_params and shards.pg is not None and not shared:
             gathers = twin_group(shards, "gather", None)
             self._made.append(gathers)
-        levels = None if shared else self._levels(shards)
+        levels = None if shared else self.options.wire.levels(shards)
+        self._made += () if levels is None else (levels.inside, levels.across)
         return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route, levels)
 
-    def _levels(self, shards: Group) -> Hierarchy | None:
-        found = split_levels(self.options.wire, shards)
-        if found is None:
-            return None
-        levels, made = found
-        self._made += made
-        return levels
-
     def _shares(self, group: Group) -> bool:
-        if not self.options.host or not wants_shared(self.options.memory, group):
+        # What is kept elsewhere between uses is nobody else's.
+        memory = self.options.memory if self.options.param_tier == "device" else "private"
+        if not self._host or not wants_shared(memory, group):
             return False
         refusal = host_refusal(group)
         if not refusal:
             return True
-        if self.options.memory == "auto":
+        if memory == "auto":
             _log.info("zero: memory stays private: %s", refusal)
             return False
         raise UnsupportedError(
@@ -190,16 +146,16 @@ class Seating:
                 "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
             )
             return None
-        if nodes is not None and self._replicas[0].shards.ranks != shards.ranks:
+        if nodes is not None and self._dense_shards is not None and self._dense_shards.ranks != shards.ranks:
             nodes = _near(nodes, self._dense, shards)
         route = split_nodes(nodes, shards, self.pool)
-        self._routes += [] if route is None else [route]
+        self._made += () if route is None else (route.inside, route.across)
         return route
 
     @property
     def ranks(self) -> dict[str, Ranks]:
         """What planning is to know of each family."""
-        device = torch.device("cpu" if self.options.host else "meta")
+        device = torch.device("cpu" if self._host else "meta")
         return {
             name: Ranks(
                 seat.shards.size,
@@ -223,7 +179,7 @@ class Seating:
                 if unit.spec.trained
             ]
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
-            host = HostMemory(seat.shards, HostPlan(fulls, max(widths, default=0)))
+            host = HostMemory(seat.shards, fulls, max(widths, default=0))
             for name in alike:
                 self.seats[name] = replace(self.seats[name], host=host)
 
@@ -234,17 +190,10 @@ class Seating:
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
-        late = {id(s._unforeseen): s for s in self.seats.values()}
-        made = [s._unforeseen.group for s in late.values() if s.gathers is not s.shards]
-        for group in [*self._made, *(g for g in made if g is not None)]:
+        late = {id(s._late): s._late for s in self.seats.values() if s.gathers is not s.shards}
+        for group in [*(group for found in late.values() for group in found), *reversed(self._made)]:
             drop_group(group)
-        for route in self._routes:
-            route.drop()
-        for replicas in self._replicas:
-            replicas.drop()
         self._made.clear()
-        self._routes.clear()
-        self._replicas.clear()
 
 
 def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:

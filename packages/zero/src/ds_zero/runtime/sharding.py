@@ -1,14 +1,12 @@
 """A model cut into units, and what drives them: made once, owns everything it made, gives all of it back.
 
-`Sharding` is what `shard` builds and what the optimizer, checkpoint and access functions work with. A model without an optimizer (a
-frozen reference, inference) needs nothing more than this. `Runtime` are its hooks: gathers by modules, reductions by gradients.
+`Sharding` is what `shard` builds and what the optimizer, checkpoint and access functions work with; a model without an optimizer (a
+frozen reference, inference) needs nothing more. `Runtime` are its hooks. Order between ranks is that of `order.py`: nothing here depends
+on which rank is faster or on which path it takes.
 
-Order between ranks is that of `order.py`; nothing here depends on which rank is faster or on which path it takes.
-
-Note "two orders". Gathers and reductions travel on channels of their own, each in its own order, because a rank cannot
-reduce before it has gathered and computed. Waiting for a reduction inside a backward could therefore wait for a rank that
-waits for our next gather. So such a wait helps: while it lasts, the next gathers in order are started. Gathers that no
-sequence foresees have a third channel, so that helping cannot come between them.
+Note "two orders". Gathers and reductions travel on channels of their own, each in its own order, because a rank cannot reduce before it
+has gathered and computed. Waiting for a reduction inside a backward could therefore wait for a rank that waits for our next gather. So
+such a wait helps: while it lasts, the next gathers in order are started. Gathers that no sequence foresees have a third channel.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,37 +32,21 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import Piece
 from ds_zero.layout.families import check_same, family_name, find_families, logical_of, make_same
 from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
-from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_unit
+from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_all
 from ds_zero.layout.precision import Precision
 from ds_zero.layout.units import DENSE, plan_units
-from ds_zero.offload.placement import check_room, room_refusal
+from ds_zero.offload.placement import room_refusal
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
-from ds_zero.policies.wire import check_options
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.memory import Pool
 from ds_zero.runtime.reducing import Reducing
+from ds_zero.runtime.reduction import tables
 from ds_zero.runtime.released import is_scattered
-from ds_zero.runtime.rows import row_sum, tables
-from ds_zero.runtime.seat import Seating, SeatOptions
+from ds_zero.runtime.seat import Seating
 from ds_zero.runtime.unit import Part, Unit
 
-__all__ = ["Runtime", "Schedule", "ShardOptions", "Sharding", "sharding_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How far communication runs ahead of what needs it.
-
-    Attributes:
-        overlap: Start collectives without waiting for them; off, each is finished where it starts.
-        ahead_numel: Elements gathered before they are needed.
-        inflight_bytes: Gradient bytes that may be in unfinished reductions.
-    """
-
-    overlap: bool = True
-    ahead_numel: int = 0
-    inflight_bytes: int = 0
+__all__ = ["Runtime", "ShardOptions", "Sharding", "sharding_of"]
 
 
 class Runtime:
@@ -73,24 +55,20 @@ class Runtime:
     Args:
         model: Its root module.
         units: In canonical order, the same on every rank.
-        schedule: How far to run ahead.
+        ahead_numel: Elements gathered before they are needed.
+        inflight_bytes: Gradient bytes that may be in unfinished reductions; below 0 each is finished where it starts.
     Attributes:
         gathering, reducing: The two sides.
         begun: Called when a backward begins; what it raises ends that backward.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], ahead_numel: int, inflight_bytes: int) -> None:
         self.begun: Callable[[], None] = lambda: None
         self._keys = _keys(units)
         self._model, self._settled = model, False
         backward = Backward(self)
-        # Without overlap every reduction is more than may be under way.
-        ahead, inflight = (schedule.ahead_numel, schedule.inflight_bytes) if schedule.overlap else (0, -1)
-        self.gathering = Gathering(units, backward, ahead)
-        self.reducing = Reducing(units, backward, inflight)
-        self.gathering.complete = self.reducing.complete
-        if self.gathering.released:
-            self.reducing.completed, self.reducing.helping = self.gathering.completed, self.gathering.helping
+        self.gathering = Gathering(units, backward, ahead_numel)
+        self.reducing = Reducing(units, backward, self.gathering, inflight_bytes)
         self.reducing.attach()
         self.gathering.attach(model)
 
@@ -117,7 +95,7 @@ class Runtime:
         self.gathering.begin_backward()
 
     def end_backward(self) -> None:
-        """It is over: every trained unit has its turn, every released unit goes back."""
+        """It is over: every trained unit is reduced, every released unit goes back."""
         self.gathering.finish_backward()
         self.reducing.finish_backward()
         self.abandon_backward()
@@ -125,7 +103,6 @@ class Runtime:
 
     def abandon_backward(self) -> None:
         """It has no end: forget its progress. Gradients it left behind stay, as in torch."""
-        self.reducing.clear_backward()
         self.gathering.clear_backward()
 
     def end_inner(self, units: set[int]) -> None:
@@ -176,15 +153,15 @@ def _check_host(plan: ZeroPlan, everyone: Group) -> None:
     """Every rank refuses if the host of one cannot hold what its ranks would keep there. Collective if anything is kept there."""
     if not plan.host:
         return
-    refusal = ""
-    try:
-        check_room(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
-    except PlanError as error:
-        refusal = error.message
     told: list[str] = [""] * everyone.size
+    refusal = room_refusal(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
     comm.all_gather_object(told, refusal, everyone, unit="plan")
     if any(told):
-        raise room_refusal(next(filter(None, told)))
+        raise PlanError(
+            next(filter(None, told)),
+            code="offload-host-memory",
+            fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
+        )
 
 
 class Sharding:
@@ -217,7 +194,7 @@ class Sharding:
                 code="zero-sparse",
                 fix="Use stage 0, or leave it out.",
             )
-        check_options(options.wire, stage=residency.shard_params, shards=residency.shard_optim)
+        options.wire.check(residency)
         self.families = find_families(model, self.group)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
@@ -233,37 +210,34 @@ class Sharding:
         self.pool = Pool()
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
-        memory = options.memory if options.rest == "device" else "private"  # what rests elsewhere is nobody else's
-        chosen = SeatOptions(residency, options.shard_size, options.nodes, memory, on_host, options.wire)
-        self.seating = Seating(self.families, self.pool, chosen)
-        ranks = self.seating.ranks
-        tiers, rests = options.tiers_of(specs), options.rests_of(specs, [ranks[s.family].shards for s in specs])
-        planned = (
-            plan_unit(s, self.precision, ranks[s.family], tier, rest, options.wire)
-            for s, tier, rest in zip(specs, tiers, rests, strict=True)
-        )
-        self.plan = ZeroPlan(self.group.size, residency, tuple(planned))
+        self.seating = Seating(self.families, self.pool, options, host=on_host)
+        self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
         self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
         if options.sparse:
             names = tables(model)
             for unit in self.units:
-                unit.gradients.rows = row_sum(unit.layout, names, unit.spec.name)
+                unit.gradients.way.sum_rows(names)
         for host in self.seating.hosts:
             host.barrier("shard")
-        largest = max((u.layout.numel for u in self.units), default=0)
-        arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
-        # One is summed while the next is filled; one more where gathers travel beside it and make it slower. At stage 0 the
-        # buffers are the gradients, so all may be under way.
-        several = 2 if residency.shard_params else 1
-        inflight = several * arena if residency.shard_optim else arena * len(self.units)
-        self.runtime = Runtime(model, self.units, Schedule(options.overlap, largest, inflight))
+        self.runtime = Runtime(model, self.units, *self._run_ahead())
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
         self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
+
+    def _run_ahead(self) -> tuple[int, int]:
+        """Elements gathered before they are needed, and gradient bytes in unfinished reductions."""
+        if not self.options.overlap:
+            return 0, -1
+        residency = self.plan.residency
+        arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
+        # One is summed while the next is filled; one more where gathers travel beside it and make it slower. At stage 0 the
+        # buffers are the gradients, so all may be under way.
+        several = (2 if residency.shard_params else 1) if residency.shard_optim else len(self.units)
+        return max((u.layout.numel for u in self.units), default=0), several * arena
 
     def _unit(self, plan: UnitPlan, params: Mapping[str, Parameter], number: int) -> Unit:
         members = [params[p.name] for p in plan.spec.params]
@@ -311,16 +285,13 @@ class Sharding:
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
         kept = [u for u in self.units if not u.releases]
-        shared, private = [u for u in kept if u.host is not None], [u for u in kept if u.host is None]
         for host in self.seating.hosts:
             host.barrier("update")
-        for unit in shared:
-            unit.published()
-        for unit in private:
-            unit.start_unshard()
+        for unit in kept:
+            unit.start_renew()
             if not self.options.overlap:
                 unit.finish_unshard()
-        for unit in private:
+        for unit in kept:
             unit.finish_unshard()
 
     def adopt_edits(self) -> None:
@@ -329,12 +300,12 @@ class Sharding:
             unit.adopt_edits()
         for host in self.seating.hosts:
             for number in host.edited():
-                self.units[number].adopt_overlay()
+                self.units[number].storage.adopt_overlay()
 
     def quiet(self, what: str, units: Iterable[Unit] | None = None) -> None:
         """Return when no rank is still in a forward or backward of this model, where others could see a write to `units` (all
         of them). Collective over their ranks."""
-        hosts = {unit.host for unit in (self.units if units is None else units)}
+        hosts = {unit.seat.host for unit in (self.units if units is None else units)}
         for host in self.seating.hosts:
             if host in hosts:
                 host.barrier(what)

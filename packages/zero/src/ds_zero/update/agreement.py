@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Facts", "agree", "square_of", "weight_of"]
+__all__ = ["Facts", "agree", "first_nonfinite", "square_of", "weight_of"]
 
 
 def weight_of(unit: Unit, divisor: int) -> float:
@@ -56,20 +57,20 @@ class Facts:
     Attributes:
         square: Sum of squares of the summed gradient; None where nobody asked.
         unused: For each trained unit the numbers of parameters that no rank used.
-        riders: Sums over the ranks of the numbers that the caller sent along.
+        extra: Sums over the ranks of the numbers that the caller sent along.
     """
 
     square: float | None
     unused: list[set[int]]
-    riders: tuple[float, ...] = ()
+    extra: tuple[float, ...] = ()
 
 
-def agree(sharding: Sharding, *, wants_norm: bool, riders: Sequence[float] = ()) -> Facts:
+def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = ()) -> Facts:
     """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 8 bytes where the model is on more ranks.
 
     Args:
         wants_norm: Whether to measure the gradient.
-        riders: Numbers of the caller's own to sum over the ranks, as many on every rank.
+        extra: Numbers of the caller's own to sum over the ranks, as many on every rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of those that have a parameter used it ("ranks-diverged").
     """
@@ -77,29 +78,25 @@ def agree(sharding: Sharding, *, wants_norm: bool, riders: Sequence[float] = ())
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
     beyond = wants_norm and sharding.everyone.ranks != sharding.group.ranks
     if beyond:
-        square = _sum(square, sharding.everyone)
+        total = torch.tensor([square], dtype=torch.float64)
+        comm.all_reduce(total, group=sharding.everyone, unit="norm")
+        square = total.item()
     absent = {n: reducing.unused[n] for n in reducing.trained}
     unused: dict[int, set[int]] = {}
     partly: list[str] = []
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
         mine = [u for u in units if u.spec.family == name]
-        extra = (0.0 if beyond else square, float(len(partly)), *riders) if name == DENSE else ()
-        users, extra = _count(mine, absent, sharding.families[name], extra)
+        more = (0.0 if beyond else square, float(len(partly)), *extra) if name == DENSE else ()
+        users, more = _count(mine, absent, sharding.families[name], more)
         for unit, counts in zip(mine, users, strict=True):
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             size = sharding.families[name].group.size
             partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
-    within, others, *told = extra
+    within, others, *told = more
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
     square = square if beyond else within
     return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(told))
-
-
-def _sum(number: float, group: comm.Group) -> float:
-    total = torch.tensor([number], dtype=torch.float64)
-    comm.all_reduce(total, group=group, unit="norm")
-    return total.item()
 
 
 def _count(
@@ -127,3 +124,17 @@ def _diverged(names: Sequence[str], size: int) -> PlanError:
         code="ranks-diverged",
         fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
     )
+
+
+def first_nonfinite(sharding: Sharding, units: Sequence[Unit]) -> str | None:
+    """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
+    order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
+    found: list[tuple[int, str]] = []
+    for unit in units:
+        for piece in sharding.pieces(unit):
+            grad = unit.gradients.view(piece.start, piece.stop)
+            if grad is not None and not grad.isfinite().all():
+                found.append((order[piece.name], sharding.logical[piece.name].name))
+    told = comm.all_gather_json(min(found, default=None), sharding.everyone, unit="step")
+    first: list[Any] = min((one for one in told if one is not None), default=[0, None])
+    return None if first[1] is None else str(first[1])

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 
 from ds_comm import Group
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.options import ShardOptions
+from ds_zero.layout.options import Messages, ShardOptions
 from ds_zero.layout.precision import Precision
 from ds_zero.layout.units import Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.placement import Placement
-from ds_zero.policies.wire import Wire
 from ds_zero.runtime.nodes import Nodes
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.update.optimizer import ShardedOptimizer
@@ -38,8 +37,8 @@ class _Options(TypedDict, total=False):
     sparse: bool
     memory: Literal["auto", "private", "shared"]
     tier: str | Placement | Callable[[UnitSpec], str | Placement]
-    rest: str | Placement
-    wire: Wire
+    param_tier: str | Placement
+    wire: Messages
 
 
 @overload
@@ -55,7 +54,7 @@ def shard(
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
         options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, nodes, sparse, memory, tier, rest, wire.
+            strict, layout, shard_size, nodes, sparse, memory, tier, param_tier, wire.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:

@@ -1,9 +1,9 @@
 """What the user's optimizer can do, found out by asking it and not by its name: take shards, and multiply gradients while it updates.
 
-Words: an optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do.
-It is *per tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every
-parameter must be whole on one rank. One that is neither (L-BFGS) cannot be sharded. To find out, it steps three small tensors of its
-own class and settings, whole and in pieces. Nothing random is drawn and the optimizer itself is not touched.
+An optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do. It is *per
+tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every parameter must be whole on
+one rank. One that is neither (L-BFGS) cannot be sharded. To find out, it steps three small tensors of its own class and settings, whole
+and in pieces. Nothing random is drawn and the optimizer itself is not touched.
 
 A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
 take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it. With all others the
@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -28,12 +28,15 @@ from ds_config.errors import UnsupportedError
 from ds_ops.optim import Fusion, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.options import Habits
-from ds_zero.layout.precision import Dtypes
+from ds_zero.layout.options import Habits, ShardOptions, dtype_name
+from ds_zero.layout.precision import Dtypes, Precision
+from ds_zero.runtime.sharding import Sharding
+from ds_zero.runtime.unit import Unit
 
-__all__ = ["habits_of", "keeps_state", "owns_reduction", "state_format", "step_with"]
+__all__ = ["WAITING", "Updater", "check_inner", "habits_of", "owns_reduction", "state_format", "step_with"]
 
-
+WAITING = "zenflow_sum"
+"""Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
 _SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
 
@@ -59,6 +62,31 @@ def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
 def owns_reduction(optimizer: Optimizer) -> bool:
     """Whether an optimizer averages gradients over ranks itself; it says so by an attribute of this name."""
     return bool(getattr(optimizer, "owns_reduction", False))
+
+
+def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -> None:
+    """What was asked can be done with this optimizer.
+
+    Raises:
+        UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
+            ("zero-state-dtype").
+    """
+    if owns_reduction(optimizer) and options.residency.shard_optim:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
+            code="optimizer-owns-reduction",
+            fix="Use stage 0 with it.",
+        )
+    names, precision = {id(p): name for name, p in model.named_parameters()}, Precision.of(options.precision)
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        dtypes = precision.resolve(param.dtype, names[id(param)])
+        if dtypes.state is not None and not keeps_state(optimizer, dtypes):
+            raise UnsupportedError(
+                f"{names[id(param)]}: {type(optimizer).__name__} cannot keep its state in {dtype_name(dtypes.state)} beside a master "
+                f"in {dtype_name(dtypes.master)}",
+                code="zero-state-dtype",
+                fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
+            )
 
 
 def keeps_state(optimizer: Optimizer, dtypes: Dtypes) -> bool:
@@ -174,3 +202,32 @@ def _step_divided(optimizer: Optimizer, divisor: float) -> None:
         optimizer.step()
     finally:
         del told.grad_scale, told.found_inf
+
+
+class Updater:
+    """Steps every element in every step. The seat of policies that do otherwise, see `ShardOptions.updates`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def moved(self, sharding: Sharding) -> None:
+        """The model was planned anew."""
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Decide what this step does, on all ranks alike; gradients are final."""
+
+    def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
+        """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
+        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+
+    def finish(self) -> None:
+        """All units were stepped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it adds to the optimizer's. JSON-able, the same on every rank. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the optimizer's `state_dict`. What waited in a run with a policy would never be used here."""
+        for kept in self.inner.state.values():
+            kept.pop(WAITING, None)

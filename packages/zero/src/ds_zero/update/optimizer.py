@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,21 +26,17 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_comm import LocalShard
-from ds_comm.family import Family
-from ds_comm.placement import TensorShard
-from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, UnsupportedError
-from ds_zero.layout.elements import Piece
-from ds_zero.layout.options import Habits, ShardOptions, dtype_name
-from ds_zero.layout.precision import Precision, ScaleState, next_scale
+from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
+from ds_zero.layout.options import Habits, ShardOptions
+from ds_zero.layout.precision import ScaleState, next_scale
 from ds_zero.layout.units import DENSE
 from ds_zero.offload.suspend import KINDS
-from ds_zero.policies.splitting import SUM, Split
 from ds_zero.runtime.reducing import ZeroGrad
 from ds_zero.runtime.sharding import Sharding
-from ds_zero.runtime.unit import Part, Unit
-from ds_zero.update.agreement import Facts, agree, weight_of
-from ds_zero.update.inner import habits_of, keeps_state, owns_reduction, state_format, step_with
-from ds_zero.update.state import assemble, fragments, names_of
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.agreement import agree, first_nonfinite, weight_of
+from ds_zero.update.inner import Updater, check_inner, habits_of, owns_reduction
+from ds_zero.update.state import OptimizerState
 
 __all__ = ["ShardedOptimizer", "StepReport"]
 
@@ -54,14 +50,14 @@ class StepReport:
         skipped: Whether the update was left out because a gradient was not finite.
         scale: The loss scale the step's gradients were made with.
         nonfinite: The first parameter, in registration order, whose gradient is not finite; None where the norm is.
-        riders: Sums over the ranks of what `ShardedOptimizer.riders` was.
+        extra: Sums over the ranks of what `ShardedOptimizer.extra` was.
     """
 
     norm: float | None
     skipped: bool
     scale: float
     nonfinite: str | None = None
-    riders: tuple[float, ...] = ()
+    extra: tuple[float, ...] = ()
 
 
 class ShardedOptimizer(Optimizer):
@@ -73,26 +69,27 @@ class ShardedOptimizer(Optimizer):
         judge: Asked on every rank before an update from a gradient that is not finite, with the name of the first such parameter:
             whether to leave the update out. Not asked about the overflows of a dynamic loss scale. None: `Precision` alone decides.
         last: What the last step did; None before the first.
-        riders: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
+        extra: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
             its own then); as many on every rank.
         sharding: The model's units.
     """
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
-        self._groups, self._names = _group_of_params(inner), _names_of_groups(model, inner)
+        self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
+        self._names = _names_of_groups(model, inner)
         _check_known(model, inner)
-        _check_reduction(inner, options)
-        _check_states(model, inner, Precision.of(options.precision))
+        check_inner(model, inner, options)
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
-        self.riders: tuple[float, ...] = ()
+        self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
         self._scaled = self.backwards = 0
         self._habits = habits_of(inner, options.layout)
-        if options.importance is not None:  # what of the gradients waits for its update
-            self._habits = {n: replace(habits, states=habits.states + 1) for n, habits in self._habits.items()}
-        self._split_by: Split | None = None
+        if options.updates is not None:
+            more = options.updates.states
+            self._habits = {n: replace(habits, states=habits.states + more) for n, habits in self._habits.items()}
         self._scale: ScaleState | None = None
+        self.updater = Updater(inner)
         self._cut(model, options, self._habits)
         if self.sharding.precision.scale:
             self._scale = self.sharding.precision.scale.start()
@@ -100,8 +97,8 @@ class ShardedOptimizer(Optimizer):
         owned = any(g["params"] for g in inner.param_groups)
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
-        if options.importance is not None:
-            self._split_by = Split(options.importance, self.sharding, inner)
+        if options.updates is not None:
+            self.updater = options.updates.start(inner, self.sharding)
 
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
@@ -113,17 +110,15 @@ class ShardedOptimizer(Optimizer):
         self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
         self._zero_grad.attach()
         self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
-        self.sharding.state_of = lambda part: inner.state.get(part.tensor, {})
+        self.kept = OptimizerState(inner, self.sharding)
+        self.sharding.state_of = self.kept.of
         for unit in self.sharding.units:
             unit.tier.states = self.sharding.state_of
         for number, group in enumerate(inner.param_groups):
-            group["params"] = [p.tensor for u in self._units_of(number) for p in u.parts]
+            units = [u for u in self.sharding.units if u.spec.params[0].group == number]
+            group["params"] = [part.tensor for unit in units for part in unit.parts]
         inner.state.clear()
-        if self._split_by is not None:
-            self._split_by.sharding = self.sharding
-
-    def _units_of(self, group: int) -> list[Unit]:
-        return [u for u in self.sharding.units if u.spec.params[0].group == group]
+        self.updater.moved(self.sharding)
 
     # ---- one step
 
@@ -160,13 +155,11 @@ class ShardedOptimizer(Optimizer):
         trained. Cost: every rank holds the whole model and its share of the state twice for a moment, and sees the state of one
         parameter at a time whole.
         """
-        units = {unit: list(self._state_of(unit)) for unit in self.sharding.units}
-        mine, scalars = fragments(piece for pieces in units.values() for piece in pieces), self.state_dict()
+        mine, scalars = self.kept.fragments(), self.state_dict()
         self.zero_grad()
         model, options = self.sharding.model, self.sharding.options
         for unit in self.sharding.units:
             unit.gradients.clear()  # also those of units that were not trained
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
         self._zero_grad.detach()
         self.sharding.close()
         self.inner.state.clear()
@@ -176,36 +169,7 @@ class ShardedOptimizer(Optimizer):
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
         self.load_state_dict(scalars)
-        known = {
-            n for f in self.sharding.families.values() for n in names_of(mine, f.group, self._of_family(f))
-        } & trained
-        for unit in self.sharding.units:
-            members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known}
-            if 0 < len(members) < len(unit.params):
-                self._split(unit)
-            for member, name in members.items():
-                self._fill_state(unit, member, assemble(mine, name, unit.seat.family.group))
-
-    def _of_family(self, family: Family) -> set[str]:
-        return {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
-
-    def _fill_state(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
-        """Give one parameter the state it had under another plan."""
-        info = unit.spec.params[member]
-        unit.tier.fetch()
-        pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
-        for part in (p for p in unit.parts if member in p.members):
-            held = self.inner.state[part.tensor]
-            for key, whole in state.items():
-                if whole.numel() != info.numel:
-                    held[key] = whole
-                    continue
-                if not isinstance(held.get(key), Tensor):
-                    held[key] = torch.zeros_like(part.tensor, requires_grad=False, dtype=whole.dtype)
-                for piece in pieces:
-                    if part.start <= piece.start < part.stop:
-                        flat = held[key].view(-1)[piece.start - part.start : piece.stop - part.start]
-                        flat.copy_(whole.view(-1)[piece.interval.start : piece.interval.stop])
+        self.kept.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """`Sharding.suspend`, with the optimizer's state."""
@@ -256,10 +220,11 @@ class ShardedOptimizer(Optimizer):
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
         average = self._average()
-        facts = self._agree()
+        checks = self.sharding.precision.skip_nonfinite or self._scale is not None
+        facts = agree(self.sharding, wants_norm=checks or self.sharding.options.clip is not None, extra=self.extra)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         finite = norm is None or math.isfinite(norm)
-        culprit = None if finite else self._culprit(units)
+        culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped = not finite and self._skips(culprit)
         if not skipped:
             self._update(units, average * self._clip(norm), facts.unused)
@@ -272,16 +237,10 @@ class ShardedOptimizer(Optimizer):
             self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
         factor = 0.0 if skipped else 1.0 if self._scale is None else self._scale.scale / scale
         for unit in units if factor != 1.0 else ():
-            unit.gradients.rescale(factor)
-        self.last = StepReport(norm, skipped, scale, culprit, facts.riders)
-        self.divisor, self._scaled, self.backwards, self.riders = 1.0, 0, 0, ()
+            unit.gradients.way.rescale(factor)
+        self.last = StepReport(norm, skipped, scale, culprit, facts.extra)
+        self.divisor, self._scaled, self.backwards, self.extra = 1.0, 0, 0, ()
         return loss
-
-    def _agree(self) -> Facts:
-        wanted = (
-            self.sharding.options.clip is not None or self.sharding.precision.skip_nonfinite or self._scale is not None
-        )
-        return agree(self.sharding, wants_norm=wanted, riders=self.riders)
 
     def _skips(self, culprit: str | None) -> bool:
         """Whether a step whose gradient is not finite leaves its update out."""
@@ -289,19 +248,6 @@ class ShardedOptimizer(Optimizer):
         asked = self.judge is not None and (rule is None or rule.static is not None)
         judged = self.judge(culprit) if asked and self.judge is not None else False
         return judged or self.sharding.precision.skip_nonfinite or self._scale is not None
-
-    def _culprit(self, units: Sequence[Unit]) -> str | None:
-        """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
-        order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
-        found: list[tuple[int, str]] = []
-        for unit in units:
-            for piece in self.sharding.pieces(unit):
-                grad = unit.gradients.view(piece.start, piece.stop)
-                if grad is not None and not grad.isfinite().all():
-                    found.append((order[piece.name], self.sharding.logical[piece.name].name))
-        told = comm.all_gather_json(min(found, default=None), self.sharding.everyone, unit="step")
-        first: list[Any] = min((one for one in told if one is not None), default=[0, None])
-        return None if first[1] is None else str(first[1])
 
     def _clip(self, norm: float | None) -> float:
         clip = self.sharding.options.clip
@@ -326,16 +272,14 @@ class ShardedOptimizer(Optimizer):
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
             if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
-                self._split(unit)
-        if self._split_by is not None:
-            self._split_by.begin(units)
+                self.kept.split(unit)
+        self.updater.begin(units)
         gone = dict(zip(units, unused, strict=True))
         together = [u for u in units if not u.tier.alone]
         batches = [together, *([u] for u in units if u.tier.alone)]
         for batch, after in zip(batches, [*batches[1:], []], strict=True):
             self._update_units({unit: gone[unit] for unit in batch}, after, factor)
-        if self._split_by is not None:
-            self._split_by.finish()
+        self.updater.finish()
 
     def _update_units(self, units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float) -> None:
         """Update units, of which some parameters were used by nobody, in one call of the optimizer; see `tiers.py`."""
@@ -349,32 +293,12 @@ class ShardedOptimizer(Optimizer):
                     part.tensor.grad = unit.tier.gradient(mine, part.tensor)
         for unit in after:
             unit.tier.begin_fetch()
-        if self._split_by is None:
-            step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
-        else:
-            self._split_by.update(units, factor)
+        self.updater.update(units, factor)
         for unit in units:
             for part in unit.parts:
                 part.tensor.grad = None
             unit.mark_updated()
             unit.tier.store()
-
-    def _split(self, unit: Unit) -> None:
-        """Give every parameter of a unit its own part, with its share of the state so far."""
-        if unit.layout.kind != "flat":
-            return
-        unit.tier.fetch()
-        for old in [part for part in unit.parts if len(part.members) > 1]:
-            new = [part for part in unit.split() if old.start <= part.start < old.stop]
-            state = self.inner.state.pop(old.tensor, None)
-            for part in new if state is not None else ():
-                self.inner.state[part.tensor] = {k: _share(v, old, part) for k, v in state.items()}
-            for group in self.inner.param_groups:
-                where = [i for i, p in enumerate(group["params"]) if p is old.tensor]
-                for i in where:
-                    group["params"][i : i + 1] = [p.tensor for p in new]
-            at = next(i for i, part in enumerate(unit.parts) if part is old)
-            unit.parts[at : at + 1] = new
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were not stepped. Needless after `step`. The model's own `zero_grad` does it, too."""
@@ -403,36 +327,7 @@ class ShardedOptimizer(Optimizer):
 
     def shards(self) -> list[LocalShard]:
         """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
-        found = self.sharding.param_shards()
-        for unit in self.sharding.units:
-            for key, piece, data in self._state_of(unit):
-                logical, dtype = self.sharding.logical[piece.name], dtype_name(data.dtype)
-                if data.numel() == piece.interval.numel:
-                    shard = logical.shard("optim", dtype, piece.interval, f"/{key}")
-                else:
-                    # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
-                    of = "" if logical.whole else f"@{','.join(map(str, logical.box.offset))}"
-                    shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
-                found.append(LocalShard(shard, data.view(-1)))
-        return found
-
-    def _state_of(self, unit: Unit) -> Iterator[tuple[str, Piece, Tensor]]:
-        """Tensors of the optimizer's state: (key, of which elements, as many values). What does not have the elements of its
-        parameter (the row sums of Adafactor) comes whole, with the parameter's first piece."""
-        unit.tier.fetch()
-        pieces = self.sharding.pieces(unit) if unit.parts else []
-        for part in unit.parts:
-            inside = [piece for piece in pieces if part.start <= piece.start and piece.stop <= part.stop]
-            for key, value in self.inner.state.get(part.tensor, {}).items():
-                if not isinstance(value, Tensor) or value.dim() == 0:
-                    continue
-                if value.numel() != part.stop - part.start:
-                    name = unit.spec.params[part.members[0]].name
-                    yield key, next(piece for piece in inside if piece.name == name), value
-                    continue
-                flat = value.view(-1)
-                for piece in inside:
-                    yield key, piece, flat[piece.start - part.start : piece.stop - part.start]
+        return self.sharding.param_shards() + self.kept.shards()
 
     def materialize(self, state_names: Iterable[str]) -> None:
         """Create the optimizer's per-element state, zero, so that a load has something to fill.
@@ -440,14 +335,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
         """
-        for unit in self.sharding.units:
-            unit.tier.fetch()
-            for part in unit.parts:
-                state = self.inner.state[part.tensor]
-                for name in state_names:
-                    if name not in state:
-                        dtype = part.tensor.dtype if name == SUM else state_format(self.inner, part.tensor)
-                        state[name] = torch.zeros_like(part.tensor, requires_grad=False, dtype=dtype)
+        self.kept.materialize(state_names)
 
     def synchronise(self) -> None:
         """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
@@ -464,24 +352,13 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
-        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
-        scalars: dict[str, dict[str, float]] = {}
-        for unit in self.sharding.units:
-            for part in unit.parts:
-                for key, value in self.inner.state.get(part.tensor, {}).items():
-                    if isinstance(value, Tensor) and value.dim():
-                        continue
-                    number = value.item() if isinstance(value, Tensor) else value
-                    for member in part.members or range(len(unit.params)):
-                        name = self.sharding.logical[unit.spec.params[member].name].name
-                        scalars.setdefault(key, {})[name] = number
         return {
             "format": 1,
-            "groups": groups,
-            "scalars": self._merge(scalars),
+            "groups": self.kept.groups(),
+            "scalars": self.kept.scalars(),
             "loss_scale": None if self._scale is None else asdict(self._scale),
             "names": self._all_names(),  # for others that keep states by their place in a group
-            **({} if self._split_by is None else {"importance": self._split_by.state_dict()}),
+            **self.updater.state_dict(),
         }
 
     def _all_names(self) -> list[list[str]]:
@@ -494,58 +371,21 @@ class ShardedOptimizer(Optimizer):
         told = comm.all_gather_json(mine, everyone, unit="state_dict")
         return [list(dict.fromkeys(name for groups in told for name in groups[i])) for i in range(len(mine))]
 
-    def _merge(self, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-        # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
-        merged: dict[str, dict[str, float]] = {}
-        for part in comm.all_gather_json(mine, self.sharding.everyone, unit="state_dict"):
-            for key, values in part.items():
-                merged.setdefault(key, {}).update(values)
-        return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.
 
-        Without `importance`, sums of gradients that a run with it has left are dropped.
+        Sums of gradients that a policy of updates has left are dropped where there is none.
 
         Raises:
             CheckpointError: it has another number of groups ("optimizer-groups").
         """
-        groups = state_dict["groups"]
-        if len(groups) != len(self.param_groups):
-            raise CheckpointError(
-                f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {len(self.param_groups)}",
-                code="optimizer-groups",
-                fix="Build the optimizer with the groups it was saved with.",
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for key, value in saved.items():
-                group[key] = _like(value, group.get(key))
-        for key, values in state_dict["scalars"].items():
-            for unit in self.sharding.units:
-                self._load_scalars(unit, key, values)
+        self.kept.load_groups(state_dict["groups"])
+        self.kept.load_scalars(state_dict["scalars"])
         for unit in self.sharding.units:
-            unit.gradients.rescale(0.0)
-        if self._split_by is None:  # what waited in a run that split its updates; here nobody would ever use it
-            for state in self.inner.state.values():
-                state.pop(SUM, None)
-        elif state_dict.get("importance") is not None:
-            self._split_by.load_state_dict(state_dict["importance"])
+            unit.gradients.way.rescale(0.0)
+        self.updater.load_state_dict(state_dict)
         if state_dict.get("loss_scale") is not None and self._scale is not None:
             self._scale = ScaleState(**state_dict["loss_scale"])
-
-    def _load_scalars(self, unit: Unit, key: str, values: Mapping[str, float]) -> None:
-        if not unit.parts:
-            return
-        names = [self.sharding.logical[p.name].name for p in unit.spec.params]
-        if len({values.get(name) for name in names}) > 1:
-            self._split(unit)
-        for part in unit.parts:
-            members = part.members or tuple(range(len(unit.params)))
-            value = values.get(names[members[0]])
-            if value is not None:
-                # torch's own optimizers count in tensors; those that name their state keep plain numbers.
-                kept = isinstance(value, float) and not hasattr(self.inner, "state_names")
-                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if kept else value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the model is sharded."""
@@ -567,10 +407,6 @@ class ShardedOptimizer(Optimizer):
             group["params"] = []
 
 
-def _group_of_params(inner: Optimizer) -> dict[int, int]:
-    return {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
-
-
 def _names_of_groups(model: nn.Module, inner: Optimizer) -> list[list[str]]:
     """The parameters of each group, in the order in which the optimizer got them."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -586,45 +422,3 @@ def _check_known(model: nn.Module, inner: Optimizer) -> None:
             code="zero-foreign-parameters",
             fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
         )
-
-
-def _check_reduction(inner: Optimizer, options: ShardOptions) -> None:
-    if owns_reduction(inner) and options.residency.shard_optim:
-        raise UnsupportedError(
-            f"{type(inner).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
-            code="optimizer-owns-reduction",
-            fix="Use stage 0 with it.",
-        )
-
-
-def _check_states(model: nn.Module, inner: Optimizer, precision: Precision) -> None:
-    names = {id(p): name for name, p in model.named_parameters()}
-    for param in (p for group in inner.param_groups for p in group["params"]):
-        dtypes = precision.resolve(param.dtype, names[id(param)])
-        if dtypes.state is not None and not keeps_state(inner, dtypes):
-            raise UnsupportedError(
-                f"{names[id(param)]}: {type(inner).__name__} cannot keep its state in {dtype_name(dtypes.state)} beside a master "
-                f"in {dtype_name(dtypes.master)}",
-                code="zero-state-dtype",
-                fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
-            )
-
-
-def _share(value: Any, old: Part, new: Part) -> Any:
-    if isinstance(value, Tensor):
-        if value.numel() == old.stop - old.start:
-            return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
-        return value.clone()
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.dim() == 0 else value.tolist()
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _like(value: Any, old: Any) -> Any:
-    if isinstance(old, tuple) and isinstance(value, list):
-        return tuple(value)
-    return torch.tensor(value, dtype=old.dtype) if isinstance(old, Tensor) else value
