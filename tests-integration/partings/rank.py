@@ -22,7 +22,7 @@ import ds_zero
 WARM_UP_S = 300.0  # connections are made in the first steps, which a busy machine may take long for
 STEPS, WARM_UP = 5, 2
 BEFORE = "before they met"
-LEAST_MEETING_S = 20.0  # shorter deadlines do not bound the meeting
+LEAST_RENDEZVOUS_S = 20.0  # shorter deadlines do not bound the rendezvous
 
 
 def boom() -> None:
@@ -42,7 +42,7 @@ class Parting:
         self.armed = False
         print(f"PART {time.monotonic()}", flush=True)
         if self.kind == "stuck":
-            time.sleep(600 if self.deadline_s < LEAST_MEETING_S else 2 * self.deadline_s)
+            time.sleep(600 if self.deadline_s < LEAST_RENDEZVOUS_S else 2 * self.deadline_s)
         elif self.kind == "slow":
             with ds_comm.patience(60):
                 time.sleep(2 * self.deadline_s)

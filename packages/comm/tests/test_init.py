@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import init, meeting
+from ds_comm import init, rendezvous
 from ds_comm.launch import Launch
 from ds_config.errors import CommError
 
@@ -33,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def meet(launch: Launch, timeout_s: float = 30) -> dist.Store:
-    return meeting.meet(launch, timeout_s)[0]
+def joined(launch: Launch, timeout_s: float = 30) -> dist.Store:
+    return rendezvous.rendezvous(launch, timeout_s)[0]
 
 
 def test_twenty_jobs_at_once_do_not_clash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_twenty_jobs_at_once_do_not_clash(folder: Path, monkeypatch: pytest.Monk
     stores: dict[tuple[str, int], dist.Store] = {}
 
     def rank(job: str, index: int) -> None:
-        stores[job, index] = meet(replace(PAIR, job=job, rank=index))
+        stores[job, index] = joined(replace(PAIR, job=job, rank=index))
 
     threads = [threading.Thread(target=rank, args=(f"job{n}", index)) for n in range(20) for index in (1, 0)]
     for thread in threads:
@@ -65,7 +65,7 @@ def test_the_note_of_a_killed_job_is_not_followed(folder: Path) -> None:
     note.write_text(f"{dead.pid} 1 secret")
     note.chmod(0o600)
     with pytest.raises(CommError, match="left no note") as caught:
-        meet(replace(PAIR, rank=1), timeout_s=0.2)
+        joined(replace(PAIR, rank=1), timeout_s=0.2)
     assert caught.value.code == "comm-rendezvous"
 
 
@@ -74,18 +74,18 @@ def test_a_note_that_others_may_write_is_not_believed(folder: Path) -> None:
     note.write_text(f"{os.getpid()} 1 secret")
     note.chmod(0o666)
     with pytest.raises(CommError, match=r"what is there belongs to user .* with mode 666"):
-        meet(replace(PAIR, rank=1), timeout_s=0.2)
+        joined(replace(PAIR, rank=1), timeout_s=0.2)
     note.unlink()
     (folder / "elsewhere").write_text(f"{os.getpid()} 1 secret")
     (folder / "elsewhere").chmod(0o600)
     note.symlink_to(folder / "elsewhere")
     with pytest.raises(CommError, match="left no note"):
-        meet(replace(PAIR, rank=1), timeout_s=0.2)
+        joined(replace(PAIR, rank=1), timeout_s=0.2)
 
 
 def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in it: typed errors, within the time given, and no connection to a port that nobody named."""
-    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
     rng = random.Random(0)
     note = folder / "note"
     note.touch(mode=0o600)
@@ -107,9 +107,9 @@ def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest
     for _ in range(5000):
         note.write_bytes(text())
         with pytest.raises(TimeoutError, match="left no note"):
-            meeting._read_note(note, 50e-6)
+            rendezvous._read_note(note, 50e-6)
     note.write_bytes(b" ".join(good))
-    assert meeting._read_note(note, 1.0) == (4242, "0" * 32)
+    assert rendezvous._read_note(note, 1.0) == (4242, "0" * 32)
 
 
 def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: p
     told: list[tuple[dist.Store, dict[str, str]]] = []
 
     def one(rank: int) -> None:
-        told.append(meeting.meet(replace(PAIR, job="secret", rank=rank), 30))
+        told.append(rendezvous.rendezvous(replace(PAIR, job="secret", rank=rank), 30))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -134,46 +134,46 @@ def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: p
 
 
 def test_ranks_that_do_not_come_are_told() -> None:
-    with pytest.raises(CommError, match=r"rank 0 of 2 .* could not meet the others .*: rank 1 did not come") as caught:
-        meet(PAIR, timeout_s=0.2)
+    with pytest.raises(CommError, match=r"rank 0 of 2 .* could not reach the others .*: rank 1 did not come") as caught:
+        joined(PAIR, timeout_s=0.2)
     assert "all ranks were started" in caught.value.fix
     six = replace(PAIR, world_size=6, local_size=6)
     other = threading.Thread(target=ended, args=(replace(six, rank=4), 5.0))
     other.start()
     with pytest.raises(CommError, match=r"ranks 1, 2, 3, 5 did not come"):
-        meet(six, timeout_s=1.0)
+        joined(six, timeout_s=1.0)
     other.join()
 
 
 def ended(launch: Launch, timeout_s: float) -> None:
     with contextlib.suppress(CommError):
-        meet(launch, timeout_s)
+        joined(launch, timeout_s)
 
 
 def test_who_is_waited_for_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(meeting, "_WORD_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_WORD_S", 0.05)
     with pytest.raises(CommError):
-        meet(PAIR, timeout_s=0.2)
+        joined(PAIR, timeout_s=0.2)
     assert "for rank 1, which did not come to init_distributed yet" in caplog.text
     caplog.clear()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(CommError, match="rank 0 did not come: nobody listens there"):
-        meet(replace(PAIR, rank=1, port=port, address="127.0.0.1"), timeout_s=0.2)
+        joined(replace(PAIR, rank=1, port=port, address="127.0.0.1"), timeout_s=0.2)
     assert f"rank 0 does not listen at 127.0.0.1:{port} yet" in caplog.text
 
 
 @pytest.mark.parametrize("deadline", [None, "30", "3"])
-def test_a_deadline_that_was_given_bounds_the_meeting(monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
+def test_a_deadline_that_was_given_bounds_the_rendezvous(monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
     monkeypatch.delenv("DS_COMM_DEADLINE_S", raising=False)
     if deadline is not None:
         monkeypatch.setenv("DS_COMM_DEADLINE_S", deadline)
     expected = {None: 600, "30": 30, "3": 20}[deadline]
-    assert init._meeting_s(None, timedelta(minutes=10)) == expected
-    assert init._meeting_s(None, timedelta(seconds=5)) == 5
-    assert init._meeting_s(0, timedelta(minutes=10)) == 600, "nobody watches"
-    assert init._meeting_s(25, timedelta(minutes=10)) == 25
+    assert init._rendezvous_s(None, timedelta(minutes=10)) == expected
+    assert init._rendezvous_s(None, timedelta(seconds=5)) == 5
+    assert init._rendezvous_s(0, timedelta(minutes=10)) == 600, "nobody watches"
+    assert init._rendezvous_s(25, timedelta(minutes=10)) == 25
 
 
 def test_two_ranks_of_an_mpi_launcher(forked: Callable[..., list[Any]], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
 
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
-    """A connection of one's own to the store that the ranks of `pg` met on, for another thread."""
+    """A connection of one's own to the store of `pg`, for another thread."""
     store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
     clone: dist.Store = store.clone()
     return clone

@@ -185,5 +185,5 @@ class Arena:
 
 
 def _slot_bytes(ranks: int) -> int:
-    """What a channel that only meets needs: a cache line a rank, in whole pages."""
+    """What a channel that is only a barrier needs: a cache line a rank, in whole pages."""
     return -(-ranks * _LINE // _PAGE) * _PAGE

@@ -21,16 +21,16 @@ from ds_config.sizes import parse_bytes, size_argument
 
 __all__ = ["HELP", "main", "register"]
 
-HELP = "look into a job that was ended by the watchdog; measure collectives"
+HELP = "examine a job that was ended by the watchdog; measure collectives"
 _SIZES = ("4K", "64K", "1M", "16M", "64M")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     commands = parser.add_subparsers(dest="what", required=True)
-    debug = commands.add_parser("debug", help="show where ranks parted, from the dumps of their watchdogs")
+    debug = commands.add_parser("debug", help="print where ranks parted, from the dumps of their watchdogs")
     debug.add_argument("folder", type=Path, help="the folder that the [ds-comm] lines of the job name")
-    debug.add_argument("--before", type=int, default=5, help="operations to show around the difference")
+    debug.add_argument("--before", type=int, default=5, help="operations to print around the difference")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
     bench.add_argument("--nproc", type=int, default=2, help="ranks to start on this host")
     bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))

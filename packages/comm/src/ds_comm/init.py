@@ -19,7 +19,7 @@ from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import Launch, read_launch
-from ds_comm.meeting import meet
+from ds_comm.rendezvous import rendezvous
 from ds_comm.shm import available
 from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
@@ -67,7 +67,7 @@ def init_distributed(
         launch = read_launch(os.environ)
         if launch is None:
             return world_group()
-        store, variables = meet(launch, _meeting_s(deadline_s, timeout))
+        store, variables = rendezvous(launch, _rendezvous_s(deadline_s, timeout))
         _tell_torch({**variables, **launch.environment()})
         _choose_device(launch)
         watched = _watch_settings(deadline_s, timeout).deadline_s > 0
@@ -107,7 +107,7 @@ def local_rank() -> int:
 def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettings:
     told = os.environ.get("DS_COMM_DEADLINE_S")
     if deadline_s is None:
-        # A device runs long after its host: what hangs and what only computes look alike for longer.
+        # A device runs long after its host: for longer nobody can tell what hangs from what only computes.
         on_device = get_accelerator().name != "cpu" and not told
         deadline_s = timeout.total_seconds() if on_device else deadline_from(told)
     dump_dir = os.environ.get("DS_COMM_DUMP_DIR")
@@ -115,7 +115,7 @@ def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettin
     return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
 
 
-def _meeting_s(deadline_s: float | None, timeout: timedelta) -> float:
+def _rendezvous_s(deadline_s: float | None, timeout: timedelta) -> float:
     """How long ranks wait for each other to come. A deadline that nobody gave is no patience with slow starts."""
     told = os.environ.get("DS_COMM_DEADLINE_S")
     given = deadline_s if deadline_s is not None else deadline_from(told) if told else 0.0
@@ -132,7 +132,7 @@ def _tell_torch(variables: Mapping[str, str]) -> None:
 
 
 def _choose_device(launch: Launch) -> None:
-    """Each rank of a host takes a device of its own, unless the launcher shows it only one."""
+    """Each rank of a host takes a device of its own, unless the launcher gives it only one."""
     accelerator = get_accelerator()
     if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
         accelerator.set_device(launch.local_rank)

@@ -67,7 +67,7 @@ def all_gather_json(value: Any, group: GroupLike = None, *, unit: str = "") -> l
 
 
 def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, unit: str = "") -> Any:
-    """Rank `group_src`'s `value`, on every rank, as JSON keeps it. What the others pass is not looked at.
+    """Rank `group_src`'s `value`, on every rank, as JSON keeps it. What the others pass is ignored.
 
     Cost: two broadcasts.
     """

@@ -1,6 +1,6 @@
 """Messages from one rank to another. Signatures are torch.distributed's; `unit=` and `Group` as in `collectives`.
 
-A message meets the receive with the same tag on the same pair of ranks, in the order of posting. Sizes and dtypes must
+A message goes to the receive with the same tag on the same pair of ranks, in the order of posting. Sizes and dtypes must
 agree; no one else watches these, so prefer collectives where they fit.
 """
 

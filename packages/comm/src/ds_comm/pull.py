@@ -7,7 +7,7 @@
         window.pull(source, index, out=parts[source])
 
 Each row is written once by who makes it and read once by who needs it; `all_to_all_rows` sorts, copies in, copies out and sorts
-again. There are two buffers in turn, so what was published may be pulled until this rank publishes again.
+again. Two buffers are used alternately, so what was published may be pulled until this rank publishes again.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     """torch's collectives over a `ds_ops.shm.Channel`.
 
     Args:
-        store: Where the ranks of the group meet; used at construction only.
+        store: A store that all ranks of the group reach; used at construction only.
         rank: Rank within the group.
         size: Number of ranks.
         timeout: A call that waited this long ends with an error on every rank.
@@ -132,7 +132,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
-        self._channel = _meet(store, rank, size, timeout)
+        self._channel = _connect(store, rank, size, timeout)
         self._names = {"name": "shm", "desc": "shm"}
         self._settling: queue.SimpleQueue[_ShmWork | None] = queue.SimpleQueue()
         self._settler: threading.Thread | None = None
@@ -284,7 +284,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._channel.call(Verb.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
         return _ShmWork(self, [], [])
 
-    def meet_within(self, timeout: timedelta) -> None:
+    def rendezvous_within(self, timeout: timedelta) -> None:
         """A barrier with a timeout of its own; its error names a rank that did not come, and ends the group."""
         self._channel.barrier(timeout.total_seconds())
 
@@ -379,10 +379,10 @@ def _row_sizes(tensor: Tensor, sizes: Sequence[int], world: int) -> list[int]:
     return [tensor.numel() // world] * world
 
 
-# ---- meeting
+# ---- rendezvous
 
 
-def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Channel:
+def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Channel:
     spin_us = SETTINGS.spin_us if size <= len(os.sched_getaffinity(0)) else _CROWDED_SPIN_US
     settings = replace(SETTINGS, spin_us=spin_us, timeout_s=timeout.total_seconds())
     nbytes = settings.segment_bytes(size)

@@ -106,7 +106,7 @@ def sweep(groups: Mapping[str, Group], together: Iterable[list[Case]], budget_s:
 
 
 def measure(groups: Mapping[str, Group], alternating: Sequence[Case], budget_s: float) -> list[Timing]:
-    """Repeat cases in turns, at least three times each, and report each on its slowest rank."""
+    """Repeat cases alternately, at least three times each, and report each on its slowest rank."""
     runs = [_prepare(case, groups[case.backend]) for case in alternating]
     first_s = max(_time(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True))
     longest = torch.tensor([first_s], dtype=torch.float64)

@@ -120,7 +120,7 @@ class Transport:
         """Blocks; names who did not come, as far as the backend knows."""
         if dist.get_backend(self.pg) == "gloo":
             dist.monitored_barrier(self.pg, timeout, wait_all_ranks)
-        elif (own := getattr(self.pg, "meet_within", None)) is not None:
+        elif (own := getattr(self.pg, "rendezvous_within", None)) is not None:
             own(timeout)
         else:
             dist.barrier(self.pg, async_op=True).wait(timeout)
@@ -280,7 +280,7 @@ def _started(work: Any) -> Started:
 
 
 def _carrier(tensor: Tensor) -> Tensor:
-    # An empty message still has to meet its peer, or ranks that disagree about an empty tensor would pass each other.
+    # An empty message is sent, too, or ranks that disagree about an empty tensor would pass each other.
     return tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
 
 

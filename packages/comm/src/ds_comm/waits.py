@@ -34,7 +34,7 @@ def patient_s(limit_s: float) -> float:
 def wait_until(
     name: object, slot: int, come: Callable[[], bool], late: Callable[[], str], limit_s: float = LIMIT_S
 ) -> None:
-    """Return when `come` says so. It rests between its looks, for half a second at most.
+    """Return when `come` says so. It sleeps between its polls, half a second at most.
 
     Args:
         name: The operation, as messages show it.

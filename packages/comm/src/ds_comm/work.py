@@ -114,7 +114,7 @@ class Pending:
 def _device_end() -> Callable[[], bool] | None:
     """What tells whether the current stream has come to here, and so past what it waits for; None while it is captured.
 
-    An event and not the backend's handle: that would keep the buffers of an operation for as long as somebody looks at it.
+    An event and not the backend's handle: that would keep the buffers of an operation for as long as anybody holds it.
     """
     stream = torch.accelerator.current_stream()
     if stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

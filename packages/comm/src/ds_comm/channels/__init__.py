@@ -55,7 +55,7 @@ class Receiver:
     """The end that receives."""
 
     def __init__(self, source: Any) -> None:
-        """`source` has `post`, `ready` and `take`: how the next message is prepared for, looked for and taken."""
+        """`source` has `post`, `ready` and `take`: how the next message is prepared for, polled for and taken."""
         self._source = source
         self._coming: deque[Coming] = deque()
 

@@ -1,8 +1,8 @@
 """A channel over the messages of a torch backend (gloo), where ranks share no memory.
 
-Each message is a head (which signature) and its tensors. Both are posted at once: the receiver takes it that the next message
-looks like the last one, and the sender keeps to that. Before a message that looks different it sends one of the old
-kind that nobody reads, so what is posted always meets what is sent, and a steady stream costs one trip.
+Each message is a head (which signature) and its tensors. Both are posted at once: the receiver expects the signature of
+the last message, and the sender keeps to that. Before a message of another signature it sends one of the old one that nobody
+reads, so what is posted always fits what is sent, and a steady stream costs one trip.
 """
 
 from __future__ import annotations

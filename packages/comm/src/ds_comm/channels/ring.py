@@ -93,7 +93,7 @@ class End:
         self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, SLICE_S), slot)
 
     def wait_for(self, ready: Callable[[], bool], nap: Callable[[], object], slot: int) -> None:
-        """Return when `ready` says so; `nap` rests until it may be so, half a second at most."""
+        """Return when `ready` says so; `nap` sleeps until it may be so, half a second at most."""
 
         def come() -> bool:
             if ready():

@@ -1,4 +1,4 @@
-"""What a message looks like: dtypes and shapes, told once, and where each byte of it goes."""
+"""The signature of a message: dtypes and shapes, sent once, and where each byte of it goes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Signature:
 
     @staticmethod
     def key(tensors: Sequence[Tensor]) -> tuple[Leaf, ...]:
-        """What messages that look alike have in common."""
+        """What messages of one signature have in common."""
         return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
 
     @cached_property
@@ -59,7 +59,7 @@ class Signature:
         return self.starts[-1] + self.sizes[-1] if self.leaves else 0
 
     def empties(self, device: torch.device | None = None) -> list[Tensor]:
-        """Tensors that look so."""
+        """Tensors of this signature."""
         return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.leaves]
 
     def cells(self, cell_bytes: int) -> list[list[Piece]]:

@@ -179,7 +179,7 @@ class Quantized:
         sent = self._swizzled(inp, call.unit, Swizzle(levels.nodes, levels.local))
         received = QuantTensor.empty(self.spec, sent.rows, n, like=output)
 
-        def rest() -> None:
+        def second_hop() -> None:
             of_node = self._summed(received, levels.local, call.unit)
             last = QuantTensor.empty(self.spec, levels.nodes, n, like=output)
             collectives.all_to_all_single(last.wire, of_node.wire, group=levels.across, unit=call.unit)
@@ -188,7 +188,7 @@ class Quantized:
         work = collectives.all_to_all_single(
             received.wire, sent.wire, group=levels.inside, async_op=async_op, unit=call.unit
         )
-        return _then(work, async_op, rest, waits=True)
+        return _then(work, async_op, second_hop, waits=True)
 
     def _quantized(self, x: Tensor, hop: int, unit: str, rows: int) -> QuantTensor:
         flat = x.view(rows, -1)
@@ -217,26 +217,26 @@ class Quantized:
 class _Chained:
     """An operation with something left to do on this rank at its end."""
 
-    __slots__ = ("_first", "_rest", "_waits")
+    __slots__ = ("_first", "_then", "_waits")
 
-    def __init__(self, first: Work, rest: Callable[[], None], waits: bool) -> None:
+    def __init__(self, first: Work, then: Callable[[], None], waits: bool) -> None:
         self._first, self._waits = first, waits
-        self._rest: Callable[[], None] | None = rest
+        self._then: Callable[[], None] | None = then
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._first.wait(timeout)
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
         return True
 
     def is_completed(self) -> bool:
-        return self._rest is None or (not self._waits and self._first.is_completed())
+        return self._then is None or (not self._waits and self._first.is_completed())
 
 
-def _then(work: Work, async_op: bool, rest: Callable[[], None], waits: bool = False) -> Work:
-    """`waits`: whether the rest communicates."""
-    chained = _Chained(work, rest, waits)
+def _then(work: Work, async_op: bool, then: Callable[[], None], waits: bool = False) -> Work:
+    """`waits`: whether `then` communicates."""
+    chained = _Chained(work, then, waits)
     if async_op:
         return chained
     chained.wait()

@@ -85,7 +85,7 @@ def render(dumps: Sequence[Dump], before: int = 5) -> str:
     rows = compare(dumps)
     for group in dict.fromkeys(row.group for row in rows):
         mine = [row for row in rows if row.group == group]
-        # A ring forgets old operations on one rank sooner than on another: look from where all remember.
+        # A ring forgets old operations on one rank sooner than on another: compare from where all remember.
         start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
         mine = [row for row in mine if row.mark >= start]
         odd = next((i for i, row in enumerate(mine) if not row.agree), None)
@@ -95,8 +95,8 @@ def render(dumps: Sequence[Dump], before: int = 5) -> str:
         lines += ["", f"group {group!r}: ranks part at #{mine[odd].mark}"]
         for row in mine[max(0, odd - before) : odd + before]:
             lines.append(f"  #{row.mark}" + ("" if row.agree else "   <- differs"))
-            shown = dict.fromkeys(_short(stamp) for stamp in row.stamps.values())
-            for text in shown:
+            texts = dict.fromkeys(_short(stamp) for stamp in row.stamps.values())
+            for text in texts:
                 who = [str(rank) for rank, stamp in row.stamps.items() if _short(stamp) == text]
                 lines.append(f"      rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}")
     return "\n".join(lines)

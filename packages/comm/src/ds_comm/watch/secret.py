@@ -1,4 +1,4 @@
-"""What only the processes of a job know, and how they show that a text is theirs."""
+"""What only the processes of a job know, and how they prove that a text is theirs."""
 
 from __future__ import annotations
 

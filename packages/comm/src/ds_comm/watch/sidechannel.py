@@ -1,7 +1,7 @@
 """What the watchdogs of a job tell each other, over their own connection to the job's store.
 
 Who can connect to the store can write to it. Where the job has a secret (`secret.job_secret`), each text carries a code made with it,
-and a text without a valid one counts as not written: a stranger cannot end the job by an alarm.
+and a text without a valid one counts as not written: a process outside the job cannot end it by an alarm.
 
 Keys, below a prefix of their own:
 

@@ -4,7 +4,7 @@ Started by `init_distributed` in a world of more than one rank. Off the path of 
 and talks over its own connection to the job's store.
 
     five times a second   how long has a thread of this rank been blocked? (20 us)
-    once a second         publish digests of the last operations, compare with one other rank, look for an alarm
+    once a second         publish digests of the last operations, compare with one other rank, check for an alarm
     at the deadline       raise the alarm: every rank reports, reads the others' reports, prints one line, writes a dump
                           and ends with EXIT_CODE
 
@@ -43,10 +43,10 @@ __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
 _log = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S = 60.0
 EXIT_CODE = 86
-_SUSPECT_S = 0.5  # a wait of this length makes the watchdog look at the others
+_SUSPECT_S = 0.5  # a wait of this length makes the watchdog check the others
 _REPORTED = 48  # stamps in a report; the dump has all
 _MEET_S = 1.0
-_MEETING_S = 120.0  # after which no more rank of this host is expected to introduce itself
+_JOINING_S = 120.0  # after which no more rank of this host is expected to introduce itself
 _COLLECT_S = 2.5
 _SEEN_S = 1.0
 _MANY_RANKS = 256  # above it only the rank that raised the alarm reads all reports
@@ -98,7 +98,7 @@ class Watchdog:
         self._on_device: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
         self._pause_until_s = 0.0  # on the clock of time.time(), which hosts share well enough
         self._next_tick_s = 0.0
-        self._meeting_until_s = time.monotonic() + _MEETING_S
+        self._joining_until_s = time.monotonic() + _JOINING_S
         self._ticks = 0
         self._warned_s = 0.0
         self._launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -109,11 +109,11 @@ class Watchdog:
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
 
     def start(self) -> None:
-        """Begin to watch, once the ranks of this host have met: what one of them does from now on survives it."""
+        """Begin to watch, once all ranks of this host are there: what one of them does from now on survives it."""
         self._side.introduce(self._host, {"pid": os.getpid(), "fd": self._ring.fd})
         deadline = time.monotonic() + _MEET_S
         while len(self._peers) < self._settings.local_size and time.monotonic() < deadline:
-            self._meet_peers()
+            self._connect_peers()
             time.sleep(0.005)
         self._thread.start()
 
@@ -157,7 +157,7 @@ class Watchdog:
         self._on_device.setdefault(key, deque()).append((slot, done))
 
     def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
-        """Why an operation of this rank failed, if another rank explains it; waits a moment for that to show."""
+        """Why an operation of this rank failed, if another rank explains it; waits a moment for its report."""
         deadline = time.monotonic() + limit_s
         while True:
             if self._ending.is_set():  # the operation failed because another rank said its line and ended first
@@ -186,8 +186,8 @@ class Watchdog:
                 self._store_error = str(error).splitlines()[0]
                 if blocked_s > min(self._settings.deadline_s, 2.0):
                     self._end({"rank": self._rank, "why": "the job's store is gone"})
-            except Exception:  # whatever is wrong with one look, the next may be the one that ends a hang
-                _log.warning("the watchdog of rank %d could not look", self._rank, exc_info=True)
+            except Exception:  # whatever is wrong with one check, the next may be the one that ends a hang
+                _log.warning("the watchdog of rank %d could not check the others", self._rank, exc_info=True)
 
     def _follow_device(self) -> None:
         # The stream of a group runs them in order, so only the first can be the one that does not move, since it became the
@@ -205,8 +205,8 @@ class Watchdog:
         if now < self._next_tick_s and blocked_s < _SUSPECT_S:
             return
         self._next_tick_s = now + self._settings.tick_s
-        if now < self._meeting_until_s:
-            self._meet_peers()
+        if now < self._joining_until_s:
+            self._connect_peers()
         self._read_goodbyes()
         if 0 in self._left and self._rank and not self._launcher_serves:
             self._side.hang_up()
@@ -307,7 +307,7 @@ class Watchdog:
                 del kept[old]
         self._side.tell("state", {"pause_until_s": self._pause_until_s, "digests": self._digests})
 
-    def _meet_peers(self) -> None:
+    def _connect_peers(self) -> None:
         if len(self._peers) >= min(
             self._size, self._settings.local_size if self._settings.local_size > 1 else self._size
         ):

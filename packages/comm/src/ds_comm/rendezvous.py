@@ -23,12 +23,12 @@ from ds_comm.watch.secret import SECRET_VARIABLE, new_secret
 from ds_comm.watch.verdict import rank_names
 from ds_config.errors import CommError
 
-__all__ = ["meet"]
+__all__ = ["rendezvous"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _REFUSED_S = 0.005
-_FINE_S = 5.0  # so long a server that starts is looked for without a pause that anybody would feel
+_FINE_S = 5.0  # so long a server that starts is polled without a pause that anybody would feel
 _COARSE_S = 0.2
 _WORD_S = 30.0  # between two lines of log about ranks that have not come
 _READING_S = 2.0
@@ -37,13 +37,13 @@ _NOTE = re.compile(r"([1-9][0-9]{0,8}) ([0-9]{1,5}) ([!-~]+)")  # pid, port, sec
 _NOTE_BYTES = 4096
 
 
-def meet(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str]]:
+def rendezvous(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str]]:
     """Return when all ranks of the job are here.
 
     Args:
         limit_s: How long to wait for the others, in seconds; who is missing is logged every 30 s.
     Returns:
-        A store with no keys, of this meeting alone, and the environment variables by which torch finds it again.
+        A store with no keys, of this rendezvous alone, and the environment variables by which torch finds it again.
     Raises:
         CommError: a rank did not come, which the message names, or the store cannot be reached ("comm-rendezvous").
     """
@@ -52,16 +52,16 @@ def meet(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str]]:
     note: Path | None = None
     try:
         if launch.port == 0:
-            store, variables, note = _meet_on_free_port(launch, limit_s)
+            store, variables, note = _on_free_port(launch, limit_s)
         else:
-            store = _meet_at(address, launch, limit_s)
+            store = _at_address(address, launch, limit_s)
             variables = {"MASTER_ADDR": address, "MASTER_PORT": str(launch.port)}
-        # A launcher's own store has the keys of earlier meetings of this job.
+        # A launcher's own store has the keys of earlier ones of this job.
         store = dist.PrefixStore(f"ds_comm/{store.add(f'ds_comm/times/{launch.rank}', 1)}", store)
         _roll_call(store, launch, end_s)
     except (dist.DistError, OSError, ValueError) as error:
         raise CommError(
-            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) could not meet the others at "
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) could not reach the others at "
             f"{address}:{launch.port} within {limit_s:.0f} s: {str(error).splitlines()[0]}",
             code="comm-rendezvous",
             fix="Check that all ranks were started and came as far as init_distributed, that rank 0's host is reachable and that "
@@ -117,7 +117,7 @@ def _until_read(store: dist.Store, launch: Launch) -> None:
 # -- at an address that the launcher said
 
 
-def _meet_at(address: str, launch: Launch, limit_s: float) -> dist.Store:
+def _at_address(address: str, launch: Launch, limit_s: float) -> dist.Store:
     limit = timedelta(seconds=limit_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torch's agent serves, and torch knows how
         return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit))[0]
@@ -158,7 +158,7 @@ def _await_server(address: str, port: int, limit_s: float) -> None:
 # -- on one host, where the launcher said no port
 
 
-def _meet_on_free_port(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str], Path | None]:
+def _on_free_port(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str], Path | None]:
     """Rank 0 takes a free port and tells the others of this host through a file that only this job knows.
 
     No two jobs can clash: the kernel gives each its own port, and the file is named after the job and its starter.
