@@ -145,11 +145,11 @@ def test_frozen_parameters_have_no_master_and_gathers_recast_nothing(stage):
     assert ds_zero.safe_get_full_fp32_param(net[0].weight).dtype == torch.float32
     trained = next(u for u in optimizer.sharding.units if u.spec.trained)
     if stage == 3:
-        assert trained.sent.dtype == torch.bfloat16
+        assert trained.storage.sent.dtype == torch.bfloat16
         assert all(u.storage.sent is None for u in frozen)
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
     shard = trained.shard.to(torch.bfloat16)
-    own = trained._own(trained.full)[0] if stage == 1 else trained.sent
+    own = trained.storage.chunks()[0] if stage == 1 else trained.storage.sent
     assert torch.equal(own, shard)
     optimizer.close()
