@@ -168,12 +168,17 @@ class Check:
         """The search finds a page."""
         box = self.driver.find_element("css selector", ".md-search__input")
         self.driver.execute_script("document.querySelector('#__search').checked = true")
-        box.clear()
-        box.send_keys(term)
         links = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
-        try:
-            _until(lambda: any(expected in href for href in self.driver.execute_script(links)), expected)
-        except AssertionError:
+        # What is typed while the index is still being read is lost: type again, as people do.
+        for seconds in (4.0, 8.0, 20.0):
+            box.clear()
+            box.send_keys(term)
+            try:
+                _until(lambda: any(expected in href for href in self.driver.execute_script(links)), expected, seconds)
+                break
+            except AssertionError:
+                continue
+        else:
             self.wrong.append(f"search {term!r} does not find {expected}: {self.driver.execute_script(links)[:5]}")
         box.clear()
 
