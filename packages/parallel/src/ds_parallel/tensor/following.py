@@ -6,6 +6,7 @@ And a check: ranks that compute parts of one layer must be given one batch.
 from __future__ import annotations
 
 import copy as copying
+import inspect
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ def follow_heads(plan: TensorPlan, rank: int, modules: Mapping[str, nn.Module]) 
         for key, values in plan.attributes[name].items():
             module.__dict__[key] = values[rank]
         (first, last), (key_first, key_last) = heads[rank]
-        code = getattr(type(module).forward, "__code__", None)
+        forward = inspect.unwrap(type(module).forward)  # transformers wraps some, to rename arguments
+        code = getattr(forward, "__code__", None)
         config = getattr(module, "config", None)
         if config is not None and code is not None and set(code.co_names) & {"num_attention_heads", *KEY_VALUE_COUNTS}:
             local = copying.copy(config)
