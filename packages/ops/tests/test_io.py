@@ -268,7 +268,7 @@ def test_two_processes_on_one_file(tmp_path: Path) -> None:
     shared, same = tmp_path / "shared", tmp_path / "same"
     command = [sys.executable, "-c", _WRITER, str(shared), str(same)]
     jobs = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    assert [job.wait(60) for job in jobs] == [0, 0]
+    assert [job.wait(100) for job in jobs] == [0, 0]
     assert shared.read_bytes() == b"".join(bytes([i]) * 5003 for i in range(60))
     data = same.read_bytes()
     assert len(data) == 100_000
