@@ -130,7 +130,7 @@ def clients(session: nox.Session) -> None:
     """Accelerate, Transformers, PEFT, TRL and Lightning on the facade, beside the same scripts with DeepSpeed.
 
     A session of its own, because it makes two environments of 1.5 GB. DS_CLIENTS_TABLE=FILE collects losses, step times and
-    memory of both.
+    memory of both. `nox -s clients -- suites NAME=CHECKOUT ...` runs what those projects test of their integration instead.
     """
     builder = developing(session, "wheels")
     needed = projects.closure(["deepspeed"], PACKAGES)
@@ -139,6 +139,12 @@ def clients(session: nox.Session) -> None:
     put_into(session, "--no-deps", "--no-index", again, *map(str, wheelhouse.ensure_wheels(["deepspeed"], builder)))
     peer = session.run(builder, "tools/bench/peers.py", "deepspeed-clients", silent=True, external=True)
     there = {"DS_CLIENTS_PYTHON": str(Path(session.bin) / "python"), "DS_PEER_PYTHON": str(peer).split()[-1]}
+    if session.posargs[:1] == ["suites"]:
+        suites = projects.group("suites")
+        put_into(session, *suites)
+        session.run(there["DS_PEER_PYTHON"], "-m", "pip", "install", "-q", *suites, external=True)
+        session.run(builder, "tests-integration/clients/suites.py", *session.posargs[1:], env=there, external=True)
+        return
     session.run(builder, "-m", "pytest", "tests-integration/clients", *session.posargs, env=there, external=True)
 
 

@@ -8,7 +8,8 @@ import logging
 
 import deepspeed
 import pytest
-from deepspeed._ours.config import accepted, raw_config
+from deepspeed._ours.accepting import accepted
+from deepspeed._ours.config import raw_config
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from ds_config.errors import ConfigError
@@ -38,6 +39,35 @@ def test_auto_inside_zero_is_the_default(said):
     raw = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}}
     assert accepted(raw) == {"zero_optimization": {"stage": 3, "offload_param": {}}}
     assert "zero_optimization.offload_param.device" in said.text
+
+
+def test_what_does_nothing_beside_other_keys_is_left_out_with_a_warning_that_says_what_would_be_right(said):
+    raw = {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "zero_quantized_weights": False},
+        "fp16": {"enabled": False, "auto_cast": True},
+        "sparse_gradients": True,
+    }
+    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "fp16": {"enabled": False}}
+    assert [message.split(" ")[0] for message in said.messages] == [
+        "zero_optimization.offload_param",
+        "sparse_gradients",
+        "fp16.auto_cast",
+    ]
+    deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
+
+
+def test_keys_of_templates_that_do_nothing_are_told_at_info_level(said):
+    raw = {"zero_optimization": {"stage": 3, "sub_group_size": 10**9, "reduce_bucket_size": 10**6}}
+    with said.at_level(logging.INFO, "DeepSpeed"):
+        assert accepted(raw) == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**6}}
+    assert [(r.levelname, r.getMessage().split(" ")[0]) for r in said.records] == [
+        ("INFO", "zero_optimization.sub_group_size")
+    ]
+
+
+def test_a_warmup_of_no_steps_is_what_trainers_write():
+    section = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 0}}
+    assert deepspeed.DeepSpeedConfig({"train_batch_size": 1, "scheduler": section}).scheduler_name == "WarmupLR"
 
 
 def test_inside_a_section_a_typo_is_an_error():

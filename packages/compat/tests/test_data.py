@@ -220,3 +220,19 @@ def test_batches_by_tokens_of_an_engine(tmp_path: Path) -> None:
                             metric_types=["accumulate_value_over_samples"], collate_fn=list, save_path=str(tmp_path))  # fmt: skip
     analyzer.run_map_reduce()
     assert MMapIndexedDataset(str(tmp_path / "n" / "n_metric_value"))[0].tolist() == [12]
+
+
+def test_every_pass_over_training_data_has_upstreams_order():
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    net, rows = nn.Linear(1, 1), [torch.tensor([float(i)]) for i in range(7)]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=config, training_data=rows
+    )
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0)).tolist()
+    passes = [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    assert passes == [[order[:2], order[2:4], order[4:6], order[6:]]] * 2
+    assert loader is engine.training_dataloader
+    assert len(loader) == 4
+    kept = engine.deepspeed_io(rows, batch_size=3, route="eval")
+    assert [batch.flatten().tolist() for batch in kept] == [[0, 1, 2], [3, 4, 5], [6]]
+    engine.destroy()

@@ -184,7 +184,7 @@ def test_schedules_attach_to_an_optimizer():
         "WarmupCosineLR",
     }
     with pytest.raises(ValueError, match="warmup_num_steps"):
-        lr_schedules.WarmupLR(optimizer, warmup_num_steps=0)
+        lr_schedules.WarmupLR(optimizer, warmup_num_steps=-1)
     resumed = lr_schedules.WarmupLR(
         optimizer, warmup_max_lr=0.1, warmup_num_steps=4, warmup_type="linear", last_batch_iteration=2
     )
@@ -546,3 +546,36 @@ def test_not_here_at_the_top():
     with pytest.raises(ConfigError):
         deepspeed.initialize(model=model)
     assert OffloadDeviceEnum.cpu == "cpu"
+
+
+def test_states_of_experts_are_joined_from_their_ranks_parts(tmp_path):
+    from deepspeed.checkpoint.autoep_universal import _zero12_fragment_path, consolidate_autoep_zero12_expert_states
+
+    name, told = "layer.experts.w1", {"num_experts": 4, "num_local_experts": 2, "ep_size": 2}
+    (tmp_path / name / "0").mkdir(parents=True)
+    for state in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+        for rank in range(4):
+            torch.save(torch.tensor([float(rank)]), _zero12_fragment_path(str(tmp_path), name, state, rank))
+    for data_first, order in ((False, [0, 2, 1, 3]), (True, [0, 1, 2, 3])):
+        out = tmp_path / str(data_first)
+        arguments = ({name: told}, {name: (2, 1)}, 4, 1, data_first)
+        consolidate_autoep_zero12_expert_states(str(tmp_path), str(out), *arguments)
+        found = torch.load(out / "zero" / name / "exp_avg.pt", weights_only=True)
+        assert found["param"].flatten().tolist() == order
+        assert found["is_expert_param"]
+
+
+def test_metadata_of_experts_is_checked():
+    with pytest.raises(RuntimeError, match="malformed"):
+        deepspeed.DeepSpeedEngine.load_moe_state_dict("/none", "tag", {}, autoep_layers="all")
+    with pytest.raises(RuntimeError, match="missing fields"):
+        deepspeed.DeepSpeedEngine.load_moe_state_dict("/none", "tag", {}, autoep_layers=[{"moe_layer_id": 0}])
+
+
+def test_accelerators_by_device():
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    assert CPU_Accelerator().device_name() == "cpu"
+    assert CUDA_Accelerator().communication_backend_name() == "nccl"
+    assert isinstance(CPU_Accelerator(), deepspeed.accelerator.DeepSpeedAccelerator)

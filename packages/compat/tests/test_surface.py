@@ -99,7 +99,7 @@ def test_a_module_of_which_nothing_is_here_cannot_be_imported(module):
 
 
 def test_every_module_of_upstream_is_here_or_says_what_to_use():
-    assert len(ABSENT) > 500
+    assert len(ABSENT) > 200
     for module in ABSENT:
         if module in SURFACE:
             continue
@@ -185,7 +185,8 @@ def test_importing_it_does_nothing_else(monkeypatch):
     ours = {name for name in found.modules if name.startswith(("deepspeed", "ds_")) and "ds_testing" not in name}
     assert ours <= {
         "deepspeed", "deepspeed._errors", "deepspeed._finder", "deepspeed._surface", "deepspeed._surface.constants",
-        "deepspeed._surface.refusals", "deepspeed._surface.rows", "ds_config", "ds_config.errors",
+        "deepspeed._surface.core", "deepspeed._surface.features", "deepspeed._surface.groups", "deepspeed._surface.refusals",
+        "deepspeed._surface.rows", "ds_config", "ds_config.errors",
     }  # fmt: skip
 
 

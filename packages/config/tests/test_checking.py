@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
-from ds_config import USE_DEFAULT, Issue, Provenance, StrictModel, load, read, validate
+from ds_config import USE_DEFAULT, Issue, Provenance, StrictModel, examine, load, read, validate
 from ds_config.errors import ConfigError, UnsupportedError
 
 BAD = """{
@@ -263,3 +264,22 @@ def test_an_error_ends_with_the_places_that_explain_its_keys() -> None:
         "keys.md#inner.bits",
         "keys.md#groups.*.bits",
     ]
+
+
+def test_examine_keeps_what_is_right() -> None:
+    class Inner(StrictModel):
+        size: int = Field(default=1, gt=0)
+        name: str
+
+    class Outer(StrictModel):
+        inner: Inner | None = None
+        rate: float = 0.5
+        count: int = 2
+
+    found, wrong = examine(Outer, {"rate": "fast", "count": 3, "cuont": 4, "inner": {"size": 0, "name": "a"}})
+    assert found == Outer(count=3, inner=Inner(name="a"))
+    assert wrong is not None
+    assert {issue.path for issue in wrong.issues} == {("cuont",), ("rate",), ("inner", "size")}
+    found, wrong = examine(Outer, {"inner": {"size": 2}})  # a section without what it must have counts as left out
+    assert (found, wrong is None) == (Outer(), False)
+    assert examine(Outer, {"count": 3}) == (Outer(count=3), None)

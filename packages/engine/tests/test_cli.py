@@ -67,6 +67,31 @@ def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "'train_batch_size'" in capsys.readouterr().err
 
 
+def test_check_says_all_problems_at_once(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "train_batch_size": 8,
+        "train_bach_size": 8,
+        "gradient_clipping": -1,
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True, "check_grad_overfow": 1},
+    }
+    path = written(config)
+    assert call(cli_config, "check", path) == 1
+    told = capsys.readouterr().err
+    wrong = ("train_bach_size", "gradient_clipping: found -1", "bf16.check_grad_overfow", "errors.md#precision-both")
+    assert [text for text in wrong if text not in told] == []
+    assert "batch" not in told.split("errors.md#config-invalid")[1]
+
+
+def test_without_a_number_of_ranks_only_what_no_number_cures_is_told(
+    written: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    assert call(cli_config, "check", written({**batch, "zero_optimization": {"stage": 3, "mics_shard_size": 2}})) == 0
+    assert call(cli_config, "check", written({**batch, "gradient_accumulation_steps": 5})) == 1
+    assert "errors.md#batch" in capsys.readouterr().err
+
+
 def test_explain_and_schema(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(cli_config, "explain", written('{\n"train_batch_size": 9}')) == 0
     assert "config.json:2" in capsys.readouterr().out

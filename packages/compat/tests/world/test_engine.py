@@ -326,7 +326,7 @@ def test_checkpoints(tmp_path, stage):
     engine.backward(loss_of(engine, 7, engine.mesh.rank))
     engine.step()
     path, client = engine.load_checkpoint(folder)
-    assert path == f"{folder}/global_step2"
+    assert Path(path).parent == Path(folder, "global_step2")
     assert client["pair"] == (1, 2)
     assert client["best"] == 0.5
     assert engine.global_steps == 2
@@ -371,7 +371,7 @@ def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
         )
     deepspeed.comm.barrier()
     path, _ = engine.load_checkpoint(tmp_path / "theirs")
-    assert path == str(tmp_path / "theirs" / "t")
+    assert Path(path).parent == tmp_path / "theirs" / "t"
     assert engine.global_steps == 3
     assert engine.is_gradient_accumulation_boundary() is False
     train(3, 5)
@@ -404,7 +404,7 @@ def test_the_layout_of_deepspeed_is_written_and_read(tmp_path, stage, monkeypatc
     engine.backward(loss_of(engine, 5, engine.mesh.rank))
     engine.step()
     path, client = engine.load_checkpoint(tmp_path)
-    assert path == f"{tmp_path}/global_step2"
+    assert Path(path).parent == tmp_path / "global_step2"
     assert client["epoch"] == 3
     same(engine, expected)
     engine.destroy()

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_config.checking import USE_DEFAULT, load, validate
+    from ds_config.checking import USE_DEFAULT, examine, load, validate
     from ds_config.classifying import KeyReport, classify
     from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
     from ds_config.explaining import explain
@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedError",
     "classify",
     "dotted",
+    "examine",
     "explain",
     "json_schema",
     "keys",
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checking": ("USE_DEFAULT", "load", "validate"),
+    "checking": ("USE_DEFAULT", "examine", "load", "validate"),
     "classifying": ("KeyReport", "classify"),
     "errors": ("ConfigError", "DsError", "UnsupportedConfigError", "UnsupportedError"),
     "explaining": ("explain",),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ds_config.errors import ConfigError
 from ds_config.fields import said
 from ds_config.issues import Issue, error_of, shown
 from ds_config.migrate import migrate
@@ -39,7 +40,7 @@ from ds_config.shape import (
     retired,
 )
 
-__all__ = ["USE_DEFAULT", "Auto", "load", "validate"]
+__all__ = ["USE_DEFAULT", "Auto", "examine", "load", "validate"]
 
 _Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
 _log = logging.getLogger("ds_config")
@@ -102,8 +103,27 @@ def validate(
         Where the model says which page explains its keys (`KEYS_PAGE`), the error ends with the places of those it is about.
     Logs: one warning on the logger "ds_config" per deprecated or dead key.
     """
-    given = read_all(document)
     record = Provenance() if provenance is None else provenance
+    result, wrong = _examine(model, read_all(document), auto, record, keep=False)
+    if result is None or wrong is not None:
+        raise wrong or error_of((), "")
+    _record_defaults(result, (), record)
+    return result
+
+
+def examine(
+    model: type[_M], source: Source | Document, *, auto: Auto | None = None
+) -> tuple[_M | None, ConfigError | None]:
+    """What of a document is right, and the error of `validate` about the rest: for who has more to say about the former.
+
+    A value that is wrong, or whose key is unknown, counts as left out; None where nothing valid is left.
+    """
+    return _examine(model, read_all(source), auto, Provenance(), keep=True)
+
+
+def _examine(
+    model: type[_M], given: Document, auto: Auto | None, record: Provenance, *, keep: bool
+) -> tuple[_M | None, ConfigError | None]:
     for path in _paths(given.data):
         record.record(path, given.origin(path))
     work = _Pass(model, auto or {}, record, list(given.issues))
@@ -113,12 +133,34 @@ def validate(
         result = model.model_validate(prepared, context=PREPARED)
     except ValidationError as error:
         _collect(work, model, prepared, error)
+        if keep:
+            result = _rest(model, prepared, error)
     for note in work.notes:
         _log.warning("%s", note)
-    if work.issues or result is None:
-        raise error_of(work.issues, given.name, anchors(model, work.issues))
-    _record_defaults(result, (), record)
-    return result
+    if result is not None and not work.issues:
+        return result, None
+    return result, error_of(work.issues, given.name, anchors(model, work.issues))
+
+
+def _rest(model: type[_M], prepared: dict[str, Any], error: ValidationError) -> _M | None:
+    """The model of what pydantic has nothing against: first without the wrong values, then without their sections."""
+    for depth in (None, 1):
+        for detail in error.errors(include_url=False):
+            if (located := _locate(model, prepared, detail["loc"])) is not None:
+                _leave_out(prepared, located[0][:depth])
+        try:
+            return model.model_validate(prepared, context=PREPARED)
+        except ValidationError as left:
+            error = left
+    return None
+
+
+def _leave_out(prepared: dict[str, Any], path: KeyPath) -> None:
+    section: Any = prepared
+    for part in path[:-1]:
+        section = section[part] if _has(section, part) else None
+    if path and isinstance(section, dict):
+        section.pop(path[-1], None)
 
 
 def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:

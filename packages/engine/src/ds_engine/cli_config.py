@@ -28,8 +28,7 @@ def main(args: argparse.Namespace) -> int:
     # The models need pydantic and torch; `ds --help` must not.
     from ds_config import classify, json_schema
     from ds_config.errors import DsError
-    from ds_engine.config import Config, explain_config, load_config
-    from ds_engine.rules import check_rules
+    from ds_engine.config import Config, explain_config
 
     try:
         if args.action == "schema":
@@ -39,11 +38,28 @@ def main(args: argparse.Namespace) -> int:
         else:
             if args.keys:
                 print("\n".join(map(str, classify(Config, args.config))))
-            config = load_config(args.config)
-            if args.world is not None:
-                check_rules(config, args.world)
-            print(f"{args.config}: no problems")
+            return _check(args.config, args.world)
     except DsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check(file: str, world: int | None) -> int:
+    """Print everything that is wrong with a file: its keys and values, and what the right ones do not go together with."""
+    from ds_engine.config import examine_config
+    from ds_engine.rules import AXES, broken_rules, lasting_problems
+
+    config, wrong = examine_config(file)
+    if config is None:
+        broken = []
+    else:
+        broken = list(lasting_problems(config) if world is None else broken_rules(config, world, AXES)[1])
+    if wrong is not None:
+        print(f"{type(wrong).__name__}: {wrong}", file=sys.stderr)
+        print("without what is wrong there:" if broken else "nothing else is wrong", file=sys.stderr)
+    for error in broken:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    if wrong is None and not broken:
+        print(f"{file}: no problems")
+    return 1 if wrong is not None or broken else 0

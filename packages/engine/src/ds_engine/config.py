@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
 from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
-from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, explain, keys, validate
+from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, examine, explain, keys, validate
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source, read_all
@@ -41,7 +41,7 @@ from ds_ops.config import AioConfig
 from ds_parallel.config import ActivationCheckpointingConfig, TensorParallelConfig
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
-__all__ = ["Config", "default_auto", "explain_config", "load_config", "source_of"]
+__all__ = ["Config", "default_auto", "examine_config", "explain_config", "load_config", "source_of"]
 
 Section = dict[str, Any] | None
 DType = Literal["fp32", "fp16", "bf16"]
@@ -190,9 +190,18 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
         UnsupportedError: nothing is wrong but that it asks for what is not built here.
     """
     document = read_all(source)
-    if _says_auto(document.data):  # otherwise the schema need not be listed, which takes longer than all the rest
-        auto = {**default_auto(), **(auto or {})}
-    return validate(Config, document, auto=auto, provenance=provenance)
+    return validate(Config, document, auto=_answers(document, auto), provenance=provenance)
+
+
+def examine_config(source: Source | Document) -> tuple[Config | None, ConfigError | None]:
+    """What of a configuration is right, and the error about the rest. See `ds_config.examine`."""
+    document = read_all(source)
+    return examine(Config, document, auto=_answers(document, None))
+
+
+def _answers(document: Document, auto: Auto | None) -> Auto | None:
+    # Without "auto" the schema need not be listed, which takes longer than all the rest.
+    return {**default_auto(), **(auto or {})} if _says_auto(document.data) else auto
 
 
 def _says_auto(value: object) -> bool:

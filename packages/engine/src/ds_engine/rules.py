@@ -18,7 +18,7 @@ from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itsel
 from ds_engine.sections import AdamParams
 from ds_engine.support import features_of, refused
 
-__all__ = ["RULES", "Rule", "asked_batch", "check_rules"]
+__all__ = ["AXES", "RULES", "Rule", "asked_batch", "broken_rules", "check_rules", "lasting_problems"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,9 @@ class Rule:
     message: Callable[[Config, MeshSpec], str]
     fix: str
 
+
+AXES = ("pipe", "sequence", "tensor", "expert")
+_WORLDS = tuple(n * 2**power for n in (1, 3, 5, 7) for power in range(11))  # tried where nobody says how many ranks
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -332,6 +335,23 @@ def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: 
         UnsupportedError: all problems are things that are not built here.
         ConfigError: an optimizer or scheduler is unknown.
     """
+    mesh, found = broken_rules(config, world, axes, stages)
+    if found:
+        raise _together(found)
+    return mesh
+
+
+def lasting_problems(config: Config) -> Sequence[DsError]:
+    """What is illegal about `config` however many ranks there are, as it is told for the first number tried."""
+    one = broken_rules(config, 1, AXES)[1]
+    others = [{error.code for error in broken_rules(config, world, AXES)[1]} for world in _WORLDS]
+    return [error for error in one if all(error.code in codes for codes in others)]
+
+
+def broken_rules(
+    config: Config, world: int, axes: Collection[str] = (), stages: int = 1
+) -> tuple[MeshSpec, Sequence[DsError]]:
+    """The mesh of `world` ranks, and what is illegal about `config` on it. Arguments as of `check_rules`."""
     found: list[DsError] = []
     degrees = degrees_of(config, stages)
     for axis, degree in degrees.items():
@@ -360,9 +380,7 @@ def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: 
             check()
         except DsError as error:
             found.append(error)
-    if found:
-        raise _together(found)
-    return mesh
+    return mesh, found
 
 
 def _together(found: Sequence[DsError]) -> DsError:

@@ -37,6 +37,7 @@ __all__ = [
 
 PerGroup = float | tuple[float, ...]
 Steps = Annotated[int, Field(gt=0)]
+Warmup = Annotated[int, Field(ge=0)]
 WarmupType = Literal["log", "linear"]
 
 
@@ -138,7 +139,7 @@ class WarmupLR(Schedule):
     warmup_max_lr: PerGroup | None = Field(
         default=None, description="Rate after the warmup; the optimizer's own if null."
     )
-    warmup_num_steps: Steps = Field(default=1000, description="Steps of the warmup; 1 counts as 2.")
+    warmup_num_steps: Warmup = Field(default=1000, description="Steps of the warmup; 0 and 1 count as 2.")
     warmup_type: WarmupType = Field(default="log", description="Shape of the rise: log(t+1)/log(N), or t/N.")
 
     def lr(self, t: int, base_lr: float, group: int = 0) -> float:
@@ -168,7 +169,7 @@ class WarmupCosineLR(Schedule):
 
     total_num_steps: Steps = Field(description="Steps until the rate is at its minimum.")
     warmup_min_ratio: float = Field(default=0.0, description="Share of the optimizer's lr at the start.")
-    warmup_num_steps: Steps = Field(default=1000, description="Steps of the warmup; 1 counts as 2.")
+    warmup_num_steps: Warmup = Field(default=1000, description="Steps of the warmup; 0 and 1 count as 2.")
     cos_min_ratio: float = Field(default=1e-4, description="Share of the optimizer's lr at the end.")
     warmup_type: WarmupType = Field(default="log", description="Shape of the rise: log(t+1)/log(N), or t/N.")
 

@@ -50,7 +50,9 @@ class ExpertParallelConfig(StrictModel):
     top_k: Positive | Literal["auto"] = Field(default="auto", description=f"Experts a token. {_CHECKED}")
     load_balance_coeff: Annotated[
         float | None,
-        Unbuilt("null: a model's own auxiliary loss stays as it is; ds_moe.balance_bias balances by a bias"),
+        Unbuilt(
+            "null, or omit the key: a model's own auxiliary loss stays as it is; an expert_bias that training moves is not supported by this key but by ds_moe.balance_bias"
+        ),
     ] = None
     routed_scaling_factor: float | Literal["auto"] = Field(
         default="auto", description=f"Another name of route_scale. {_CHECKED}"

@@ -14,6 +14,7 @@ import ds_accel
 from deepspeed._ours._torch import compilers
 from deepspeed._ours.builders import BUILDERS
 from ds_accel import Accelerator
+from ds_accel.detection import facts_of
 
 __all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
 
@@ -210,12 +211,12 @@ class FacadeAccelerator:
 
     # ---- profiling, building
 
-    def range_push(self, msg: str) -> None:
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Begin a named stretch for the vendor's profiler, where there is one."""
         if self.ours.facts.ranges:
             getattr(self.ours.module, self.ours.facts.ranges).range_push(msg)
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: Any = None) -> None:
         """End it."""
         if self.ours.facts.ranges:
             getattr(self.ours.module, self.ours.facts.ranges).range_pop()
@@ -320,6 +321,18 @@ for _name, _dtype in {
     "HalfTensor": torch.half, "IntTensor": torch.int, "LongTensor": torch.long,
 }.items():  # fmt: skip
     setattr(FacadeAccelerator, _name, _constructor(_dtype))
+
+
+def _class_of(name: str) -> type[FacadeAccelerator]:
+    # Another device than the process's own has its facts, and torch's module, which may find none.
+    def start(self: FacadeAccelerator) -> None:
+        FacadeAccelerator.__init__(self, Accelerator(facts_of(name), getattr(torch, name, torch.cpu)))
+
+    return type(f"{name.upper()}_Accelerator", (FacadeAccelerator,), {"__init__": start, "__module__": __name__})
+
+
+for _name in ("cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "supa", "xpu"):
+    globals()[f"{_name.upper()}_Accelerator"] = _class_of(_name)
 
 
 _set: list[Any] = []

@@ -19,19 +19,10 @@ from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, Keeping, RngTr
 from ds_parallel.config import ActivationCheckpointingConfig
 
 __all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
+    "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
+    "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
+]  # fmt: skip
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = TENSOR_PARALLEL
 
@@ -71,15 +62,10 @@ _process = _Process()
 
 
 def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
+    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing:
+    bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool |
+    None = None, profile: bool | None = None,
+) -> None:  # fmt: skip
     """Say how calls are checkpointed. Of a configuration only `activation_checkpointing` is read; arguments override it.
 
     Args:

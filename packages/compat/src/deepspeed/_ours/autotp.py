@@ -27,23 +27,11 @@ from ds_parallel.config import TensorParallelDegreeConfig as TPConfig
 from ds_parallel.tensor import Kind, TensorOptions, cut_model, facts_of, make_tensor_plan
 
 __all__ = [
-    "SUPPORTED_STYLES",
-    "AutoTP",
-    "AutoTPConfig",
-    "PartitionType",
-    "TPConfig",
-    "TPLayerSpec",
-    "TPPlanConverter",
-    "TPTrainingConfig",
-    "build_bloom_alibi_tensor",
-    "build_mpt_alibi_tensor",
-    "build_mpt_atten_bias_tensor",
-    "get_alibi_mask",
-    "get_head_shard_sizes",
-    "get_tensor_parallel_config",
-    "install_head_sharded_helper",
+    "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",
+    "TPTrainingConfig", "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "build_mpt_atten_bias_tensor",
+    "get_alibi_mask", "get_head_shard_sizes", "get_tensor_parallel_config", "install_head_sharded_helper",
     "merge_autotp_configs",
-]
+]  # fmt: skip
 
 
 class PartitionType(Enum):
@@ -200,16 +188,10 @@ class AutoTP:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        all_reduce_linears: Iterable[str] = (),
-        prefix: str = "",
-        state_dict: Any = None,
-        linear_layer_setting: Any = None,
-        orig_layer_impl: Any = None,
-        keep_module_on_host: bool = False,
+        self, module: nn.Module, all_reduce_linears: Iterable[str] = (), prefix: str = "", state_dict: Any = None,
+        linear_layer_setting: Any = None, orig_layer_impl: Any = None, keep_module_on_host: bool = False,
         partition_config: AutoTPConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         del state_dict, linear_layer_setting, keep_module_on_host  # weights are where the model has them
         self.module, self.prefix, self.orig_layer_impl = module, prefix, orig_layer_impl
         self.all_reduce_linears, self.partition_config = list(all_reduce_linears), partition_config
@@ -314,12 +296,9 @@ def _mine(heads: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def install_head_sharded_helper(
-    module: nn.Module,
-    name: str,
-    helper: Callable[..., Any],
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-) -> None:
+    module: nn.Module, name: str, helper: Callable[..., Any], num_heads: int | None = None, num_kv_heads: int | None =
+    None,
+) -> None:  # fmt: skip
     """Let method `name` of this one module be `helper`; what it was is `<name>_orig`.
 
     Args:
@@ -360,12 +339,9 @@ def get_alibi_mask(module: nn.Module, tensor: Any, *args: Any, **options: Any) -
 
 
 def build_bloom_alibi_tensor(
-    attention_mask: Tensor,
-    num_heads: int,
-    dtype: torch.dtype,
-    head_shard_sizes: Sequence[int] | None = None,
+    attention_mask: Tensor, num_heads: int, dtype: torch.dtype, head_shard_sizes: Sequence[int] | None = None,
     total_num_heads: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """[batch * heads, 1, length] for this rank's heads: slope times position (Press et al., arXiv:2108.12409, section 3).
 
     Args:

@@ -126,15 +126,9 @@ def _cpu_adam() -> Mapping[str, Any]:
 
 def _cpu_adagrad() -> Mapping[str, Any]:
     def adagrad_update(
-        optimizer_id: int,
-        step: int,
-        lr: float,
-        eps: float,
-        decay: float,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg_sq: Tensor,
-    ) -> int:
+        optimizer_id: int, step: int, lr: float, eps: float, decay: float, param: Tensor, grad: Tensor, exp_avg_sq:
+        Tensor,
+    ) -> int:  # fmt: skip
         del optimizer_id, step
         return _run(UpdateSpec(Rule.ADAGRAD, adagrad_coefficients(lr, eps, decay)), param, grad, exp_avg_sq)
 

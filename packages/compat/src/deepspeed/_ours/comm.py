@@ -19,71 +19,24 @@ import ds_comm
 from deepspeed._ours.comms_log import collected, collector, print_collected, switch
 from deepspeed._ours.raising import also
 from ds_accel import get_accelerator
-from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list, destroy_process_group
+from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.init import DEFAULT_TIMEOUT
 from ds_config.errors import CommError
 
 __all__ = [
-    "TORCH_DISTRIBUTED_DEFAULT_PORT",
-    "P2POp",
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "configure",
-    "default_pg_timeout",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_comm_operation_count",
-    "get_global_rank",
-    "get_local_rank",
-    "get_logged_comm_ops",
-    "get_rank",
-    "get_total_comm_operations",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_comm_data",
-    "has_reduce_scatter_tensor",
-    "in_aml",
-    "in_aws_sm",
-    "in_dlts",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "mpi_discovery",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "reset_log",
-    "scatter",
-    "send",
-    "start_profiling_comms",
+    "TORCH_DISTRIBUTED_DEFAULT_PORT", "P2POp", "ProcessGroup", "ReduceOp", "all_gather", "all_gather_coalesced",
+    "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all",
+    "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "configure", "default_pg_timeout", "destroy_process_group", "gather", "get_all_ranks_from_group",
+    "get_comm_operation_count", "get_global_rank", "get_local_rank", "get_logged_comm_ops", "get_rank",
+    "get_total_comm_operations", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced", "has_coalescing_manager", "has_comm_data", "has_reduce_scatter_tensor", "in_aml",
+    "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
+    "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_fn", "reduce_scatter_tensor", "reset_log", "scatter", "send", "start_profiling_comms",
     "stop_profiling_comms",
-]
+]  # fmt: skip
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = DEFAULT_TIMEOUT
@@ -95,17 +48,10 @@ _log = logging.getLogger("DeepSpeed")
 
 
 def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int =
+    TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True, timeout: timedelta | None = None, init_method: str | None =
+    None, dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
     """Make torch's default process group, once; a group that exists is used.
 
     Where no launcher said anything, a group of this one process is made, so that what reads the world size works.
@@ -145,6 +91,14 @@ def init_distributed(
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """`init_distributed` reads MPI's variables; this makes the group with them."""
     init_distributed(distributed_port=distributed_port, verbose=verbose)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End one of torch's groups; all of them by default, with what was made beside them."""
+    if group is None:
+        ds_comm.destroy_process_group()
+    else:
+        dist.destroy_process_group(group)
 
 
 def is_initialized() -> bool:
@@ -265,13 +219,9 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = 
 
 
 def configure(
-    deepspeed_config: Any = None,
-    enabled: bool | None = None,
-    prof_all: bool | None = None,
-    prof_ops: Sequence[str] | None = None,
-    verbose: bool | None = None,
-    debug: bool | None = None,
-) -> None:
+    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: bool | None = None, prof_ops: Sequence[str] |
+    None = None, verbose: bool | None = None, debug: bool | None = None,
+) -> None:  # fmt: skip
     """Switch the comms logger of this process on or off. What is not given is as in the configuration, or its default.
 
     Args:

@@ -18,21 +18,9 @@ from ds_config import read
 from ds_launcher.cli import main as ds
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "EXPORT_ENVS",
-    "bench",
-    "cli_main",
-    "elastic",
-    "io",
-    "launch",
-    "main",
-    "report",
-    "ssh",
-    "to_universal",
-    "tune",
-    "universal_arguments",
-]
+    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "bench", "cli_main", "elastic", "io", "launch",
+    "main", "report", "ssh", "to_universal", "tune", "universal_arguments",
+]  # fmt: skip
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = "/job/hostfile"

@@ -18,16 +18,9 @@ from ds_comm.logger import CommsLogger as Collector
 from ds_monitor.stats import trimmed_mean
 
 __all__ = [
-    "CommsLogger",
-    "calc_bw_log",
-    "collected",
-    "collector",
-    "convert_size",
-    "get_caller_func",
-    "print_collected",
-    "print_rank_0",
-    "switch",
-]
+    "CommsLogger", "calc_bw_log", "collected", "collector", "convert_size", "get_caller_func", "print_collected",
+    "print_rank_0", "switch",
+]  # fmt: skip
 
 _TRIMMED = 0.1
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")

@@ -1,23 +1,17 @@
-"""The configuration as clients give it: upstream's laxness in, ds-engine's strictness out.
-
-Upstream takes unknown top-level keys, unknown keys of sections that it reads one key at a time, and "auto" left inside
-`zero_optimization`; clients rely on it (TRL adds dotted keys).
-Each is dropped with one warning that names the key, the nearest known one and what was assumed. Everything else is checked
-by `ds_engine.load_config`, which refuses what it does not know.
-"""
+"""The configuration as clients give it, and `DeepSpeedConfig`. What is left of upstream's laxness: `deepspeed._ours.accepting`."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 
+from deepspeed._ours.accepting import accepted, section_of
 from deepspeed._ours.raising import raising
 from deepspeed._ours.sections import get_bfloat16_config, get_float16_config, get_monitor_config, get_zero_config
 from ds_comm import world_group
-from ds_config import keys, nearest, read
+from ds_config import read
 from ds_config.errors import ConfigError
 from ds_config.reading import Source
 from ds_engine import Config, Plan, load_config, resolve_batch
@@ -28,19 +22,11 @@ from ds_engine.rules import asked_batch
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
-    "accepted",
     "dict_raise_error_on_duplicate_keys",
-    "get_gradient_allreduce_op",
     "get_gradient_clipping",
     "get_log_level",
     "raw_config",
 ]
-
-_log = logging.getLogger("DeepSpeed")
-_AUTO = "auto"
-
-LAYOUT = "DS_CHECKPOINT_LAYOUT"
-"""The variable that says `checkpoint.layout` for configurations that do not."""
 
 DeepSpeedConfigError = ConfigError
 """What a wrong configuration raises."""
@@ -63,120 +49,12 @@ def _path(source: Any) -> Source:
     return os.fspath(source) if hasattr(source, "__fspath__") else source
 
 
-def accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` without what upstream would not have looked at, each with one warning; 0 and 1 are truth values where those belong."""
-    kept = _known_of(_with_truth(raw, ()), "")
-    for section in [name for name in kept if name in _LAX]:
-        if isinstance(kept[section], Mapping):
-            kept[section] = _known_of(kept[section], section)
-    if isinstance(kept.get("zero_optimization"), Mapping):
-        kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
-    if isinstance(kept.get("tensor_parallel"), Mapping) and "tp_overlap_comm" in kept["tensor_parallel"]:
-        kept["tensor_parallel"] = {k: v for k, v in kept["tensor_parallel"].items() if k != "tp_overlap_comm"}
-        if raw["tensor_parallel"]["tp_overlap_comm"]:
-            _log.warning(
-                "tensor_parallel.tp_overlap_comm has no effect: layers that read one input sum its gradient once"
-            )
-    layout = os.environ.get(LAYOUT)
-    if layout:
-        kept["checkpoint"] = {"layout": layout, **_section(kept, "checkpoint")}
-    if isinstance(kept.get("log_level"), str):
-        kept["log_level"] = kept["log_level"].lower()
-    if "gradient_allreduce_op" in kept:
-        kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
-    return kept
-
-
-# Sections that upstream reads one key at a time, without a look at the others.
-_LAX = frozenset({
-    "activation_checkpointing", "aio", "checkpoint", "curriculum_learning", "data_types", "elasticity", "flops_profiler",
-    "optimizer", "pipeline", "progressive_layer_drop", "scheduler", "sparse_attention", "torch_autocast",
-})  # fmt: skip
-
-
-def _known_of(section: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`section` without the keys that nothing knows, each with a warning; `name` is empty for the whole configuration."""
-    known = _keys_of(name)
-    for key in section:
-        if key not in known:
-            close = nearest(key.rpartition(".")[2], known)
-            hint = f" (nearest known key: {close[0]!r})" if close else ""
-            there = f"{name}.{key}" if name else key
-            _log.warning("configuration key %r is unknown%s and was left out, as upstream does", there, hint)
-    return {key: value for key, value in section.items() if key in known}
-
-
-@cache
-def _keys_of(section: str) -> frozenset[str]:
-    if not section:
-        return frozenset(str(key.path[0]) for key in keys(Config))
-    return frozenset(str(key.path[1]) for key in keys(Config) if len(key.path) > 1 and key.path[0] == section)
-
-
-@cache
-def _truths() -> frozenset[tuple[str | int, ...]]:
-    return frozenset(key.path for key in keys(Config) if key.model.model_fields[key.field].annotation is bool)
-
-
-def _with_truth(section: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        there = (*path, key)
-        if isinstance(value, Mapping):
-            found[key] = _with_truth(value, there)
-        else:
-            found[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
-    return found
-
-
-def _without_auto(section: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if value == _AUTO:
-            _log.warning("%s is 'auto' and nobody filled it in: its default is used", ".".join((*path, key)))
-        else:
-            found[key] = _without_auto(value, (*path, key)) if isinstance(value, Mapping) else value
-    return found
-
-
 # ---- one key at a time
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Largest norm of the gradient; 0 does not clip."""
     return float(param_dict.get("gradient_clipping", Config.model_fields["gradient_clipping"].default))
-
-
-_NOT_WITH_SUM: tuple[tuple[str, Callable[[Mapping[str, Any]], bool]], ...] = (
-    ("ZeRO stage 3", lambda raw: _section(raw, "zero_optimization").get("stage") == 3),
-    ("ZenFlow", lambda raw: _section(raw, "zero_optimization").get("zenflow") is not None),
-    ("DeepCompile", lambda raw: _section(raw, "compile").get("deepcompile") is True),
-)
-"""What sums of gradients do not go with where programs come from, and how to see it."""
-
-
-def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
-    """ "mean" or "sum".
-
-    Raises:
-        ConfigError: anything else, or a sum with what divides gradients in its own way ("compat-argument").
-    """
-    found = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
-    clash = next((name for name, there in _NOT_WITH_SUM if found == "sum" and there(param_dict)), None)
-    if found not in ("mean", "sum"):
-        raise ConfigError(
-            f"Invalid gradient_allreduce_op {found!r}", code="compat-argument", fix='Write "mean" or "sum".'
-        )
-    if clash is not None:
-        raise ConfigError(
-            f"gradient_allreduce_op = sum is not supported with {clash}", code="compat-argument", fix='Use "mean".'
-        )
-    return found
-
-
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = raw.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
@@ -229,19 +107,19 @@ _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
     "amp_enabled": lambda c: False,
     "torch_autocast_enabled": lambda c: c.model.torch_autocast.enabled,
     "optimizer_name": lambda c: None if c.model.optimizer is None else c.model.optimizer.type.lower(),
-    "optimizer_params": lambda c: _section(c._param_dict, "optimizer").get("params"),
+    "optimizer_params": lambda c: section_of(c._param_dict, "optimizer").get("params"),
     "scheduler_name": lambda c: None if c.model.scheduler is None else c.model.scheduler.type,
-    "scheduler_params": lambda c: _section(c._param_dict, "scheduler").get("params"),
+    "scheduler_params": lambda c: section_of(c._param_dict, "scheduler").get("params"),
     "sparse_gradients_enabled": lambda c: c.model.sparse_gradients,
     "activation_checkpointing_config": lambda c: c.model.activation_checkpointing,
     "flops_profiler_config": lambda c: c.model.flops_profiler,
     "comms_config": lambda c: c.model.comms_logger,
     "checkpoint_config": lambda c: c.model.checkpoint,
     "elasticity_enabled": lambda c: c.model.elasticity.enabled,
-    "eigenvalue_enabled": lambda c: bool(_section(c._param_dict, "eigenvalue").get("enabled", False)),
-    "eigenvalue_verbose": lambda c: bool(_section(c._param_dict, "eigenvalue").get("verbose", False)),
-    "pld_enabled": lambda c: bool(_section(c._param_dict, "progressive_layer_drop").get("enabled", False)),
-    "pld_params": lambda c: dict(_section(c._param_dict, "progressive_layer_drop")) or False,
+    "eigenvalue_enabled": lambda c: bool(section_of(c._param_dict, "eigenvalue").get("enabled", False)),
+    "eigenvalue_verbose": lambda c: bool(section_of(c._param_dict, "eigenvalue").get("verbose", False)),
+    "pld_enabled": lambda c: bool(section_of(c._param_dict, "progressive_layer_drop").get("enabled", False)),
+    "pld_params": lambda c: dict(section_of(c._param_dict, "progressive_layer_drop")) or False,
     "grad_accum_dtype": lambda c: c.model.data_types.grad_accum_dtype,
 }
 """Attributes that upstream names otherwise than the keys of the configuration."""

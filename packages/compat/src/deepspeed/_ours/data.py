@@ -171,17 +171,10 @@ class DeepSpeedDataSampler:
     """
 
     def __init__(
-        self,
-        data_efficiency_config: Mapping[str, Any],
-        one_epoch_total_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        data_parallel_group: Any,
-        gradient_accumulation_steps: int,
-        global_rank: int,
-        drop_last: bool = True,
-    ) -> None:
+        self, data_efficiency_config: Mapping[str, Any], one_epoch_total_samples: int, micro_batch_size: int,
+        data_parallel_rank: int, data_parallel_size: int, data_parallel_group: Any, gradient_accumulation_steps: int,
+        global_rank: int, drop_last: bool = True,
+    ) -> None:  # fmt: skip
         del data_parallel_group, drop_last
         told = DataEfficiencyConfig.model_validate(dict(data_efficiency_config))
         section, length = told.curriculum, one_epoch_total_samples
@@ -362,14 +355,9 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
-    dataset: Any,
-    engine: Any,
-    dataset_seqlens: Any = None,
-    dataset_filter_ids: Any = None,
-    dataloader_collate_fn: Any = None,
-    sample_padding_fn: Any = None,
-    batch_seqlens_fn: Any = None,
-) -> tuple[Any, VariableBatchSizeLR, dict[str, Any]]:
+    dataset: Any, engine: Any, dataset_seqlens: Any = None, dataset_filter_ids: Any = None, dataloader_collate_fn: Any =
+    None, sample_padding_fn: Any = None, batch_seqlens_fn: Any = None,
+) -> tuple[Any, VariableBatchSizeLR, dict[str, Any]]:  # fmt: skip
     """What `data_efficiency.data_sampling.dynamic_batching` of an engine says, for a data set. Collective if lengths are computed.
 
     Args:

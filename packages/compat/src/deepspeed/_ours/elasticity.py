@@ -14,14 +14,9 @@ from ds_engine.elastic import elastic_batch, elastic_counts
 from ds_engine.features import ElasticityConfig
 
 __all__ = [
-    "ElasticityConfig",
-    "ElasticityConfigError",
-    "ElasticityError",
-    "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "ensure_immutable_elastic_config",
-]
+    "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
+]  # fmt: skip
 
 _AGREED = "DEEPSPEED_ELASTICITY_CONFIG"
 _FIRST = (0, 3, 8)

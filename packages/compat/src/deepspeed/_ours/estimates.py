@@ -58,12 +58,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
+    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
-) -> int:
+) -> int:  # fmt: skip
     """The same at stage 3 for a number of parameters, the largest layer having `largest_layer_params` of them."""
     del additional_buffer_factor
     return _estimate(_cold(total_params, largest_layer_params), 3, num_gpus_per_node * num_nodes)

@@ -27,13 +27,9 @@ class aio_handle:  # noqa: N801  upstream's spelling
     """
 
     def __init__(
-        self,
-        block_size: int = 1 << 20,
-        queue_depth: int = 128,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        intra_op_parallelism: int = 1,
-    ) -> None:
+        self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False, overlap_events: bool =
+        True, intra_op_parallelism: int = 1,
+    ) -> None:  # fmt: skip
         self._settings = IOSettings(
             block_bytes=max(4096, block_size // 4096 * 4096), queue_depth=queue_depth, workers=intra_op_parallelism,
             single_submit=single_submit, overlap=overlap_events,
@@ -108,14 +104,9 @@ class aio_handle:  # noqa: N801  upstream's spelling
         return found
 
     def pread(
-        self,
-        buffer: Tensor,
-        filename: str,
-        validate: bool = False,
-        async_: bool = False,
-        file_offset: int = 0,
-        **rest: Any,
-    ) -> int:
+        self, buffer: Tensor, filename: str, validate: bool = False, async_: bool = False, file_offset: int = 0, **rest:
+        Any,
+    ) -> int:  # fmt: skip
         """`async_pread` or `read`."""
         begin = rest.get("async", async_)
         return (
@@ -125,14 +116,9 @@ class aio_handle:  # noqa: N801  upstream's spelling
         )
 
     def pwrite(
-        self,
-        buffer: Tensor,
-        filename: str,
-        validate: bool = False,
-        async_: bool = False,
-        file_offset: int = 0,
-        **rest: Any,
-    ) -> int:
+        self, buffer: Tensor, filename: str, validate: bool = False, async_: bool = False, file_offset: int = 0, **rest:
+        Any,
+    ) -> int:  # fmt: skip
         """`async_pwrite` or `write`."""
         if rest.get("async", async_):
             return self.async_pwrite(buffer, filename, file_offset)

@@ -32,13 +32,9 @@ class FlopsProfiler:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ds_engine: Any = None,
-        recompute_fwd_factor: float = 0.0,
-        *,
-        counter: ForwardCounter | None = None,
-    ) -> None:
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0, *, counter: ForwardCounter |
+        None = None,
+    ) -> None:  # fmt: skip
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started, self._open = False, ExitStack()
         self._counter = counter or ForwardCounter()
@@ -112,13 +108,9 @@ class FlopsProfiler:
         return f"{self._seconds * 1e3:.2f} ms" if as_string else self._seconds
 
     def print_model_profile(
-        self,
-        profile_step: int = 1,
-        module_depth: int = -1,
-        top_modules: int = 1,
-        detailed: bool = True,
-        output_file: str | None = None,
-    ) -> None:
+        self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True, output_file:
+        str | None = None,
+    ) -> None:  # fmt: skip
         """Log the profile as ds-engine does, or write it into `output_file`."""
         section = FlopsProfilerConfig(
             profile_step=profile_step,
@@ -140,20 +132,11 @@ class FlopsProfiler:
 
 
 def get_model_profile(
-    model: nn.Module,
-    input_shape: Sequence[int] | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    print_profile: bool = True,
-    detailed: bool = True,
-    module_depth: int = -1,
-    top_modules: int = 1,
-    warm_up: int = 1,
-    as_string: bool = True,
-    output_file: str | None = None,
-    ignore_modules: Sequence[type[nn.Module]] | None = None,
-    mode: str = "forward",
-) -> tuple[Any, Any, Any]:
+    model: nn.Module, input_shape: Sequence[int] | None = None, args: Sequence[Any] = (), kwargs: Mapping[str, Any] |
+    None = None, print_profile: bool = True, detailed: bool = True, module_depth: int = -1, top_modules: int = 1,
+    warm_up: int = 1, as_string: bool = True, output_file: str | None = None, ignore_modules: Sequence[type[nn.Module]]
+    | None = None, mode: str = "forward",
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Operations, multiply-adds and parameters of one call, without gradients; as text or as numbers.
 
     Args:

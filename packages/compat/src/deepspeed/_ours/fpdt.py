@@ -1,70 +1,188 @@
-"""`deepspeed.sequence.fpdt_layer`: names that programs import at their top whether or not they use them. Using one is an error."""
+"""`deepspeed.sequence.fpdt_layer`: attention, feed-forward layers and losses in chunks of the sequence, by ds-parallel.
+
+A chunk is cut over the ranks that share a sequence, so what a rank has of it is `chunks` pieces, which do not lie beside each other.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from ds_config.errors import UnsupportedError
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ds_comm
+from deepspeed._ours.raising import also
+from deepspeed._ours.tensors import apply_rotary_pos_emb, single_all_to_all
+from ds_comm import as_group
+from ds_config.errors import PlanError, UnsupportedError
+from ds_parallel.sequence import Chunking, chunked_attention
+from ds_parallel.tiling import tiled
 
 __all__ = ["FpdtAttention", "FpdtFfn", "FpdtFunction", "FpdtInput", "FpdtLogitsLoss"]
 
 
-class _NotBuilt:
-    """Chunked attention with keys and values on the host."""
+class FpdtInput:
+    """A rank's tokens, labels and positions of whole ones [batch, sequence], in the order of chunks; all ranks' loss mask.
 
-    _name = ""
-    _instead = "ds_parallel.sequence: ring attention, or Ulysses with a tiled MLP and a tiled loss"
+    Args:
+        args: Has `ds_sequence_parallel_fpdt_chunk_size`, the tokens of a chunk on all ranks.
+    """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        del args, options
-        self._refuse()
+    def __init__(
+        self, tokens: Tensor, labels: Any, loss_mask: Any, attention_mask: Any, position_ids: Any, args: Any, sp_size: int, sp_rank: int
+    ) -> None:  # fmt: skip
+        length, chunk = tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size
+        if length % chunk or chunk % sp_size:
+            raise also(PlanError, AssertionError)(
+                f"{length} tokens in chunks of {chunk} on {sp_size} ranks",
+                code="sequence-chunks",
+                fix="Use a chunk that divides the tokens, and that the ranks divide.",
+            )
+        places = torch.arange(length, device=tokens.device).view(length // chunk, sp_size, -1)
+        self._all = places.transpose(0, 1).flatten()
+        mine = places[:, sp_rank].flatten()
+        self._found = [None if t is None else t[:, mine] for t in (tokens, labels, position_ids)]
+        self._masks = None if loss_mask is None else loss_mask[:, self._all], attention_mask
 
-    @classmethod
-    def apply(cls, *args: Any, **options: Any) -> NoReturn:
-        """Not here.
-
-        Raises:
-            UnsupportedError: always ("compat-missing").
-        """
-        del args, options
-        cls._refuse()
-
-    @classmethod
-    def _refuse(cls) -> NoReturn:
-        raise UnsupportedError(
-            f"deepspeed.sequence.fpdt_layer.{cls._name} is not built here",
-            code="compat-missing",
-            fix=f"Use {cls._instead}.",
-        )
-
-
-class FpdtAttention(_NotBuilt):
-    """Attention in chunks of the sequence."""
-
-    _name = "FPDT_Attention"
+    def generate(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Tokens, labels, loss mask, attention mask, positions."""
+        tokens, labels, positions = self._found
+        return tokens, labels, *self._masks, positions
 
 
-class FpdtFfn(_NotBuilt):
-    """A feed-forward layer in chunks."""
-
-    _name = "FPDT_FFN"
-    _instead = "ds_parallel.TiledMLP"
-
-
-class FpdtInput(_NotBuilt):
-    """Tokens in the order of chunks."""
-
-    _name = "FPDT_InputConstruct"
-
-
-class FpdtLogitsLoss(_NotBuilt):
-    """Logits and their loss in chunks."""
-
-    _name = "FPDT_LogitsLoss"
-    _instead = "ds_parallel.tiled_logits_loss"
-
-
-class FpdtFunction(_NotBuilt):
+class FpdtFunction:
     """The function under `FpdtAttention`."""
 
-    _name = "_FPDTGPUOffloadingAttentionImpl_"
+    @staticmethod
+    def apply(
+        x: Tensor, attention_mask: Any, inference_params: Any, rotary: Any, group: Any, scatter_idx: int, gather_idx: int,
+        hidden_size: int, projection: int, head_size: int, kv_projection: int, weight: Tensor, bias: Tensor | None, dropout: float,
+        num_chunks: int = 8, cpu_offloading: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of x [tokens, batch, width]: [batch, tokens, heads, head size].
+
+        Args:
+            rotary: Cosines and sines [whole sequence, 1, 1, features], or None.
+            weight, bias: Of queries, keys and values, one after the other.
+        Raises:
+            UnsupportedError: a mask or dropout ("compat-argument").
+        """
+        del inference_params, scatter_idx, gather_idx, hidden_size
+        if attention_mask is not None or dropout:
+            raise UnsupportedError(
+                f"FPDT attention with {'a mask' if attention_mask is not None else f'dropout {dropout}'}",
+                code="compat-argument",
+                fix="Leave it out: every token sees those before it.",
+            )
+        turns = None if rotary is None else [part.permute(1, 0, 2, 3) for part in rotary]
+        ranks = as_group(group).size
+
+        def project(part: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+            both = F.linear(part, weight, bias).transpose(0, 1)
+            made = [
+                t.unflatten(-1, (-1, head_size)) for t in both.split([projection, kv_projection, kv_projection], -1)
+            ]
+            if ranks > 1:
+                made = [single_all_to_all(t, 2, 1, 0, group) for t in made]
+            q, k, v = made
+            if turns is not None:
+                here = slice(q.shape[1] * index, q.shape[1] * (index + 1))
+                q, k = (apply_rotary_pos_emb(t, turns[0][:, here], turns[1][:, here]) for t in (q, k))
+            return q, k, v
+
+        params = [weight] if bias is None else [weight, bias]
+        out = chunked_attention(x, project, params, Chunking(num_chunks, on_host=cpu_offloading))
+        if ranks == 1:
+            return out
+        return torch.cat([single_all_to_all(chunk, 1, 2, 0, group) for chunk in out.chunk(num_chunks, 1)], 1)
+
+
+class FpdtAttention(nn.Module):
+    """Projection, attention in chunks, projection back: x [tokens, batch, width] in and out.
+
+    Args:
+        config: Has `kv_channels`, `num_attention_heads`, `num_key_value_heads`, `hidden_size`, `attention_dropout`.
+        chunk_size: Tokens of a chunk on all ranks.
+    """
+
+    def __init__(
+        self, config: Any, first_weight: Tensor, first_bias: Any, second_weight: Tensor, second_bias: Any, sequence_process_group: Any,
+        gather_idx: int = 0, scatter_idx: int = 2, return_bias: bool = True, chunk_size: int = 65536, enable_offloading: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        del gather_idx, scatter_idx
+        self.config, self.spg, self.chunk_size, self.double_buffer = (
+            config,
+            sequence_process_group,
+            chunk_size,
+            enable_offloading,
+        )
+        self.qkv_linear_weight, self.qkv_linear_bias = first_weight, first_bias
+        self.qkv_dense_weight, self.qkv_dense_bias, self._return_bias = second_weight, second_bias, return_bias
+
+    def forward(
+        self, layernorm_output: Tensor, attention_mask: Any, inference_params: Any, rotary_pos_emb: Any, cpu_offloading: bool = True
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """The output, and the bias that is not added yet, or None."""
+        size, told = self.config.kv_channels, self.config
+        out = FpdtFunction.apply(
+            layernorm_output, attention_mask, inference_params, rotary_pos_emb, self.spg, 2, 0, told.hidden_size,
+            size * told.num_attention_heads, size, size * told.num_key_value_heads, self.qkv_linear_weight, self.qkv_linear_bias,
+            told.attention_dropout, max(1, len(layernorm_output) * as_group(self.spg).size // self.chunk_size), cpu_offloading,
+        )  # fmt: skip
+        out = F.linear(out.flatten(2).transpose(0, 1), self.qkv_dense_weight)
+        return (out, self.qkv_dense_bias) if self._return_bias else (out + self.qkv_dense_bias, None)
+
+
+class FpdtFfn:
+    """Two linear layers with a GELU between them, in chunks; a chunk is computed again in backward."""
+
+    @staticmethod
+    def apply(
+        x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
+    ) -> tuple[Tensor, Any]:
+        """x [tokens, ...] -> the same shape, and the second bias where it is not added."""
+
+        def layers(part: Tensor) -> Tensor:
+            return F.linear(F.gelu(F.linear(part, w1, b1), approximate="tanh"), w2, b2 if add_bias else None)
+
+        return tiled(layers, x, x.shape[0] // chunk_size, 0), None if add_bias else b2
+
+
+class FpdtLogitsLoss:
+    """The loss of every token of the sequence, from hidden states, in chunks; logits are computed again in backward."""
+
+    @staticmethod
+    def apply(
+        lm_output: Tensor, labels: Tensor, logit_weights: Tensor, rank: int, spg_size: int, spg: Any, num_chunk: int
+    ) -> Tensor:
+        """lm_output [tokens, batch, width], labels [batch, tokens] -> fp32 [tokens of all ranks, batch]."""
+        del rank, spg_size
+
+        def losses(part: Tensor, wanted: Tensor) -> Tensor:
+            logits = F.linear(part, logit_weights).float()
+            return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+
+        pairs = zip(lm_output.chunk(num_chunk), labels.t().chunk(num_chunk), strict=True)
+        found: Tensor = _Gathered.apply(
+            torch.cat([checkpoint(losses, *pair, use_reentrant=False) for pair in pairs]), spg
+        )
+        return found
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts along the first dim; the gradient of a part is its rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.length = as_group(group), len(part)
+        whole = part.new_empty((ctx.length * ctx.group.size, *part.shape[1:]))
+        ds_comm.all_gather_single(whole, part.contiguous(), ctx.group, unit="sequence").wait()
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        first = ctx.group.rank * ctx.length
+        return grads[0][first : first + ctx.length], None

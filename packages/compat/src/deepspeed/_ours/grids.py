@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,28 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from deepspeed._ours.raising import also
+from deepspeed._surface.constants import CHECKPOINT
 from ds_config.errors import CheckpointError, PlanError
+from ds_moe.listed import ListedBlock
+from ds_moe.packed import PackedExperts
 
 __all__ = [
-    "DeepSpeedCheckpoint",
-    "ZeROCheckpoint",
-    "expert_layers",
-    "expert_parallel_ranks",
-    "get_model_3d_descriptor",
-    "model_2d_descriptor",
-    "model_3d_desc",
-    "parallel_metadata",
-]
+    "DeepSpeedCheckpoint", "ZeROCheckpoint", "check_layers", "cut_layers", "expert_layers", "expert_parallel_ranks", "fragment_path", "get_model_3d_descriptor",
+    "join_expert_fragments", "model_2d_descriptor", "model_3d_desc", "parallel_metadata",
+]  # fmt: skip
 
 
 def expert_parallel_ranks(
-    world_size: int,
-    tensor_parallel_size_: int,
-    expert_parallel_size_: int,
-    pipeline_parallel_size_: int = 1,
+    world_size: int, tensor_parallel_size_: int, expert_parallel_size_: int, pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
     """The groups that share experts, and the groups that hold the same ones.
 
     Ranks of a stage are consecutive; inside, tensor-parallel ranks are neighbours. What is left is data parallelism, which
@@ -290,3 +287,72 @@ def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any
             )
         found += told
     return found
+
+
+_FIELDS = ("moe_layer_id", "module_path", "num_experts", "num_local_experts", "ep_size", "expert_key_prefix")
+
+
+def cut_layers(model: nn.Module) -> list[dict[str, Any]]:
+    """What a checkpoint says of the layers whose experts were cut over ranks (`ds_autoep_layers`)."""
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedExperts | ListedBlock)]
+    rows = [(name, layer.num_experts, layer.ep_size) for name, layer in found]
+    told = [
+        (number, name, experts, experts // ranks, ranks, name) for number, (name, experts, ranks) in enumerate(rows)
+    ]
+    return [dict(zip(_FIELDS, row, strict=True)) for row in told]
+
+
+def check_layers(layers: Any) -> None:
+    """Whether what a checkpoint says of such layers can be read.
+
+    Raises:
+        CheckpointError: it is no list, or an entry lacks a field ("compat-files"); a RuntimeError, too.
+    """
+    lacking = [set(_FIELDS).difference(entry) for entry in layers] if isinstance(layers, list) else []
+    if not isinstance(layers, list) or any(lacking):
+        what = (
+            f"missing fields {sorted(set().union(*lacking))}"
+            if lacking
+            else f"a {type(layers).__name__}, expected a list"
+        )
+        raise also(CheckpointError, RuntimeError)(
+            f"ds_autoep_layers is malformed: {what}", code="compat-files", fix="Save the checkpoint again."
+        )
+
+
+def fragment_path(temp_dir: str, param_name: str, state_name: str, dp_rank: int) -> str:
+    """Path of a data-parallel rank's part of a state of a parameter, as upstream's converter leaves them."""
+    return os.path.join(temp_dir, param_name, "0", f"{state_name}.{dp_rank:02d}")
+
+
+def join_expert_fragments(
+    temp_dir: str, output_dir: str, expert_param_info: Mapping[str, Mapping[str, Any]], slice_shapes: Mapping[str, Sequence[int]],
+    dp_degree: int, tp_degree: int, use_data_before_expert_parallel: bool,
+) -> None:  # fmt: skip
+    """Write the states of all experts' parameters, whole, into upstream's universal layout.
+
+    Raises:
+        CheckpointError: parts that do not make up the experts, or layers cut over ranks ("compat-files").
+    """
+    for name, told in expert_param_info.items():
+        ranks, folder = told["ep_size"], Path(output_dir, "zero", name)
+        if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != told["num_experts"]:
+            raise CheckpointError(
+                f"{name}: parts of {slice_shapes[name][0]} experts on {dp_degree} x {tp_degree} ranks of {told}",
+                code="compat-files",
+                fix="Resume from the checkpoint itself, which needs no conversion: engine.load_checkpoint.",
+            )
+        owners = torch.arange(dp_degree)
+        # Those of one expert group after the other: neighbours, or every so many-th rank.
+        owners = owners if use_data_before_expert_parallel else owners.view(-1, ranks).t().flatten()
+        folder.mkdir(parents=True, exist_ok=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            parts = [
+                torch.load(fragment_path(temp_dir, name, state, rank), weights_only=True) for rank in owners.tolist()
+            ]
+            whole = torch.cat([part.flatten() for part in parts]).view(-1, *slice_shapes[name][1:])
+            facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: told["num_experts"]}
+            torch.save({CHECKPOINT["PARAM"]: whole, **facts}, folder / f"{state}.pt")
+        steps = Path(fragment_path(temp_dir, name, "step", 0))
+        if steps.is_file():
+            torch.save(torch.load(steps, weights_only=True), folder / "step.pt")

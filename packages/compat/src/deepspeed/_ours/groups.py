@@ -11,21 +11,11 @@ from ds_config.errors import PlanError
 from ds_parallel.sequence.hf import SequenceRanks
 
 __all__ = [
-    "forget_layers",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "mpu",
-    "share_layers",
-    "share_sequences",
-]
+    "forget_layers", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
+    "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size", "mpu", "share_layers", "share_sequences",
+]  # fmt: skip
 
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so

@@ -16,19 +16,10 @@ from ds_config.errors import UnsupportedError
 from ds_engine.generating import GeneratingMethods
 
 __all__ = [
-    "DeepSpeedHybridEngine",
-    "HybridEngineRollout",
-    "HybridEngineRolloutConfig",
-    "JSDLossOutput",
-    "ResponseTokenBatch",
-    "RolloutBatch",
-    "RolloutConfig",
-    "RolloutEngine",
-    "RolloutRequest",
-    "SamplingConfig",
-    "build_rollout",
-    "generalized_jsd_loss",
-]
+    "DeepSpeedHybridEngine", "HybridEngineRollout", "HybridEngineRolloutConfig", "JSDLossOutput",
+    "ResponseTokenBatch", "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig",
+    "build_rollout", "generalized_jsd_loss",
+]  # fmt: skip
 
 
 class DeepSpeedHybridEngine(GeneratingMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
@@ -142,11 +133,9 @@ class HybridEngineRollout(RolloutEngine):
     name = "hybrid_engine"
 
     def __init__(
-        self,
-        engine: DeepSpeedHybridEngine,
-        tokenizer: Any,
-        cfg: RolloutConfig | HybridEngineRolloutConfig | None = None,
-    ) -> None:
+        self, engine: DeepSpeedHybridEngine, tokenizer: Any, cfg: RolloutConfig | HybridEngineRolloutConfig | None =
+        None,
+    ) -> None:  # fmt: skip
         self.engine, self.tokenizer = engine, tokenizer
         for field in fields(HybridEngineRolloutConfig):
             setattr(self, field.name, getattr(cfg, field.name, field.default))
@@ -214,11 +203,9 @@ def _answered(tokens: Tensor, end: int | None) -> Tensor:
 
 
 def build_rollout(
-    rollout_cfg: RolloutConfig,
-    student_engine: DeepSpeedHybridEngine | None = None,
-    tokenizer: Any = None,
-    **kwargs: Any,
-) -> RolloutEngine:
+    rollout_cfg: RolloutConfig, student_engine: DeepSpeedHybridEngine | None = None, tokenizer: Any = None, **kwargs:
+    Any,
+) -> RolloutEngine:  # fmt: skip
     """The rollout engine that `rollout_cfg.engine` names.
 
     Raises:
@@ -288,14 +275,9 @@ class JSDLossOutput:
 
 @raising(ValueError)
 def generalized_jsd_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    response_mask: Tensor,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    teacher_top_k: int | None = None,
-    pointwise_clip: float | None = None,
-) -> JSDLossOutput:
+    student_logits: Tensor, teacher_logits: Tensor, response_mask: Tensor, beta: float = 0.5, temperature: float = 1.0,
+    teacher_top_k: int | None = None, pointwise_clip: float | None = None,
+) -> JSDLossOutput:  # fmt: skip
     """`ds_compress.generalized_divergence` of answers' tokens."""
     found = generalized_divergence(
         student_logits, teacher_logits, response_mask,

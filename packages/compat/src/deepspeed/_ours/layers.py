@@ -27,25 +27,11 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor import CutModel, Kind, cut_of, kind_of, whole_params
 
 __all__ = [
-    "ColumnParallel",
-    "Conv_LinearALlreduce",
-    "GateUpPack_LinearLayer",
-    "GatherReplacedLayerParams",
-    "LinearAllreduce",
-    "LinearLayer",
-    "LmHeadLinearAllreduce",
-    "RowParallel",
-    "SubParamLinearAllreduce",
-    "SubParamLinearLayer",
-    "TensorParallel_Layer",
-    "collect_autotp_universal_checkpoint_info",
-    "conv_LinearLayer",
-    "dress",
-    "fused_LinearLayer",
-    "is_autotp_training_mode",
-    "set_autotp_mode",
-    "undress",
-]
+    "ColumnParallel", "Conv_LinearALlreduce", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
+    "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce", "RowParallel", "SubParamLinearAllreduce",
+    "SubParamLinearLayer", "TensorParallel_Layer", "collect_autotp_universal_checkpoint_info", "conv_LinearLayer",
+    "dress", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode", "undress",
+]  # fmt: skip
 
 Sizes = Sequence[int | Sequence[int]]
 _training: list[bool] = [False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,15 +21,9 @@ from ds_ops.quant import dequantize, quantize
 from ds_zero.policies.layers import LoRALinear
 
 __all__ = [
-    "Init",
-    "LoRAConfig",
-    "LoRAOptimizedLinear",
-    "OptimizedLinear",
-    "QuantizationConfig",
-    "QuantizedLinear",
-    "QuantizedParameter",
-    "init_lora",
-]
+    "Init", "LoRAConfig", "LoRAOptimizedLinear", "OptimizedLinear", "QuantizationConfig", "QuantizedLinear",
+    "QuantizedParameter", "init_lora",
+]  # fmt: skip
 
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -71,16 +66,10 @@ class LoRAOptimizedLinear(LoRALinear):
     """
 
     def __init__(
-        self,
-        input_dim: int,
-        output_dim: int,
-        bias: bool = False,
-        lora_config: LoRAConfig | None = None,
-        quantization_config: QuantizationConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        linear_cls: type[nn.Module] = nn.Linear,
-    ) -> None:
+        self, input_dim: int, output_dim: int, bias: bool = False, lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None, device: torch.device | str | None = None, dtype:
+        torch.dtype = torch.bfloat16, linear_cls: type[nn.Module] = nn.Linear,
+    ) -> None:  # fmt: skip
         del linear_cls
         lora = _checked(lora_config, bias)
         quant = quantization_config
@@ -95,6 +84,11 @@ class LoRAOptimizedLinear(LoRALinear):
         self.zero_shards = lora.base_weight_sharding
         if not lora.delay_lora_init:
             self.init_lora()
+
+    def draw_base(self) -> None:
+        """As upstream: Glorot's bound for what one rank holds."""
+        bound = math.sqrt(6 / (self.weight.numel() / self.out_features + self.out_features))
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def init_lora(self) -> None:
         """Begin the update, with the base as it is now."""
@@ -185,12 +179,9 @@ class QuantizedParameter(nn.Parameter):
     quantizer: Codes
 
     def __new__(
-        cls,
-        data: Tensor | None = None,
-        requires_grad: bool = False,
-        quantization_config: QuantizationConfig | None = None,
-        quantizer: Codes | None = None,
-    ) -> QuantizedParameter:
+        cls, data: Tensor | None = None, requires_grad: bool = False, quantization_config: QuantizationConfig | None =
+        None, quantizer: Codes | None = None,
+    ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
             raise also(ConfigError, ValueError)(
                 "QuantizedParameter(requires_grad=True): codes have no gradient",
@@ -218,13 +209,9 @@ class QuantizedLinear(nn.Linear):
     """A frozen `nn.Linear` that multiplies with quantized weights."""
 
     def __init__(
-        self,
-        input_dim: int,
-        output_dim: int,
-        bias: bool = False,
-        quantization_config: QuantizationConfig | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+        self, input_dim: int, output_dim: int, bias: bool = False, quantization_config: QuantizationConfig | None =
+        None, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         if dtype is not torch.bfloat16:
             raise also(PlanError, AssertionError)(
                 f"QuantizedLinear(dtype={dtype})", code="compat-argument", fix="Use torch.bfloat16."

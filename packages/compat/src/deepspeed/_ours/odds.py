@@ -16,24 +16,12 @@ from ds_comm import as_group, reduce_scatter_single
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = [
-    "ProgressiveLayerDrop",
-    "debug_clear_module_and_param_names",
-    "debug_extract_module_and_param_names",
-    "debug_module2name",
-    "debug_module2name_class",
-    "debug_module2name_id",
-    "debug_param2name",
-    "debug_param2name_id",
-    "debug_param2name_id_numel",
-    "debug_param2name_id_shape",
-    "debug_param2name_id_shape_device",
-    "debug_param2name_id_shape_status",
-    "get_state_devices",
-    "is_torch_elastic_compatible",
-    "print_rank",
-    "print_rank0",
-    "reduce_scatter_coalesced",
-]
+    "ProgressiveLayerDrop", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
+    "debug_module2name", "debug_module2name_class", "debug_module2name_id", "debug_param2name",
+    "debug_param2name_id", "debug_param2name_id_numel", "debug_param2name_id_shape",
+    "debug_param2name_id_shape_device", "debug_param2name_id_shape_status", "get_state_devices",
+    "is_torch_elastic_compatible", "print_rank", "print_rank0", "reduce_scatter_coalesced",
+]  # fmt: skip
 
 
 class ProgressiveLayerDrop:

@@ -50,12 +50,9 @@ class OffloadsStates:
         raise TypeError(f"{type(self).__name__} does not say what holds its state")
 
     def offload_states(
-        self,
-        include: Collection[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
+        self, include: Collection[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool =
+        False,
+    ) -> None:  # fmt: skip
         """Move state to the host until `reload_states`. See `kinds_of`."""
         del non_blocking
         holder = self._holder()

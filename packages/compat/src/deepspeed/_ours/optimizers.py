@@ -15,19 +15,10 @@ from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coeffi
 from ds_ops.updating import update
 
 __all__ = [
-    "ADAM_OPTIMIZER",
-    "LAMB_OPTIMIZER",
-    "MUON_OPTIMIZER",
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "FusedAdam",
-    "FusedLamb",
-    "FusedLion",
-    "dress_optimizer",
-    "muon_update",
+    "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "dress_optimizer", "muon_update",
     "zeropower_via_newtonschulz5",
-]
+]  # fmt: skip
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
 _NO_AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
@@ -82,17 +73,10 @@ class DeepSpeedCPUAdam(_Adam):
     optimizer_id: ClassVar[int] = 0
 
     def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
+        self, model_params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9,
+        0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if amsgrad:
             raise UnsupportedError("DeepSpeedCPUAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
         params = _fixed(model_params)
@@ -180,17 +164,10 @@ class FusedAdam(_Adam):
     """
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
+        self, params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none:
+        bool = True,
+    ) -> None:  # fmt: skip
         if amsgrad:
             raise UnsupportedError("FusedAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
         _no_kept_gradients("FusedAdam", set_grad_none)
@@ -209,14 +186,9 @@ class DeepSpeedCPUAdagrad(Adagrad):
     """`ds_ops.optim.Adagrad` with upstream's arguments."""
 
     def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
+        self, model_params: Params, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool =
+        False, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
         del amsgrad  # Adagrad has no such variant; upstream takes the argument and does not read it
         params = _fixed(model_params)
         dtype = _states(fp32_optimizer_states, params)
@@ -235,13 +207,9 @@ class DeepSpeedCPULion(Lion):
     """`ds_ops.optim.Lion` with upstream's arguments."""
 
     def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
+        self, model_params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float =
+        0.0, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
         params = _fixed(model_params)
         dtype = _states(fp32_optimizer_states, params)
         super().__init__(params, lr=lr, betas=_pair(betas), weight_decay=weight_decay, state_dtype=dtype)
@@ -255,13 +223,9 @@ class FusedLion(Lion):
     """
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
+        self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
         set_grad_none: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _no_kept_gradients("FusedLion", set_grad_none)
         super().__init__(_fixed(params), lr=lr, betas=_pair(betas), weight_decay=weight_decay)
 
@@ -274,19 +238,10 @@ class FusedLamb(Lamb):
     """
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> None:
+        self, params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
+    ) -> None:  # fmt: skip
         if amsgrad or max_grad_norm:
             raise UnsupportedError(
                 "FusedLamb with amsgrad or max_grad_norm",
@@ -337,14 +292,9 @@ def zeropower_via_newtonschulz5(G: torch.Tensor, steps: int) -> torch.Tensor:
 
 @torch.no_grad()
 def muon_update(
-    grad: torch.Tensor,
-    momentum: torch.Tensor,
-    beta: float = 0.95,
-    ns_steps: int = 5,
-    nesterov: bool = True,
-    ns_method: str = "gram",
-    is_expert_group: bool = False,
-) -> torch.Tensor:
+    grad: torch.Tensor, momentum: torch.Tensor, beta: float = 0.95, ns_steps: int = 5, nesterov: bool = True, ns_method:
+    str = "gram", is_expert_group: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The direction in which Muon goes: momentum, orthogonalized, times sqrt(max(1, rows / columns)).
 
     Args:

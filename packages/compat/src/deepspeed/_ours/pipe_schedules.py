@@ -13,23 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
-    "BackwardPass",
-    "BufferOpInstruction",
-    "DataParallelSchedule",
-    "ForwardPass",
-    "InferenceSchedule",
-    "LoadMicroBatch",
-    "OptimizerStep",
-    "PipeInstruction",
-    "PipeSchedule",
-    "RecvActivation",
-    "RecvGrad",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "SendActivation",
-    "SendGrad",
-    "TrainSchedule",
-]
+    "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass", "InferenceSchedule",
+    "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
+    "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
+]  # fmt: skip
 
 
 class PipeInstruction:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_pipe
 from deepspeed._ours.engine import DeepSpeedEngine
@@ -16,7 +16,7 @@ from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
 from ds_pipe.topology import Places
 
-__all__ = ["PipelineEngine", "PipelineParallelGrid"]
+__all__ = ["PipelineEngine", "PipelineModule", "PipelineParallelGrid"]
 
 
 class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
@@ -61,6 +61,20 @@ def _squarish(ranks: int) -> ds_pipe.ProcessTopology:
         else:
             pipe *= prime
     return ds_pipe.PipeDataParallelTopology(num_pp=pipe, num_dp=data)
+
+
+class PipelineModule(ds_pipe.PipelineModule):
+    """`ds_pipe.PipelineModule`, which builds every layer once to count its parameters, as upstream: later draws come after those."""
+
+    def _partition(self, method: str | Sequence[float], parts: int) -> tuple[int, ...]:
+        if isinstance(method, str) and method.lower() == "parameters":
+            method = list(map(_trainable, self.specs))
+        return super()._partition(method, parts)
+
+
+def _trainable(layer: Any) -> int:
+    built = layer.build() if isinstance(layer, ds_pipe.LayerSpec) else layer
+    return sum(p.numel() for p in built.parameters() if p.requires_grad) if isinstance(built, nn.Module) else 0
 
 
 class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states

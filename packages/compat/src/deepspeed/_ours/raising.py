@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_config.errors import DsError
+from ds_config.errors import DsError, PlanError
 
-__all__ = ["also", "raising"]
+__all__ = ["also", "out_of_order", "raising"]
 
 
 _twins: dict[tuple[type, type], type[DsError]] = {}
@@ -29,6 +29,11 @@ def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
     }
     _twins[kind, builtin] = twin = type(kind.__name__, (kind, builtin), there)
     return twin
+
+
+def out_of_order(what: str, fix: str) -> DsError:
+    """A call at the wrong time or with the wrong thing, where upstream asserts ("compat-order")."""
+    return also(PlanError, AssertionError)(what, code="compat-order", fix=fix)
 
 
 def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:

@@ -24,18 +24,10 @@ from ds_config.errors import UnsupportedError
 from ds_engine.foreign import latest_tag
 
 __all__ = [
-    "TorchCheckpointEngine",
-    "clone_tensors_for_torch_save",
-    "decode",
-    "encode",
-    "get_layer_ckpt_name_for_rank",
-    "get_model_ckpt_name_for_rank",
-    "get_zero_ckpt_name_for_rank",
-    "leave_files",
-    "leave_signs",
-    "name_of_tag",
+    "TorchCheckpointEngine", "clone_tensors_for_torch_save", "decode", "encode", "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "leave_files", "leave_signs", "name_of_tag",
     "same_everywhere",
-]
+]  # fmt: skip
 
 _KIND = "~"
 _SCRIPT = '''#!/usr/bin/env python3

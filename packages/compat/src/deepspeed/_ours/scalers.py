@@ -69,16 +69,10 @@ class DynamicLossScaler(LossScalerBase):
     dynamic = True
 
     def __init__(
-        self,
-        init_scale: float,
-        scale_window: int = 1000,
-        min_scale: float = 1,
-        delayed_shift: int = 1,
-        consecutive_hysteresis: bool = False,
-        raise_error_at_min_scale: bool = True,
-        dtype: torch.dtype = torch.half,
+        self, init_scale: float, scale_window: int = 1000, min_scale: float = 1, delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False, raise_error_at_min_scale: bool = True, dtype: torch.dtype = torch.half,
         scale_factor: float = 2.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(init_scale)
         self._rule = LossScale(None, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis)
         self._state = self._rule.start()

@@ -14,18 +14,9 @@ from ds_engine import schedules
 from ds_engine.schedules import SCHEDULES, Scheduler
 
 __all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "override_params",
-    "parse_arguments",
-]
+    "VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+    "add_tuning_arguments", "get_config_from_args", "get_lr_from_config", "override_params", "parse_arguments",
+]  # fmt: skip
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
 WARMUP_LOG_RATE = "log"
@@ -67,6 +58,10 @@ class _Attached(Scheduler, metaclass=_ByKind):
         if schedule is None or name not in type(schedule).model_fields:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(schedule, name)
+
+    def step(self, last_batch_iteration: int | None = None, batch_iteration: int | None = None) -> None:
+        """Go to the next t, or to the one given, by either of upstream's names."""
+        super().step(batch_iteration if last_batch_iteration is None else last_batch_iteration)
 
     def _each(self, value: float | tuple[float, ...]) -> list[float]:
         return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)

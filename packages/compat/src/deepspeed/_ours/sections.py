@@ -21,26 +21,12 @@ from ds_monitor.config import CometConfig, CsvMonitorConfig, TensorBoardConfig, 
 from ds_zero import config as strict
 
 __all__ = [
-    "DEFAULT_LEAF_MODULE_CLASSES",
-    "DEFAULT_LEAF_MODULE_NAMES",
-    "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
-    "CSVConfig",
-    "CometConfig",
-    "DeepSpeedBF16Config",
-    "DeepSpeedConfigModel",
-    "DeepSpeedFP16Config",
-    "DeepSpeedMonitorConfig",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroLeafModuleConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "TensorBoardConfig",
-    "WandbConfig",
-    "get_bfloat16_config",
-    "get_float16_config",
-    "get_monitor_config",
-    "get_zero_config",
-]
+    "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "CSVConfig",
+    "CometConfig", "DeepSpeedBF16Config", "DeepSpeedConfigModel", "DeepSpeedFP16Config", "DeepSpeedMonitorConfig",
+    "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig", "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig", "TensorBoardConfig", "WandbConfig", "get_bfloat16_config",
+    "get_float16_config", "get_monitor_config", "get_zero_config",
+]  # fmt: skip
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -29,15 +29,10 @@ class UlyssesSPAttentionHF:
 
     @staticmethod
     def register_with_transformers(
-        model_name_or_path: Any,
-        core_attn_implementation: str,
-        sequence_parallel_size: int,
-        micro_batch_size: int | None = None,
-        seq_length: int | None = None,
-        seq_length_is_variable: bool = True,
-        disable_in_eval: bool = False,
+        model_name_or_path: Any, core_attn_implementation: str, sequence_parallel_size: int, micro_batch_size: int |
+        None = None, seq_length: int | None = None, seq_length_is_variable: bool = True, disable_in_eval: bool = False,
         max_length: int | None = None,
-    ) -> SequenceRanks | None:
+    ) -> SequenceRanks | None:  # fmt: skip
         """See `ds_parallel.sequence.hf.register_with_transformers`. What it returns is `mpu` of `initialize`."""
         made = register_with_transformers(
             model_name_or_path,
@@ -72,12 +67,9 @@ class TiledMLP:
 
     @staticmethod
     def apply(
-        fn: Callable[[Any, Tensor], Tensor],
-        self: Any,
-        x: Tensor,
-        shards: int,
-        compute_params: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+        fn: Callable[[Any, Tensor], Tensor], self: Any, x: Tensor, shards: int, compute_params: Sequence[Tensor] | None
+        = None,
+    ) -> Tensor:  # fmt: skip
         """Each tile is computed again in backward; a parameter's gradient comes once, after the last tile."""
         del compute_params  # autograd knows them
         return tiled(lambda part: fn(self, part), x, shards)
@@ -91,15 +83,9 @@ class TiledFusedLogitsLoss:
 
     @staticmethod
     def apply(
-        fn: Callable[..., Tensor],
-        self: Any,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor | None,
-        shards: int,
-        compute_params: Sequence[Tensor] | None = None,
-        output_reduction: str = "mean",
-    ) -> Tensor:
+        fn: Callable[..., Tensor], self: Any, x: Tensor, y: Tensor, mask: Tensor | None, shards: int, compute_params:
+        Sequence[Tensor] | None = None, output_reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
         if output_reduction not in ("mean", "sum"):
             raise PlanError(f"output_reduction = {output_reduction!r}", code="tiled-shapes", fix='Use "mean" or "sum".')
         others = [y] if mask is None else [y, mask]
@@ -140,17 +126,10 @@ class SequenceTiledCompute:
 
     @staticmethod
     def apply(
-        fn: Callable[..., Tensor],
-        seqlen: int,
-        shards: int,
-        keys_to_shard: Sequence[str],
-        keys_to_pass: Sequence[str],
-        grad_requiring_tensor_key: str,
-        compute_params: Sequence[Tensor] | None,
-        output_unshard_dimension: int,
-        output_reduction: Any,
-        *args: Any,
-    ) -> Tensor:
+        fn: Callable[..., Tensor], seqlen: int, shards: int, keys_to_shard: Sequence[str], keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str, compute_params: Sequence[Tensor] | None, output_unshard_dimension: int,
+        output_reduction: Any, *args: Any,
+    ) -> Tensor:  # fmt: skip
         """`args`: the values of `keys_to_shard`, then those of `keys_to_pass`."""
         cut = dict(zip(keys_to_shard, args, strict=False))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))

@@ -18,30 +18,13 @@ from ds_accel import get_accelerator
 from ds_config.errors import ConfigError
 
 __all__ = [
-    "GATED_ACTIVATION_TYPES",
-    "ActivationFuncType",
-    "DeepSpeedActivationCheckpointingConfig",
-    "DeepSpeedFlopsProfilerConfig",
-    "DeprecatedException",
-    "DummyOptim",
-    "NormType",
-    "aio_config",
-    "bwc_pipeline_parallel_group",
-    "bwc_pipeline_parallel_world_size",
-    "bwc_tensor_model_parallel_group",
-    "bwc_tensor_model_parallel_rank",
-    "bwc_tensor_model_parallel_world_size",
-    "copy_to_device",
-    "ensure_directory_exists",
-    "get_config_default",
-    "get_global_norm",
-    "get_grad_norm",
-    "get_inactive_params",
-    "get_ma_status",
-    "get_value",
-    "is_model_parallel_parameter",
-    "prime_factors",
-]
+    "GATED_ACTIVATION_TYPES", "ActivationFuncType", "DeepSpeedActivationCheckpointingConfig",
+    "DeepSpeedFlopsProfilerConfig", "DeprecatedException", "DummyOptim", "NormType", "aio_config",
+    "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+    "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size", "copy_to_device",
+    "ensure_directory_exists", "get_config_default", "get_global_norm", "get_grad_norm", "get_inactive_params",
+    "get_ma_status", "get_value", "is_model_parallel_parameter", "prime_factors",
+]  # fmt: skip
 
 
 class ActivationFuncType(enum.IntEnum):

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from deepspeed._ours import groups
+from deepspeed._ours.accepting import accepted, section_of
 from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
-from deepspeed._ours.config import accepted, get_log_level, raw_config
+from deepspeed._ours.config import get_log_level, raw_config
 from deepspeed._ours.engine import DeepSpeedEngine
 from deepspeed._ours.hybrid import DeepSpeedHybridEngine
 from deepspeed._ours.layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
@@ -57,20 +58,12 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 @raising(AssertionError)
 def initialize(
-    args: argparse.Namespace | Mapping[str, Any] | None = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | DeepSpeedOptimizerCallable | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Source | None = None,
-    mesh_param: tuple[int, int] | None = None,
-    config_params: Source | None = None,
-) -> tuple[DeepSpeedEngine, DeepSpeedZeroOptimizer | None, ResumableLoader | None, Any]:
+    args: argparse.Namespace | Mapping[str, Any] | None = None, model: nn.Module | None = None, optimizer:
+    torch.optim.Optimizer | DeepSpeedOptimizerCallable | None = None, model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None, lr_scheduler: Any = None, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, mpu:
+    Any = None, dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None, config:
+    Source | None = None, mesh_param: tuple[int, int] | None = None, config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedZeroOptimizer | None, ResumableLoader | None, Any]:  # fmt: skip
     """Make an engine from a model and a configuration. Collective. See `ds_engine.initialize`.
 
     A model that another engine still holds is given back by that engine first.
@@ -94,6 +87,7 @@ def initialize(
     resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu)
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
+    _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
     tell_steps()
@@ -109,7 +103,9 @@ def initialize(
             counted,
             plan.batch,
         )
-    parts = Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, DeepSpeedZeroOptimizer)
+    chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
+    data = training_data if chosen else None
+    parts = Parts(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()
     try:
         plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
@@ -117,6 +113,8 @@ def initialize(
         engine = made(plan, assemble(plan, model, parts), raw)
     finally:
         restore_init_context()
+    if training_data is not None and not chosen:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _note_layers(engine, model, asked)
     offload = resolved.zero_optimization.offload_optimizer
     if optimizer is None and engine.optimizer is not None:
@@ -124,6 +122,18 @@ def initialize(
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _check_buckets(raw: Mapping[str, Any]) -> None:
+    """Upstream's buckets begin at multiples of two elements; a size that says otherwise is refused as there, though nothing reads it."""
+    zero = section_of(raw, "zero_optimization")
+    size = zero.get("allgather_bucket_size", 2)
+    if zero.get("stage") in (1, 2) and isinstance(size, int) and size % 2:
+        raise ConfigError(
+            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2",
+            code="compat-argument",
+            fix=f"Use {size - 1}, or leave the key out.",
+        )
 
 
 def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
@@ -204,14 +214,8 @@ class _Asked:
 
 
 def tp_model_init(
-    model: nn.Module,
-    tp_size: int,
-    dtype: torch.dtype,
-    config: Any = None,
-    *,
-    tp_group: Any = None,
-    **options: Any,
-) -> nn.Module:
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, *, tp_group: Any = None, **options: Any,
+) -> nn.Module:  # fmt: skip
     """Note that `model` is to be cut over `tp_size` ranks, in `dtype`; `initialize` cuts it.
 
     Args:

@@ -14,20 +14,10 @@ from deepspeed._ours.raising import also
 from ds_config.errors import PlanError
 
 __all__ = [
-    "AllGatherHandle",
-    "LinearFunctionForZeroStage3",
-    "LinearModuleForZeroStage3",
-    "MultipleAllGatherHandles",
-    "NoGatherHandle",
-    "PartitionedTensor",
-    "SeqAllToAll",
-    "SparseTensor",
-    "apply_rotary_pos_emb",
-    "prefix_sum_inc",
-    "rotate_half",
-    "single_all_to_all",
-    "zero3_linear_wrap",
-]
+    "AllGatherHandle", "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "MultipleAllGatherHandles",
+    "NoGatherHandle", "PartitionedTensor", "SeqAllToAll", "SparseTensor", "apply_rotary_pos_emb", "prefix_sum_inc",
+    "rotate_half", "single_all_to_all", "zero3_linear_wrap",
+]  # fmt: skip
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:

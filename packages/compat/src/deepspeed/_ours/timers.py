@@ -95,13 +95,9 @@ class SynchronizedWallClockTimer:
         return f"{stats.allocated / 2**30:.2f} GiB allocated, peak {stats.peak / 2**30:.2f} GiB"
 
     def log(
-        self,
-        names: Sequence[str],
-        normalizer: float = 1.0,
-        reset: bool = True,
-        memory_breakdown: bool = False,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False, ranks:
+        Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """One line with the named timers in milliseconds, on `ranks` (default: rank 0)."""
         parts = [f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
         if world_group().rank in (ranks or [0]):
@@ -169,14 +165,9 @@ class ThroughputTimer:
     """
 
     def __init__(
-        self,
-        config: Any,
-        batch_size: int,
-        start_step: int = 2,
-        steps_per_output: int | None = None,
-        monitor_memory: bool = False,
-        logging_fn: Callable[[str], Any] | None = None,
-    ) -> None:
+        self, config: Any, batch_size: int, start_step: int = 2, steps_per_output: int | None = None, monitor_memory:
+        bool = False, logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.batch_size, self.start_step = config, max(1, batch_size), start_step
         self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
         self.logging = logging_fn or _log.info

@@ -19,39 +19,14 @@ from ds_comm import world_group
 from ds_config.errors import ConfigError
 
 __all__ = [
-    "LoggerFactory",
-    "OnDevice",
-    "RepeatingLoader",
-    "call_to_str",
-    "clip_grad_norm_",
-    "empty_cache",
-    "get_z3_leaf_modules",
-    "instrument_w_nvtx",
-    "is_compile_supported",
-    "is_zero_supported_optimizer",
-    "log_dist",
-    "log_dist_once",
-    "log_levels",
-    "logger",
-    "memory_status",
-    "move_to_device",
-    "noop_decorator",
-    "partition_balanced",
-    "partition_uniform",
-    "print_json_dist",
-    "see_memory_usage",
-    "set_log_level_from_string",
-    "set_random_seed",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "tell_steps",
-    "unset_z3_leaf_modules",
-    "warning_once",
-    "z3_leaf_module",
+    "LoggerFactory", "OnDevice", "RepeatingLoader", "call_to_str", "clip_grad_norm_", "empty_cache",
+    "get_z3_leaf_modules", "instrument_w_nvtx", "is_compile_supported", "is_zero_supported_optimizer", "log_dist",
+    "log_dist_once", "log_levels", "logger", "memory_status", "move_to_device", "noop_decorator",
+    "partition_balanced", "partition_uniform", "print_json_dist", "see_memory_usage", "set_log_level_from_string",
+    "set_random_seed", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "tell_steps", "unset_z3_leaf_modules", "warning_once", "z3_leaf_module",
     "z3_leaf_parameter",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -151,8 +126,8 @@ def print_json_dist(message: Mapping[str, Any], ranks: Sequence[int] | None = No
             json.dump({**message, "rank": world_group().rank}, file)
 
 
-def set_log_level_from_string(log_level_str: str) -> None:
-    """Set the level of the logger by its name.
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger by its name; of this package's by default.
 
     Raises:
         ValueError: it is none.
@@ -162,7 +137,7 @@ def set_log_level_from_string(log_level_str: str) -> None:
         raise ConfigError(
             f"{log_level_str!r} is not a log level", code="compat-argument", fix=f"Use one of {', '.join(log_levels)}."
         )
-    logger.setLevel(level)
+    (custom_logger or logger).setLevel(level)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -12,16 +12,9 @@ from deepspeed._ours.raising import also
 from ds_config.errors import PlanError
 
 __all__ = [
-    "get_n_embd",
-    "get_num_attention_heads",
-    "get_num_kv_heads",
-    "get_shard_size",
-    "get_shard_size_list",
-    "set_n_embd",
-    "set_num_attention_heads",
-    "set_num_kv_heads",
-    "set_tp_grain_size",
-]
+    "get_n_embd", "get_num_attention_heads", "get_num_kv_heads", "get_shard_size", "get_shard_size_list",
+    "set_n_embd", "set_num_attention_heads", "set_num_kv_heads", "set_tp_grain_size",
+]  # fmt: skip
 
 num_kv_heads: int | None = None
 num_attention_heads: int | None = None
@@ -71,13 +64,9 @@ def set_tp_grain_size(num: int) -> None:
 
 
 def get_shard_size(
-    total_size: int,
-    mp_size: int,
-    name: str | None = None,
-    rank: int | None = None,
-    mp_group: Any = None,
-    num_kv_heads: int | None = None,
-) -> int:
+    total_size: int, mp_size: int, name: str | None = None, rank: int | None = None, mp_group: Any = None, num_kv_heads:
+    int | None = None,
+) -> int:  # fmt: skip
     """Elements of one rank.
 
     Args:

@@ -45,13 +45,9 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str,
-    output_dir: str,
-    max_shard_size: str | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
+    checkpoint_dir: str, output_dir: str, max_shard_size: str | None = "5GB", safe_serialization: bool = False, tag: str
+    | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
     """Write the whole fp32 weights into `output_dir`: `pytorch_model.bin`, or safetensors of at most `max_shard_size`.
 
     Raises:

@@ -22,16 +22,10 @@ from ds_config import read
 from ds_config.errors import ConfigError, ShardedAccessError
 
 __all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "TiledLinear",
-    "register_external_parameter",
-    "restore_init_context",
-    "shutdown_init_context",
-    "unregister_external_parameter",
+    "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "register_external_parameter",
+    "restore_init_context", "shutdown_init_context", "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
-]
+]  # fmt: skip
 
 _log = logging.getLogger("DeepSpeed")
 _orig_torch_arange = torch.arange
@@ -76,20 +70,11 @@ class Init(ds_zero.Init):
     """
 
     def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        sequence_data_parallel_group: Any = None,
-        **others: Any,
-    ) -> None:
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, sequence_data_parallel_group: Any =
+        None, **others: Any,
+    ) -> None:  # fmt: skip
         del mem_efficient_linear, remote_device, pin_memory, mpu, others
         if enabled:
             init_distributed()
@@ -163,18 +148,10 @@ class TiledLinear(ds_zero.TiledLinear):
 
     @raising(RuntimeError)
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        in_splits: int = 1,
-        out_splits: int = 1,
-        input_is_already_split: bool = False,
-        combine_out_splits: bool = True,
-        linear_cls: type[nn.Module] = nn.Linear,
-        init_linear: nn.Linear | None = None,
-        **linear_kwargs: Any,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
+        input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: type[nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None, **linear_kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             in_features,
             out_features,

@@ -18,8 +18,8 @@ GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds
 TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.cut_model")
 PRESETS = Missing("a family's rules are chosen by its type", "tensor_parallel.preset_model of the configuration")
 SEQUENCE = Missing(
-    "chunked attention with keys on the host is not built yet",
-    "ds_parallel.sequence: DistributedAttention, RingAttention",
+    "what attends shares a sequence; no graph is rewritten for it",
+    "ds_parallel.sequence: DistributedAttention, RingAttention, chunked_attention",
 )
 DATA = Missing(
     "ds-data does not have it yet",
@@ -67,7 +67,6 @@ OFFLOAD = Missing(
 AUTOCAST = Missing("no parameter carries a format of its own", "the `torch_autocast` section; communication_data_type")
 MUON = Missing("Muon is one class here", "ds_ops.optim.Muon, or the optimizer section")
 PINNED = Missing("pinned memory belongs to the accelerator", "get_accelerator().pin_memory, or ds_accel.PinnedPool")
-ACCELERATORS = Missing("one accelerator answers for every device", "deepspeed.accelerator.get_accelerator()")
 
 TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
 

@@ -1,14 +1,18 @@
 """Sequence parallelism: ranks that each have a part of every sequence."""
 
+from ds_parallel.sequence.chunked import Chunking, HostChunks, chunked_attention
 from ds_parallel.sequence.data import SequenceDataLoader, sequence_part, token_weighted_loss
 from ds_parallel.sequence.ring import RingAttention, RingPlan, plan_ring
 from ds_parallel.sequence.ulysses import DistributedAttention
 
 __all__ = [
+    "Chunking",
     "DistributedAttention",
+    "HostChunks",
     "RingAttention",
     "RingPlan",
     "SequenceDataLoader",
+    "chunked_attention",
     "plan_ring",
     "sequence_part",
     "token_weighted_loss",

@@ -153,7 +153,7 @@ class LoRALinear(nn.Module):
         self.scale, self.group, self.quantized, self.group_size = alpha / rank, group, quantized, group_size
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         self.weight = nn.Parameter(torch.empty(out_features // ranks, in_features, **made), requires_grad=False)
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.draw_base()
         self._made = made
         self._place()
 
@@ -161,6 +161,10 @@ class LoRALinear(nn.Module):
     def started(self) -> bool:
         """Whether there is an update."""
         return hasattr(self, "lora_A")
+
+    def draw_base(self) -> None:
+        """Give W its first values, as `nn.Linear` does. Called once, at construction."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def _place(self) -> None:
         """Tell who shards and saves the model which rows of W, or of its codes, are here."""

@@ -1,0 +1,201 @@
+"""Upstream's laxness in, ds-engine's strictness out: what of a configuration is left out before `ds_engine.load_config` reads it.
+
+Upstream takes unknown top-level keys, unknown keys of sections that it reads one key at a time, "auto" left inside
+`zero_optimization`, and keys that do nothing beside others; programs rely on it. Each is left out with one warning that says what
+would be right. A key that does nothing at all, as templates carry them, is told at info level: libraries read the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from ds_config import classify, dotted, keys, nearest
+from ds_config.errors import ConfigError
+from ds_engine import Config
+
+__all__ = ["LAYOUT", "accepted", "get_gradient_allreduce_op", "section_of"]
+
+_log = logging.getLogger("DeepSpeed")
+Raw = Mapping[str, Any]
+
+LAYOUT = "DS_CHECKPOINT_LAYOUT"
+"""The variable that says `checkpoint.layout` for configurations that do not."""
+
+
+def accepted(raw: Raw) -> dict[str, Any]:
+    """`raw` without what upstream would not have looked at; 0 and 1 are truth values where those belong."""
+    kept = _known_of(_with_truth(raw, ()), "")
+    for section in [name for name in kept if name in _LAX]:
+        if isinstance(kept[section], Mapping):
+            kept[section] = _known_of(kept[section], section)
+    if isinstance(kept.get("zero_optimization"), Mapping):
+        kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
+    for path, vain, told in _VAIN:
+        value = _at(kept, path)
+        if value is not None and vain(kept):
+            kept = _without(kept, path)
+            if value not in (False, {}):
+                _log.warning("%s does nothing here and was left out, as upstream does: %s", ".".join(path), told)
+    for report in classify(Config, kept):
+        if report.kind == "no effect" and all(isinstance(part, str) for part in report.path):
+            kept = _without(kept, tuple(map(str, report.path)))
+            _log.info("%s has no effect: %s", dotted(report.path), report.why)
+    layout = os.environ.get(LAYOUT)
+    if layout:
+        kept["checkpoint"] = {"layout": layout, **section_of(kept, "checkpoint")}
+    if isinstance(kept.get("log_level"), str):
+        kept["log_level"] = kept["log_level"].lower()
+    if "gradient_allreduce_op" in kept:
+        kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
+    return kept
+
+
+def section_of(raw: Raw, name: str) -> Raw:
+    """A section; empty where it is not given, or is none."""
+    found = raw.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+# Sections that upstream reads one key at a time, without a look at the others.
+_LAX = frozenset({
+    "activation_checkpointing", "aio", "checkpoint", "curriculum_learning", "data_types", "elasticity", "flops_profiler",
+    "optimizer", "pipeline", "progressive_layer_drop", "scheduler", "sparse_attention", "torch_autocast",
+})  # fmt: skip
+
+
+def _zero(raw: Raw, key: str, default: Any = None) -> Any:
+    return section_of(raw, "zero_optimization").get(key, default)
+
+
+def _below_3(raw: Raw) -> bool:
+    return _zero(raw, "stage", 0) in (0, 1, 2)
+
+
+def _without_stage(raw: Raw) -> bool:
+    return _zero(raw, "stage", 0) == 0
+
+
+def _off(*names: str) -> Callable[[Raw], bool]:
+    return lambda raw: not any(section_of(raw, name).get("enabled", False) for name in names)
+
+
+_Z = "zero_optimization"
+_VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
+    ((_Z, "offload_param"), _below_3, "parameters are offloaded at stage 3"),
+    ((_Z, "zero_hpz_partition_size"), _below_3, "secondary shards are of stage 3"),
+    ((_Z, "mics_hierarchical_params_gather"), _below_3, "parameters are gathered in two steps at stage 3"),
+    ((_Z, "zero_quantized_weights"), _below_3, "weights travel at stage 3"),
+    ((_Z, "zero_quantized_nontrainable_weights"), _below_3, "weights travel at stage 3"),
+    ((_Z, "zero_quantized_gradients"), _without_stage, "gradients are quantized at stages 1 to 3"),
+    (
+        (_Z, "zeropp_loco_param"),
+        lambda raw: not _zero(raw, "zero_quantized_gradients"),
+        "it corrects quantized gradients (zero_quantized_gradients)",
+    ),
+    (("sparse_gradients",), lambda raw: not _without_stage(raw), "rows are sent at stage 0"),
+    (
+        ("prescale_gradients",),
+        lambda raw: raw.get("gradient_predivide_factor", 1.0) != 1.0,
+        "gradient_predivide_factor says by what gradients are divided before they are added up",
+    ),
+    (("fp16", "auto_cast"), _off("fp16"), "fp16 is not enabled"),
+    (("fp16", "fp16_master_weights_and_grads"), _off("fp16"), "fp16 is not enabled"),
+    (("bf16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
+    (("bfloat16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
+    (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
+    (
+        ("tensor_parallel", "tp_overlap_comm"),
+        lambda raw: True,
+        "layers that read one input sum its gradient once",
+    ),
+)
+"""Keys that do nothing beside others: where, when, and what would be right."""
+
+
+def _at(raw: Raw, path: tuple[str, ...]) -> Any:
+    found: Any = raw
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _without(raw: Raw, path: tuple[str, ...]) -> dict[str, Any]:
+    if len(path) == 1:
+        return {key: value for key, value in raw.items() if key != path[0]}
+    return {**raw, path[0]: _without(raw[path[0]], path[1:])}
+
+
+def _known_of(section: Raw, name: str) -> dict[str, Any]:
+    """`section` without the keys that nothing knows, each with a warning; `name` is empty for the whole configuration."""
+    known = _keys_of(name)
+    for key in section:
+        if key not in known:
+            close = nearest(key.rpartition(".")[2], known)
+            hint = f" (nearest known key: {close[0]!r})" if close else ""
+            there = f"{name}.{key}" if name else key
+            _log.warning("configuration key %r is unknown%s and was left out, as upstream does", there, hint)
+    return {key: value for key, value in section.items() if key in known}
+
+
+@cache
+def _keys_of(section: str) -> frozenset[str]:
+    if not section:
+        return frozenset(str(key.path[0]) for key in keys(Config))
+    return frozenset(str(key.path[1]) for key in keys(Config) if len(key.path) > 1 and key.path[0] == section)
+
+
+@cache
+def _truths() -> frozenset[tuple[str | int, ...]]:
+    return frozenset(key.path for key in keys(Config) if key.model.model_fields[key.field].annotation is bool)
+
+
+def _with_truth(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        there = (*path, key)
+        if isinstance(value, Mapping):
+            found[key] = _with_truth(value, there)
+        else:
+            found[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
+    return found
+
+
+def _without_auto(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if value == "auto":
+            _log.warning("%s is 'auto' and nobody filled it in: its default is used", ".".join((*path, key)))
+        else:
+            found[key] = _without_auto(value, (*path, key)) if isinstance(value, Mapping) else value
+    return found
+
+
+_NOT_WITH_SUM: tuple[tuple[str, Callable[[Raw], bool]], ...] = (
+    ("ZeRO stage 3", lambda raw: _zero(raw, "stage") == 3),
+    ("ZenFlow", lambda raw: _zero(raw, "zenflow") is not None),
+    ("DeepCompile", lambda raw: section_of(raw, "compile").get("deepcompile") is True),
+)
+"""What sums of gradients do not go with where programs come from, and how to see it."""
+
+
+def get_gradient_allreduce_op(param_dict: Raw) -> str:
+    """ "mean" or "sum".
+
+    Raises:
+        ConfigError: anything else, or a sum with what divides gradients in its own way ("compat-argument").
+    """
+    found = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
+    clash = next((name for name, there in _NOT_WITH_SUM if found == "sum" and there(param_dict)), None)
+    if found not in ("mean", "sum"):
+        raise ConfigError(
+            f"Invalid gradient_allreduce_op {found!r}", code="compat-argument", fix='Write "mean" or "sum".'
+        )
+    if clash is not None:
+        raise ConfigError(
+            f"gradient_allreduce_op = sum is not supported with {clash}", code="compat-argument", fix='Use "mean".'
+        )
+    return found

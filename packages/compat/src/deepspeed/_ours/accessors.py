@@ -1,0 +1,144 @@
+"""Methods and properties of the engine that only tell something: name -> what it tells."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["ACCESSORS", "PROPERTIES", "add_accessors"]
+
+Tells = Callable[[Any], Any]
+
+
+def _of_zero(name: str) -> Tells:
+    return lambda engine: getattr(engine.plan.config.zero_optimization, name)
+
+
+def _of_config(*path: str) -> Tells:
+    def read(engine: Any) -> Any:
+        found: Any = engine._config
+        for name in path:
+            found = getattr(found, name)
+        return found
+
+    return read
+
+
+def _gathers(section: Any) -> bool:
+    # The key does nothing in ds-zero, which drops it; clients ask what the user wrote.
+    names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+    older = "stage3_gather_fp16_weights_on_model_save"
+    return isinstance(section, Mapping) and any(section.get(name) is True for name in (*names, older))
+
+
+ACCESSORS: Mapping[str, Tells] = {
+    "train_batch_size": lambda e: e.plan.batch.train,
+    "train_micro_batch_size_per_gpu": lambda e: e.plan.batch.micro,
+    "gradient_accumulation_steps": lambda e: e.plan.batch.accumulation,
+    "zero_optimization": lambda e: e.plan.config.zero_optimization.stage > 0,
+    "zero_optimization_stage": _of_zero("stage"),
+    "zero_optimization_partition_gradients": lambda e: e.plan.residency.shard_grads,
+    "zero_optimization_partition_weights": lambda e: e.plan.residency.shard_params,
+    "zero_gather_16bit_weights_on_model_save": lambda e: _gathers(e.config.get("zero_optimization", {})),
+    "zero_reduce_bucket_size": _of_zero("reduce_bucket_size"),
+    "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
+    "zero_contiguous_gradients": _of_zero("contiguous_gradients"),
+    "zero_reduce_scatter": _of_zero("reduce_scatter"),
+    "zero_allgather_bucket_size": _of_zero("allgather_bucket_size"),
+    "zero_sub_group_size": _of_zero("sub_group_size"),
+    "zero_param_persistence_threshold": _of_zero("param_persistence_threshold"),
+    "zero_model_persistence_threshold": _of_zero("model_persistence_threshold"),
+    "zero_prefetch_bucket_size": _of_zero("prefetch_bucket_size"),
+    "zero_max_live_parameters": _of_zero("max_live_parameters"),
+    "zero_max_reuse_distance": _of_zero("max_reuse_distance"),
+    "zero_ignore_unused_parameters": _of_zero("ignore_unused_parameters"),
+    "zero_offload_optimizer": _of_zero("offload_optimizer"),
+    "zero_offload_param": _of_zero("offload_param"),
+    "zero_elastic_checkpoint": _of_zero("elastic_checkpoint"),
+    "zero_round_robin_gradients": _of_zero("round_robin_gradients"),
+    "fp16_enabled": _of_config("fp16", "enabled"),
+    "fp16_auto_cast": _of_config("fp16", "auto_cast"),
+    "bfloat16_enabled": _of_config("bf16", "enabled"),
+    "torch_autocast_enabled": _of_config("torch_autocast", "enabled"),
+    "amp_enabled": lambda e: False,
+    "loss_scale": _of_config("fp16", "loss_scale"),
+    "dynamic_loss_scale": lambda e: e.plan.config.fp16.enabled and e.plan.config.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda e: 2**e.plan.config.fp16.initial_scale_power,
+    "gradient_clipping": _of_config("gradient_clipping"),
+    "gradient_predivide_factor": _of_config("gradient_predivide_factor"),
+    "prescale_gradients": _of_config("prescale_gradients"),
+    "postscale_gradients": lambda e: not e.plan.config.prescale_gradients,
+    "sparse_gradients_enabled": _of_config("sparse_gradients"),
+    "steps_per_print": _of_config("steps_per_print"),
+    "wall_clock_breakdown": _of_config("wall_clock_breakdown"),
+    "log_level": _of_config("log_level"),
+    "memory_breakdown": _of_config("memory_breakdown"),
+    "dataloader_drop_last": _of_config("dataloader_drop_last"),
+    "dump_state_enabled": _of_config("dump_state"),
+    "optimizer_name": lambda e: None if e.plan.config.optimizer is None else e.plan.config.optimizer.type.lower(),
+    "optimizer_params": lambda e: e.config.get("optimizer", {}).get("params"),
+    "scheduler_name": lambda e: None if e.plan.config.scheduler is None else e.plan.config.scheduler.type,
+    "scheduler_params": lambda e: e.config.get("scheduler", {}).get("params"),
+    "load_universal_checkpoint": lambda e: False,
+    "managed_gradient_accumulation": lambda e: e.plan.managed,
+    "use_node_local_storage": lambda e: False,
+    "elasticity_enabled": lambda e: bool(e.config.get("elasticity", {}).get("enabled", False)),
+    "pld_enabled": lambda e: bool((e.config.get("progressive_layer_drop") or {}).get("enabled", False)),
+    "curriculum_enabled_legacy": lambda e: e.plan.curriculum is not None,
+    "data_efficiency_enabled": lambda e: bool((e.config.get("data_efficiency") or {}).get("enabled", False)),
+    "data_efficiency_config": lambda e: e.plan.config.data_efficiency.model_dump(mode="json"),
+    "data_sampling_enabled": lambda e: e.plan.config.data_efficiency.sampling is not None,
+    "data_sampling_config": lambda e: e.plan.config.data_efficiency.data_sampling.model_dump(mode="json"),
+    "curriculum_learning_enabled": lambda e: e.plan.config.data_efficiency.curriculum is not None,
+    "curriculum_learning_config": lambda e: e.data_sampling_config()["curriculum_learning"],
+    "curriculum_params_legacy": lambda e: e.config.get("curriculum_learning") or {},
+    "random_ltd_enabled": lambda e: e.plan.config.data_efficiency.random_ltd is not None,
+    "random_ltd_config": lambda e: e.plan.config.data_efficiency.data_routing.random_ltd.model_dump(mode="json"),
+    "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
+    "autotuning_enabled": lambda e: False,
+    "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
+    "tensorboard_enabled": _of_config("tensorboard", "enabled"),
+    "wandb_enabled": _of_config("wandb", "enabled"),
+    "csv_monitor_enabled": _of_config("csv_monitor", "enabled"),
+    "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
+    "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
+    "get_tensor_parallel_rank": lambda e: e.mesh["tensor"].rank,
+    "get_model_parallel_rank": lambda e: e.mesh["tensor"].rank,
+    "get_sequence_parallel_group": lambda e: e.seq_parallel_group,
+    "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
+    "is_deepcompile_enabled": lambda e: False,
+    "is_deepcompile_active": lambda e: False,
+}
+"""Methods without arguments that only tell something: name -> what it tells."""
+
+PROPERTIES: Mapping[str, Tells] = {
+    "basic_optimizer": lambda e: None if e.optimizer is None else e.optimizer.inner,
+    "global_rank": lambda e: e.mesh.rank,
+    "world_size": lambda e: e.mesh["world"].size,
+    "local_rank": lambda e: int(os.environ.get("LOCAL_RANK", "0")),
+    "dp_world_size": lambda e: e.mesh["data"].size,
+    "data_parallel_group": lambda e: e.mesh["data"].pg,
+    "seq_parallel_group": lambda e: e.mesh["sequence"].pg if e.mesh["sequence"].size > 1 else None,
+    "mp_world_size": lambda e: e.mesh["tensor"].size,
+    "checkpoint_mp_rank": lambda e: e.mesh["tensor"].rank,
+    "communication_data_type": lambda e: e.plan.precision.reduce,
+}
+"""Ranks, groups and formats under upstream's names."""
+
+
+def add_accessors(kind: type) -> None:
+    """Give an engine's class the methods and properties of the tables."""
+    for name, tells in ACCESSORS.items():
+        setattr(kind, name, _method(kind, name, tells))
+    for name, tells in PROPERTIES.items():
+        setattr(kind, name, property(_method(kind, name, tells)))
+
+
+def _method(kind: type, name: str, tells: Tells) -> Tells:
+    def accessor(self: Any) -> Any:
+        return tells(self)
+
+    accessor.__name__ = name
+    accessor.__qualname__ = f"{kind.__name__}.{name}"
+    return accessor
