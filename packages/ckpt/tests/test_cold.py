@@ -67,8 +67,8 @@ def test_a_warm_load_begins_no_transfer(cold, monkeypatch):
 @pytest.mark.parametrize("stretch", [2**16, 2**18 + 2**12])
 def test_blocks_and_tensors_may_begin_and_end_anywhere(tmp_path, model, monkeypatch, stretch):
     monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 100_003 * 4)
+    monkeypatch.setattr(files, "STRETCH_BYTES", stretch)
     for module in (files, reader):
-        monkeypatch.setattr(module, "STRETCH_BYTES", stretch)
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
     state = _state()
     ds_ckpt.save(tmp_path / "x", ds_ckpt.whole(state), {})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final
 
-from ds_ckpt.protocols import SHARED, OnDisk, ReadFile, Storage
+from ds_ckpt.protocols import SHARED, OnDisk, ReadFile, Remote, Storage
 from ds_ckpt.records import FileRecord
 from ds_ckpt.writer import SLAB_BYTES, Pool
 from ds_config.errors import CheckpointError
@@ -22,7 +22,7 @@ from ds_ops.io import AsyncIO, IOSettings, Transfer
 
 __all__ = ["DIRECT_BYTES", "STRETCH_BYTES", "Files"]
 
-STRETCH_BYTES: Final = SLAB_BYTES  # read at once, at most, and not across a multiple of it
+STRETCH_BYTES: Final = SLAB_BYTES
 DIRECT_BYTES: Final = 2**18  # shorter stretches gain nothing from bypassing the page cache
 _AHEAD_BYTES: Final = 8 * SLAB_BYTES
 _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
@@ -53,6 +53,8 @@ class Files:
         self, storage: Storage, tag: str, records: Sequence[FileRecord], *, direct: bool = True, limit: int = 0
     ) -> None:
         self._storage, self._tag, self._records, self._direct = storage, tag, records, direct
+        # Bytes to read at once, at most, and not across a multiple of it.
+        self.stretch_bytes = storage.range_bytes if isinstance(storage, Remote) else STRETCH_BYTES
         self._limit = limit or _most_open()
         self._open: OrderedDict[int, _Handle] = OrderedDict()
         self._viewed = 0
@@ -153,7 +155,7 @@ class Files:
 
     @contextmanager
     def fetch(self, index: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """At most `STRETCH_BYTES` bytes that do not cross a multiple of it, inside the context."""
+        """At most `stretch_bytes` that do not cross a multiple of it, inside the context."""
         with self.start(index, offset, nbytes) as view:
             yield view
 

@@ -91,6 +91,8 @@ def _is_data(name: str) -> bool:
 class ObjectStorage:
     """Checkpoints below an fsspec URL (`s3://bucket/run`, `memory://run`, ...). Needs the extra `fsspec`."""
 
+    range_bytes = 32 * 2**20  # of a request that reads; a load has four of them in memory
+
     def __init__(self, url: str, *, retries: Retries | None = None, **options: Any) -> None:
         try:
             import fsspec

@@ -11,7 +11,7 @@ from typing import Final, Protocol, runtime_checkable
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 
-__all__ = ["SHARED", "Draft", "OnDisk", "ReadFile", "Storage", "WriteFile", "not_found", "put", "truncated"]
+__all__ = ["SHARED", "Draft", "OnDisk", "ReadFile", "Remote", "Storage", "WriteFile", "not_found", "put", "truncated"]
 
 SHARED: Final = ".blocks"  # where files lie that several checkpoints use: as if it were a tag
 
@@ -100,6 +100,13 @@ class Storage(Protocol):
 
     def where(self, tag: str) -> str:
         """The tag as a user would write it, for messages."""
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """A Storage where each read is a request: better few and long ones."""
+
+    range_bytes: int
 
 
 def put(draft: Draft, name: str, data: bytes) -> None:

@@ -5,7 +5,7 @@ reports the part's contribution to the block's checksum (see `crc`): when the ra
 must be the recorded value. What the ranks together do not cover is then read by one of them, only to be checked.
 
 Words: a *span* is a range of a block that is needed. Spans that meet in the file are read as one *stretch*, of up to
-`STRETCH_BYTES` bytes; stretches are read, copied and checked on a few threads in any order (see `files`). A block that was encoded is read
+`Files.stretch_bytes`; stretches are read, copied and checked on a few threads in any order (see `files`). A block that was encoded is read
 and decoded as a whole, wherever a part of it is needed.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 
 from ds_ckpt.codecs import decode
 from ds_ckpt.crc import copy_crc32, crc32, shifted
-from ds_ckpt.files import DIRECT_BYTES, STRETCH_BYTES, Files
+from ds_ckpt.files import DIRECT_BYTES, Files
 from ds_ckpt.plan import BlockRead, Run
 from ds_config.errors import CheckpointError
 
@@ -106,7 +106,7 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
             raise
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ds-ckpt-read") as pool:
-        for stretches in _tasks(blocks):
+        for stretches in _tasks(blocks, files.stretch_bytes):
             if failed.is_set():
                 break
             if len(stretches) == 1:  # asked for here, in the order of the file, and awaited there
@@ -121,31 +121,31 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
     return [block.partial() for block in blocks if not block.whole]
 
 
-def _tasks(blocks: Sequence[_Block]) -> Iterator[list[_Stretch]]:
+def _tasks(blocks: Sequence[_Block], limit: int) -> Iterator[list[_Stretch]]:
     """What to read, in file order: long stretches one by one, short ones together."""
     short: list[_Stretch] = []
     num_bytes = 0
-    for stretch in _stretches(blocks):
+    for stretch in _stretches(blocks, limit):
         nbytes = stretch[-1].stop - stretch[0].start
         if nbytes >= DIRECT_BYTES:
             yield [stretch]
             continue
         short.append(stretch)
         num_bytes += nbytes
-        if num_bytes >= STRETCH_BYTES:
+        if num_bytes >= limit:
             yield short
             short, num_bytes = [], 0
     if short:
         yield short
 
 
-def _stretches(blocks: Sequence[_Block]) -> Iterator[_Stretch]:
-    """The spans of all blocks, cut at multiples of STRETCH_BYTES of their files and joined where they meet."""
+def _stretches(blocks: Sequence[_Block], limit: int) -> Iterator[_Stretch]:
+    """The spans of all blocks, cut at multiples of `limit` of their files and joined where they meet."""
     open_: _Stretch = []
-    for piece in _pieces(blocks):
+    for piece in _pieces(blocks, limit):
         if open_:
             last = open_[-1]
-            same = (last.file, last.start // STRETCH_BYTES) == (piece.file, piece.start // STRETCH_BYTES)
+            same = (last.file, last.start // limit) == (piece.file, piece.start // limit)
             if not same or not 0 <= piece.start - last.stop < _GAP:
                 yield open_
                 open_ = []
@@ -154,12 +154,12 @@ def _stretches(blocks: Sequence[_Block]) -> Iterator[_Stretch]:
         yield open_
 
 
-def _pieces(blocks: Sequence[_Block]) -> Iterator[_Piece]:
+def _pieces(blocks: Sequence[_Block], limit: int) -> Iterator[_Piece]:
     for block in blocks:
         file, at = block.read.file, block.read.at
         for low, high, runs in block.spans:
             while low < high:
-                stop = min(high, (at + low) // STRETCH_BYTES * STRETCH_BYTES + STRETCH_BYTES - at)
+                stop = min(high, (at + low) // limit * limit + limit - at)
                 yield _Piece(block, low, stop, runs, file, at + low, at + stop)
                 low = stop
 
@@ -271,9 +271,9 @@ def check_block(files: Files, read: BlockRead) -> None:
     if read.codec:
         _decoded(files, read)
         return
-    crc, low = 0, 0
+    crc, low, limit = 0, 0, files.stretch_bytes
     while low < read.nbytes:
-        high = min(read.nbytes, (read.at + low) // STRETCH_BYTES * STRETCH_BYTES + STRETCH_BYTES - read.at)
+        high = min(read.nbytes, (read.at + low) // limit * limit + limit - read.at)
         with files.fetch(read.file, read.at + low, high - low) as view:
             crc = crc32(view, crc)
         low = high
