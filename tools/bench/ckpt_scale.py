@@ -16,6 +16,7 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,14 +34,15 @@ PERIOD = 4
 class Layout:
     """Who holds what. `shards(rank)` are a rank's, `held(name)` the ranks that hold a tensor, with its shard there."""
 
-    def __init__(self, kind: str, world: int) -> None:
+    def __init__(self, kind: str, world: int, tensors_of: int = 0) -> None:
         self.kind, self.world = kind, world
         self.tensor = min(8, world) if kind == "mesh" else 1
         self.stages = min(16, max(1, world // self.tensor)) if kind == "mesh" else 1
         self.data = max(1, world // (self.tensor * self.stages))
         self.world = self.tensor * self.stages * self.data
         # As much for each rank whatever their number: 16,384 to 32,768 elements a piece.
-        self.shapes = [(64 * world, 256), (256, 64 * world), (128 * world, 256), (16384 * world,)]
+        of = tensors_of or world
+        self.shapes = [(64 * of, 256), (256, 64 * of), (128 * of, 256), (16384 * of,)]
         self.names = [[f"param/layers.{s}.block.{i}.weight" for i in range(PIECES)] for s in range(self.stages)]
 
     def shard(self, stage: int, index: int, rank: int) -> Any:
@@ -183,52 +185,66 @@ def _answer_like(own: list[Any], layout: Layout, rank: int) -> bytes:
 
 
 def manifest_row(kind: str, world: int) -> dict[str, Any]:
-    """The index and the leaves, in a process of their own."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import ckpt_scale, json; print(json.dumps(ckpt_scale.manifests({kind!r}, {world})))"
+    """The index and the leaves, in processes of their own."""
+    return in_own_process("manifests", kind, world)
+
+
+def in_own_process(name: str, *arguments: object) -> dict[str, Any]:
+    """What a function of this file returns where nothing was in memory before."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import ckpt_scale, json; "
+    code += f"print(json.dumps(ckpt_scale.{name}(*{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def manifests(kind: str, world: int) -> dict[str, Any]:
-    """Write the index as rank 0 does; read it, choose leaves, and plan a load as one rank does."""
-    from ds_ckpt.index import Index, decode_index, decode_leaf, encode_index, encode_leaf, entry_of, join, select
-    from ds_ckpt.plan import plan_load
+    """Write the index as rank 0 does, and read it as one rank does."""
+    from ds_ckpt.index import Index, encode_index
 
     layout = Layout(kind, world)
     kinds = {s.name: (s.dtype, s.shape) for stage in range(layout.stages) for s in layout.shards(stage * layout.tensor)}
     entries = tuple(_entry(layout, rank) for rank in range(layout.world))
-    writing, reading = Meter(), Meter()
+    writing = Meter()
     index = Index(1, "2026-01-01T00:00:00+00:00", "ds-ckpt", 2**24, kinds, entries, {}, {})
     data = writing(partial(encode_index, index))
-    del index, entries, kinds
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(data)
+        file.flush()
+        found = in_own_process("reading", kind, world, file.name)
+    return {"index_mb": len(data) / 1e6, "index_s": writing.seconds, **found}
+
+
+def reading(kind: str, world: int, path: str) -> dict[str, Any]:
+    """Read an index, choose leaves, and plan a load as one rank does."""
+    from ds_ckpt.index import decode_index, decode_leaf, encode_leaf, entry_of, join, select
+    from ds_ckpt.plan import plan_load
+
+    layout, meter = Layout(kind, world), Meter()
+    own = layout.shards(layout.world // 3)
     before = peak_mb()
-    rank = layout.world // 3
-    own = layout.shards(rank)
-    read = reading(lambda: decode_index(data))
-    chosen = reading(lambda: select(read, own))
-    leaves = []
+    read = meter(lambda: decode_index(Path(path).read_bytes()))
+    chosen = meter(lambda: select(read, own))
+    leaves, leaf_bytes = [], 0
     for entry in chosen:
         leaf = _leaf(layout, int(entry.name[5:10]))
         text = encode_leaf(leaf)
         true = entry_of(leaf, entry.name, text)
-        leaves.append(reading(lambda text=text, true=true: decode_leaf(text, true, read, entry.name)))
-    manifest = reading(lambda: join(read, leaves, whole=False))
-    plan = reading(lambda: plan_load(own, manifest))
+        leaves.append(meter(partial(decode_leaf, text, true, read, entry.name)))
+        leaf_bytes += len(text)
+    manifest = meter(lambda: join(read, leaves, whole=False))
+    plan = meter(lambda: plan_load(own, manifest))
     load_mb = peak_mb() - before
     filled = sum(run.nbytes for block in plan for run in block.runs)
     if filled != sum(s.numel * 4 for s in own):
         raise SystemExit(f"{filled} bytes planned of {sum(s.numel * 4 for s in own)}")
-    other = Layout(kind, max(2, layout.world * 3 // 4))
-    theirs = select(read, other.shards(other.world // 3))
+    other = Layout(kind, max(2, layout.world * 3 // 4), world)
     return {
-        "index_mb": len(data) / 1e6,
-        "index_s": writing.seconds,
-        "load_s": reading.seconds,
+        "load_s": meter.seconds,
         "load_mb": load_mb,
         "leaves_same": len(chosen),
-        "leaves_other": len(theirs),
-        "leaf_mb": len(encode_leaf(leaf)) / 1e6,
+        "leaves_other": len(select(read, other.shards(other.world // 3))),
+        "leaves_mb": leaf_bytes / 1e6,
     }
 
 
