@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -62,6 +61,13 @@ class Layout:
         else:
             part = Interval(numel * d // self.data, numel * (d + 1) // self.data)
         return TensorShard(self.names[stage][index], shape, "float32", box, part)
+
+    def written(self, rank: int) -> list[Any]:
+        """The shards of a rank that it writes: of what all hold, a share falls to each of sixteen."""
+        writers = list(range(0, self.world, -(-self.world // 16)))
+        own = enumerate(self.shards(rank))
+        whole = [self.kind == "replica" and i % 4 == 0 for i in range(PIECES)]
+        return [s for i, s in own if s.numel and (not whole[i] or writers[i // 4 % len(writers)] == rank)]
 
     def stage(self, rank: int) -> int:
         return rank // self.tensor % self.stages
@@ -124,8 +130,20 @@ class Meter:
         return out
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+class Memory:
+    """The most memory that was resident since this was made, beyond what was then, in MB."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status("VmRSS")
+
+    def peak_mb(self) -> float:
+        return (_status("VmHWM") - self._before) / 1000
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def row(kind: str, world: int) -> dict[str, Any]:
@@ -141,7 +159,7 @@ def row(kind: str, world: int) -> dict[str, Any]:
         for index, name in enumerate(names):
             loads.setdefault(planner_of(name, count, world), []).append((stage, index))
     busiest = max(loads, key=lambda rank: len(loads[rank]))
-    before, meter = peak_mb(), Meter()
+    memory, meter = Memory(), Meter()
     # What it tells, and what passes by.
     own = layout.shards(busiest)
     messages = meter(lambda: described(own, count, world))
@@ -162,7 +180,7 @@ def row(kind: str, world: int) -> dict[str, Any]:
     answers, table = meter(lambda: planned(came, busiest, world))
     sent += sum(map(len, answers.values())) * len(hops(world)) // 2
     items = meter(lambda: told({busiest: _answer_like(own, layout, busiest)}, own, busiest))
-    plan_mb = peak_mb() - before
+    plan_mb = memory.peak_mb()
     return {
         "layout": kind,
         "world": world,
@@ -222,7 +240,7 @@ def reading(kind: str, world: int, path: str) -> dict[str, Any]:
 
     layout, meter = Layout(kind, world), Meter()
     own = layout.shards(layout.world // 3)
-    before = peak_mb()
+    memory = Memory()
     read = meter(lambda: decode_index(Path(path).read_bytes()))
     chosen = meter(lambda: select(read, own))
     leaves, leaf_bytes = [], 0
@@ -234,7 +252,7 @@ def reading(kind: str, world: int, path: str) -> dict[str, Any]:
         leaf_bytes += len(text)
     manifest = meter(lambda: join(read, leaves, whole=False))
     plan = meter(lambda: plan_load(own, manifest))
-    load_mb = peak_mb() - before
+    load_mb = memory.peak_mb()
     filled = sum(run.nbytes for block in plan for run in block.runs)
     if filled != sum(s.numel * 4 for s in own):
         raise SystemExit(f"{filled} bytes planned of {sum(s.numel * 4 for s in own)}")
@@ -253,9 +271,7 @@ def _leaf(layout: Layout, rank: int) -> Any:
     from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, TensorRecord
 
     at, tensors = 4096, {}
-    for shard in layout.shards(rank):
-        if not shard.numel:
-            continue
+    for shard in layout.written(rank):
         blocks = -(-shard.numel * 4 // 2**24)
         piece = PieceRecord(0, at, shard.numel, ("0123abcd",) * blocks, shard.interval.start)
         tensors[shard.name] = TensorRecord(shard.dtype, shard.shape, (PartRecord(shard.box, (piece,)),))
@@ -268,6 +284,16 @@ def _entry(layout: Layout, rank: int) -> Any:
     from ds_ckpt.index import LeafEntry
     from ds_ckpt.zones import bounds_of, zones_of
 
+    if layout.kind == "replica" and rank % -(-layout.world // 16) == 0:
+        written = layout.written(rank)
+        found = ((s.name, s.shape, bounds_of(s.shape, s.box, s.interval.start, s.interval.stop)) for s in written)
+        return LeafEntry(
+            f"leaf-{rank:05d}.json",
+            500_000,
+            "0123abcd",
+            ((f"data-{rank:05d}.safetensors", 10**9, False),),
+            zones_of(found),
+        )
     stage = layout.stage(rank)
     period = PERIOD
     order = sorted(range(PIECES), key=lambda i: layout.names[stage][i])
@@ -276,8 +302,8 @@ def _entry(layout: Layout, rank: int) -> Any:
     for several in ends:
         for index in several.values():
             s = layout.shard(stage, index, rank)
-            if s.numel:
-                pieces.append((s.name, bounds_of(s.shape, s.box, s.interval.start, s.interval.stop)))
+            if s.numel and not (layout.kind == "replica" and index % 4 == 0):
+                pieces.append((s.name, s.shape, bounds_of(s.shape, s.box, s.interval.start, s.interval.stop)))
     name = f"data-{rank:05d}.safetensors"
     return LeafEntry(f"leaf-{rank:05d}.json", 500_000, "0123abcd", ((name, 10**9, False),), zones_of(pieces))
 

@@ -126,10 +126,12 @@ def _elements(shard):
 @given(st.lists(shards(), min_size=1, max_size=30), shards())
 def test_zones_never_miss_a_piece(pieces, wanted):
     pieces = [p for p in pieces if p.shape == wanted.shape or p.name != wanted.name]
-    bounds = [(p.name, bounds_of(p.shape, p.box, p.interval.start, p.interval.stop)) for p in pieces]
+    bounds = [(p.name, p.shape, bounds_of(p.shape, p.box, p.interval.start, p.interval.stop)) for p in pieces]
     found = zones_of(bounds)
-    assert len(found) <= max(MAX_ZONES, len({len(b) for _, b in bounds}))
-    want = zones_of([(wanted.name, bounds_of(wanted.shape, wanted.box, wanted.interval.start, wanted.interval.stop))])
+    assert len(found) <= max(MAX_ZONES, len({len(b) for _, _, b in bounds}))
+    want = zones_of(
+        [(wanted.name, wanted.shape, bounds_of(wanted.shape, wanted.box, wanted.interval.start, wanted.interval.stop))]
+    )
     if any(p.name == wanted.name and _elements(p) & _elements(wanted) for p in pieces):
         assert any(meet(zone, other) for zone in found for other in want)
 

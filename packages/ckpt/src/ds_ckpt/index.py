@@ -146,7 +146,7 @@ def _piece_json(piece: PieceRecord) -> Json:
 def entry_of(leaf: Leaf, name: str, data: bytes) -> LeafEntry:
     """What the index will say of a leaf whose file is `name` and holds `data`."""
     pieces = (
-        (tensor, bounds_of(record.shape, part.box, piece.start, piece.start + piece.numel))
+        (tensor, record.shape, bounds_of(record.shape, part.box, piece.start, piece.start + piece.numel))
         for tensor, record in leaf.tensors.items()
         for part in record.parts
         for piece in part.pieces
@@ -157,14 +157,16 @@ def entry_of(leaf: Leaf, name: str, data: bytes) -> LeafEntry:
 
 def entry_json(entry: LeafEntry) -> Json:
     """An entry as a rank tells it to the one that writes the index."""
-    zones = [[z.first, z.last, z.bounds] for z in entry.zones]
+    zones = [[z.first, z.last, z.shape, z.bounds] for z in entry.zones]
     return [entry.name, entry.nbytes, entry.crc32, entry.files, zones]
 
 
 def entry_from(body: Json) -> LeafEntry:
     """Undo `entry_json`."""
     name, nbytes, crc, files, zones = body
-    found = tuple(Zone(first, last, tuple((low, high) for low, high in bounds)) for first, last, bounds in zones)
+    found = tuple(
+        Zone(first, last, shape, tuple((low, high) for low, high in bounds)) for first, last, shape, bounds in zones
+    )
     return LeafEntry(name, nbytes, crc, tuple((n, size, bool(shared)) for n, size, shared in files), found)
 
 
@@ -187,7 +189,7 @@ def encode_index(index: Index) -> bytes:
                 leaf.nbytes,
                 leaf.crc32,
                 [[name, nbytes, int(shared)] for name, nbytes, shared in leaf.files],
-                [[order[z.first], order[z.last], *(n for pair in z.bounds for n in pair)] for z in leaf.zones],
+                [[order[z.first], order[z.last], z.shape, *(n for pair in z.bounds for n in pair)] for z in leaf.zones],
             ]
             for leaf in index.leaves
         ],
@@ -270,13 +272,13 @@ def _own_name(r: Reader, value: Json, path: str) -> str:
 
 
 def _zone(r: Reader, value: Json, path: str, order: Sequence[str]) -> Zone:
-    row = r.items(value, path, 2 + 2 * MAX_DIMS)
-    if len(row) < 2 or len(row) % 2:
-        raise invalid(r.where, f"{path} needs two tensors and two numbers per dim")
+    row = r.items(value, path, 3 + 2 * MAX_DIMS)
+    if len(row) < 3 or not len(row) % 2:
+        raise invalid(r.where, f"{path} needs two tensors, a shape and two numbers per dim")
     first, last = (r.integer(n, path, 0, len(order) - 1) for n in row[:2])
-    sides = [r.integer(n, path, 0, SCALE) for n in row[2:]]
+    sides = [r.integer(n, path, 0, SCALE) for n in row[3:]]
     bounds: Bounds = tuple(zip(sides[::2], sides[1::2], strict=True))
-    return Zone(order[first], order[last], bounds)
+    return Zone(order[first], order[last], r.integer(row[2], path, 0, 2**16), bounds)
 
 
 def decode_leaf(data: bytes, entry: LeafEntry, index: Index, where: str) -> Leaf:
@@ -388,7 +390,7 @@ def select(index: Index, shards: Sequence[TensorShard]) -> list[LeafEntry]:
     Cost: the zones of the leaves, times those of the shards (a few).
     """
     wanted = [
-        (index.aliases.get(s.name, s.name), bounds_of(s.shape, s.box, s.interval.start, s.interval.stop))
+        (index.aliases.get(s.name, s.name), s.shape, bounds_of(s.shape, s.box, s.interval.start, s.interval.stop))
         for s in shards
         if s.numel and index.aliases.get(s.name, s.name) in index.tensors
     ]

@@ -38,6 +38,7 @@ __all__ = [
     "plan_save",
 ]
 
+_WRITERS: Final = 16  # of what many ranks hold: whoever reads it reads the leaves of all its writers
 SHOWN: Final = 10  # names listed in an error before "and N more"
 
 
@@ -149,7 +150,7 @@ def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOC
 
     Args:
         requests: The shards of each rank, by rank. Replicas are written once; what several ranks hold is given to the
-            one with the least to write, in stretches of at most `split_bytes`.
+            one with the least to write of up to 16 of them, in stretches of at most `split_bytes`.
         favoured: Which rank comes first among those with the same to write, its followers after it.
 
     Raises:
@@ -201,7 +202,8 @@ def _balance(
         by_rank = {h.rank: h for h in reversed(holders)}
         ranks = tuple(sorted(by_rank))
         if ranks not in heaps:
-            heaps[ranks] = sorted((0, (r - favoured) % len(load), r) for r in ranks)
+            some = ranks[:: -(-len(ranks) // _WRITERS)]
+            heaps[ranks] = sorted((0, (r - favoured) % len(load), r) for r in some)
         heap = heaps[ranks]
         while heap[0][0] != load[heap[0][2]]:
             heapq.heapreplace(heap, (load[heap[0][2]], heap[0][1], heap[0][2]))

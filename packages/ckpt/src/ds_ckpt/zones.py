@@ -1,7 +1,7 @@
 """Which leaves of a manifest may hold what a rank wants: bounds that never miss, in a few numbers a leaf. Pure arithmetic.
 
-A *zone* is a range of tensor names and a box of relative positions: in each dim, from which to which `SCALE`th of the tensor. The
-zones of a leaf cover all its pieces. Layouts are regular (the same rows of every matrix, the same columns of every other), so a
+A *zone* is a range of tensor names, a shape (as a number, see `shape_key`; 0 for any), and a box of relative positions: in each dim, from
+which to which `SCALE`th of the tensor. The zones of a leaf cover all its pieces. Layouts are regular (the same rows of every matrix, the same columns of every other), so a
 few zones cover thousands of pieces tightly; where a layout is not, zones are wide, and a reader reads leaves for nothing, but
 never misses one. Databases know this as zone maps (Moerkotte 1998), and boxes that bound boxes as R-trees (Guttman 1984).
 """
@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ds_ckpt.crc import crc32
 from ds_comm.placement import Box
 
-__all__ = ["MAX_ZONES", "SCALE", "Bounds", "Zone", "bounds_of", "meet", "zones_of"]
+__all__ = ["MAX_ZONES", "SCALE", "Bounds", "Zone", "bounds_of", "meet", "shape_key", "zones_of"]
 
 SCALE: Final = 2**20
-MAX_ZONES: Final = 8  # of a leaf, or one for each number of dims if that is more
+MAX_ZONES: Final = 16  # of a leaf, or one for each number of dims if that is more
 _LOOSE: Final = (
     1.5,
     4.0,
@@ -31,11 +32,17 @@ Bounds = tuple[tuple[int, int], ...]  # per dim: first and last SCALEth, the las
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """Tensors `first` to `last` (both included, in the order of names), at `bounds` of them."""
+    """Tensors `first` to `last` (both included, in the order of names) of a shape, at `bounds` of them."""
 
     first: str
     last: str
+    shape: int
     bounds: Bounds
+
+
+def shape_key(shape: Sequence[int]) -> int:
+    """A number for a shape, from 1 to 65,536: tensors of another number have another shape."""
+    return 1 + crc32(",".join(map(str, shape)).encode()) % 2**16
 
 
 def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
@@ -57,18 +64,24 @@ def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
     return tuple(out)
 
 
-def zones_of(pieces: Iterable[tuple[str, Bounds]]) -> tuple[Zone, ...]:
-    """Zones that cover pieces, each given by its tensor's name and bounds. Cost: n log n."""
-    names: dict[Bounds, tuple[str, str]] = {}
-    for name, bounds in pieces:
-        low, high = names.get(bounds, (name, name))
-        names[bounds] = (min(low, name), max(high, name))
-    zones = [Zone(*names[b], b) for b in sorted(names, key=lambda b: (len(b), b))]
-    limit = max(MAX_ZONES, len({len(b) for b in names}))
+def zones_of(pieces: Iterable[tuple[str, Sequence[int], Bounds]]) -> tuple[Zone, ...]:
+    """Zones that cover pieces, each given by its tensor's name and shape, and its bounds. Cost: n log n."""
+    names: dict[tuple[int, Bounds], tuple[str, str]] = {}
+    for name, shape, bounds in pieces:
+        key = (shape_key(shape), bounds)
+        low, high = names.get(key, (name, name))
+        names[key] = (min(low, name), max(high, name))
+    zones = [Zone(*names[key], *key) for key in sorted(names, key=lambda k: (len(k[1]), k))]
     for loose in _LOOSE:
-        if len(zones) <= limit:
-            break
+        if len(zones) <= MAX_ZONES:
+            return tuple(zones)
         zones = _joined(zones, loose)
+    # More shapes than zones: any shape.
+    zones = sorted((Zone(z.first, z.last, 0, z.bounds) for z in zones), key=lambda z: (len(z.bounds), z.bounds))
+    limit = max(MAX_ZONES, len({len(z.bounds) for z in zones}))
+    for loose in _LOOSE:
+        if len(zones) > limit:
+            zones = _joined(zones, loose)
     return tuple(zones)
 
 
@@ -77,6 +90,7 @@ def meet(one: Zone, other: Zone) -> bool:
     return (
         one.first <= other.last
         and other.first <= one.last
+        and (one.shape == other.shape or not one.shape or not other.shape)
         and len(one.bounds) == len(other.bounds)
         and all(a < d and c < b for (a, b), (c, d) in zip(one.bounds, other.bounds, strict=True))
     )
@@ -85,12 +99,12 @@ def meet(one: Zone, other: Zone) -> bool:
 def _joined(zones: Sequence[Zone], loose: float) -> list[Zone]:
     out: list[Zone] = []
     for zone in zones:
-        if out and len(out[-1].bounds) == len(zone.bounds):
+        if out and len(out[-1].bounds) == len(zone.bounds) and out[-1].shape == zone.shape:
             last = out[-1]
             both = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(last.bounds, zone.bounds, strict=True))
             widest = [max(b - a, d - c) for (a, b), (c, d) in zip(last.bounds, zone.bounds, strict=True)]
             if all(high - low <= loose * wide for (low, high), wide in zip(both, widest, strict=True)):
-                out[-1] = Zone(min(last.first, zone.first), max(last.last, zone.last), both)
+                out[-1] = Zone(min(last.first, zone.first), max(last.last, zone.last), zone.shape, both)
                 continue
         out.append(zone)
     return out
