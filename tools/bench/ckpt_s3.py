@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ckpt_page
 import s3fs
 import torch
 
@@ -97,6 +98,7 @@ def main() -> None:
         "seconds": times,
     }
     DATA.write_text(json.dumps(record, indent=1) + "\n")
+    ckpt_page.fill()
     print(json.dumps({"MB/s": rate, **ratios}, indent=1))
 
 

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ckpt_page
+
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt_scale.json"
 PICTURE = ROOT / "docs" / "benchmarks" / "ckpt-scale.svg"
@@ -88,7 +90,8 @@ def main() -> None:
         return
     if not args.picture:
         kept = json.loads(DATA.read_text())["rows"] if DATA.is_file() else []
-        rows = [r for r in kept if r["layout"] not in args.layouts]  # a layout a call, where one call takes too long
+        # A part of the rows a call, where one call takes too long.
+        rows = [r for r in kept if r["layout"] not in args.layouts or r["asked"] not in args.worlds]
         for layout in args.layouts:
             for world in args.worlds:
                 command = [sys.executable, __file__, "--one", layout, str(world)]
@@ -99,6 +102,7 @@ def main() -> None:
         record = {"machine": machine(), "pieces": PIECES, "rows": rows}
         DATA.write_text(json.dumps(record, indent=1) + "\n")
     PICTURE.write_text(picture(json.loads(DATA.read_text())["rows"]))
+    ckpt_page.fill()
 
 
 def machine() -> dict[str, str]:
@@ -151,7 +155,7 @@ def row(kind: str, world: int) -> dict[str, Any]:
     from ds_ckpt.agree import hops, moving, pack, unpack
     from ds_ckpt.planning import described, num_planners, planned, planner_of, told
 
-    layout = Layout(kind, world)
+    layout, asked = Layout(kind, world), world
     world = layout.world
     count = num_planners(PIECES, world)
     loads: dict[int, list[tuple[int, int]]] = {}
@@ -183,6 +187,7 @@ def row(kind: str, world: int) -> dict[str, Any]:
     plan_mb = memory.peak_mb()
     return {
         "layout": kind,
+        "asked": asked,
         "world": world,
         "planners": count,
         "shards_planned": sum(text.count(b"],[") + 1 for text in came.values()),

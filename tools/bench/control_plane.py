@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import ckpt_page
 import torch.distributed as dist
 
 from ds_ckpt.agree import Ranks, pack, unpack
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     rows = [row(world) for world in parser.parse_args().worlds]
     DATA.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1) + "\n")
+    ckpt_page.fill()
     for found in rows:
         print(json.dumps(found))
 
