@@ -132,7 +132,7 @@ def test_a_slow_store_delays_the_next_drain_and_no_step(tmp_path, model, monkeyp
 
     def rename(self, old, new):
         if "/far/" in new:
-            gate.wait(30)
+            gate.wait(300)
         return sync(self, old, new)
 
     monkeypatch.setattr(ds_ckpt.local.Disk, "rename", rename)
@@ -144,7 +144,10 @@ def test_a_slow_store_delays_the_next_drain_and_no_step(tmp_path, model, monkeyp
     gate.set()
     copies.close()
     assert ds_ckpt.list_tags(tmp_path / "far") == ["step-2", "step-9"]
-    assert sorted(p.name for p in (tmp_path / "near").glob("holder-*/owner-*/step-*")) == ["step-8", "step-9"]
+    left = {p.name for p in (tmp_path / "near").glob("holder-*/owner-*/step-*")}
+    assert (
+        {"step-8", "step-9"} <= left <= {"step-2", "step-8", "step-9"}
+    )  # what was being drained stays until the next snapshot
 
 
 def test_what_went_wrong_in_the_store_is_told(tmp_path, model, monkeypatch):
