@@ -441,7 +441,7 @@ def test_nothing_but_the_plan_is_asked() -> None:
         for line in path.read_text().splitlines()
         if "plan.config" in line or ".config." in line
     ]
-    allowed = ("model_dump", "make_sinks", "make_engine")
+    allowed = ("model_dump", "make_sinks", "make_engine", "make_near")
     assert [line for line in found if not any(word in line for word in allowed)] == []
 
 
