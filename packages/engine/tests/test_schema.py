@@ -152,6 +152,10 @@ class Decoder(nn.Module):
 
 
 CUTTABLE = shapes_of(Decoder())
+FROZEN = replace(
+    SHAPES,
+    params=tuple(replace(p, name=f"some.{p.name}", group=None) if ".0." in p.name else p for p in SHAPES.params),
+)
 STAGED = replace(SHAPES, stages=2, staging=Staging("1f1b", 2))
 
 
@@ -159,7 +163,9 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
     """Everything a configuration leads to, except the configuration itself."""
     config = load_config(document)
     staged = "pipeline" in config.model_fields_set
-    plan = make_plan(config, CUTTABLE if config.tensor_parallel else STAGED if staged else SHAPES, 2)
+    whole = SHAPES if config.weight_quantization is None else FROZEN
+    whole = whole if config.sparse_attention is None else replace(whole, facts=None)
+    plan = make_plan(config, CUTTABLE if config.tensor_parallel else STAGED if staged else whole, 2)
     seen: list[Any] = [f"{f.name}={getattr(plan, f.name)}" for f in fields(plan) if f.name != "config"]
     for recorder in made:
         recorder.clear()
@@ -187,6 +193,8 @@ CYCLE = {
 FILES = {"device": "nvme", "nvme_path": "folder"}
 SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
+    "weight_quantization.quantized_initialization": {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
+    "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"some": {"num_bits": 8, "group_size": 16}}}},
     "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
     "aio": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
@@ -207,8 +215,8 @@ BASES: dict[str, Mapping[str, Any]] = {
     "checkpoint.saving": {"checkpoint": {"saving": {"asynchronous": True}}},
     **{name: {name: {"enabled": True}} for name in (
         "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "progressive_layer_drop",
-        "hybrid_engine", "nebula", "autotuning",
-        "weight_quantization")},
+        "hybrid_engine", "nebula", "autotuning", "weight_quantization")},
+    "sparse_attention": {"sparse_attention": {"mode": "variable"}},
     "data_efficiency.data_sampling.dynamic_batching": {"data_efficiency": {"data_sampling": {
         "dynamic_batching": {"enabled": True, "max_tokens": 8}}}},
     "data_efficiency": {"data_efficiency": {
@@ -261,6 +269,9 @@ VALUES: dict[str, list[Any]] = {
     "compression_training.sparse_pruning.shared_parameters.block_pattern": ["2x2"],
     "compression_training.layer_reduction.keep_number_layer": [1],
     "compression_training.weight_quantization.different_groups.*.params.start_bits": [6],
+    "weight_quantization.post_init_quant.*.group_size": [8],
+    "weight_quantization.quantized_initialization.group_size": [8],
+    "weight_quantization.q_groups": [200],  # a row of 40 has a group in any case
     **{
         f"compression_training.{name}.different_groups": [{"other": {"params": params}}]
         for name, params in (

@@ -100,10 +100,11 @@ def test_the_list_has_the_order_of_the_contract() -> None:
         "layers of the model's own",
         "expert parallel",
         "sequence parallel",
+        "sparse attention",
+        "quantized weights",
         "compression",
         "random-LTD",
         "activation checkpointing",
-        "compile",
         "ZeRO",
     ]
     names = [transform.name for transform in TRANSFORMS]

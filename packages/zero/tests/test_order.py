@@ -109,3 +109,24 @@ def test_a_reduction_waits_for_those_before_it():
     order.begin()
     assert order.sequence == (3, 1, 0, 2)
     assert [order.ready(unit) for unit in (3, 0, 1, 2)] == [[3], [], [1, 0], [2]]
+
+
+def test_what_is_expected_is_issued_once_and_waits_to_be_needed() -> None:
+    order = GatherOrder([0, 1, 2, 3], 0, [1] * 4)
+    assert order.expect(1) == [0, 1]
+    assert order.expect(0) == []  # under way
+    assert order.need(1) == []
+    assert order.need(3) == [2, 3]
+    assert order.expect(2) == []  # has had its turn
+    assert order.waiting == [0, 2]
+
+
+def test_units_that_every_rank_has_take_no_turn() -> None:
+    order = GatherOrder([0, 1, 2], 0, [1] * 3)
+    order.skip = frozenset({1})
+    assert order.sequence == (0, 1, 2)  # of the phase that runs
+    order.begin()
+    assert order.finish() == [0, 2]
+    order.skip = frozenset()
+    order.begin()
+    assert order.finish() == [0, 1, 2]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
     from ds_engine.schedules import Scheduler
+    from ds_engine.transforms.sparse import SparseSelfAttention
     from ds_engine.uneven import Share, even
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Scheduler",
     "Shapes",
     "Share",
+    "SparseSelfAttention",
     "StepResult",
     "SumLoss",
     "add_config_arguments",
@@ -66,6 +68,7 @@ _HOMES = {
     "result": ("StepResult",),
     "rollout": ("Rollout",),
     "schedules": ("Scheduler",),
+    "transforms.sparse": ("SparseSelfAttention",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -24,17 +24,17 @@ from ds_config.checking import Auto
 from ds_config.errors import ConfigError
 from ds_config.reading import Source, read_all
 from ds_data.config import CurriculumConfig, DataEfficiencyConfig
+from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import BatchRequest
+from ds_engine.compiling.config import CompileConfig
 from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
-from ds_engine.sections import OptimizerSection, SchedulerSection
-from ds_engine.unbuilt import (
-    AutotuningConfig,
-    CompileConfig,
+from ds_engine.model_sections import (
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
     WeightQuantizationConfig,
 )
+from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig
@@ -125,9 +125,9 @@ class Config(MonitorConfig):
 
     # Saving
     checkpoint: CheckpointConfig = CheckpointConfig()
-    nebula: Annotated[NebulaConfig | None, Unbuilt("save_checkpoint(); checkpoints are written to any fsspec URL")] = (
-        None
-    )
+    nebula: Annotated[
+        NebulaConfig | None, Unbuilt("checkpoint.saving.asynchronous = true, and save_checkpoint() to any fsspec URL")
+    ] = None
     datastates_ckpt: Annotated[Any, Unbuilt("save_checkpoint()")] = None
 
     # Telling
@@ -153,12 +153,17 @@ class Config(MonitorConfig):
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     compression_training: CompressionConfig = CompressionConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
-    weight_quantization: Annotated[WeightQuantizationConfig | None, Unbuilt("leave it out")] = None
+    weight_quantization: WeightQuantizationConfig | None = Field(
+        default=None, description="Keep frozen weights as codes of few bits."
+    )
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
-    sparse_attention: Annotated[
-        SparseAttentionConfig | None, Dead("the model chooses its attention; nothing applied this section")
-    ] = None
-    compile: Annotated[CompileConfig | None, Unbuilt("torch.compile on the blocks of the model")] = None
+    sparse_attention: SparseAttentionConfig | None = Field(
+        default=None, description="Let a transformers model's attention see some blocks of keys only."
+    )
+    compile: CompileConfig = Field(
+        default=CompileConfig(),
+        description="Put gathers, releases and reductions into the graphs of `engine.compile()`.",
+    )
     autotuning: Annotated[AutotuningConfig | None, Unbuilt("ds plan, which computes what fits")] = None
     elasticity: ElasticityConfig = ElasticityConfig()
     aio: AioConfig = AioConfig()

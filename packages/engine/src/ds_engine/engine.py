@@ -49,6 +49,7 @@ class Engine(EngineState):
         """Run the model on inputs that are moved to its device, and cast if the plan says so."""
         dtype = self.plan.casting.inputs
         self._present("forward")
+        self._compilation.called()
         if self.module.training:
             kwargs = {**self.plan.arguments(self.counters.steps), **kwargs}
         with self._telemetry.phase("forward", self.module), self._as_planned():
@@ -205,6 +206,7 @@ class Engine(EngineState):
         if self._near is not None:
             self._near.close()
         self._telemetry.close()
+        self._compilation.close()
         self._applied.undo()
         ds_monitor.detach(self._sinks)
         self._sinks = ()
@@ -264,6 +266,7 @@ class Engine(EngineState):
         advance(self.lr_scheduler, lr_kwargs, applied=not skipped)
         for follower in () if skipped else self._followers:
             follower.step()
+        self._compilation.stepped()
         result = StepResult(
             step=counters.steps,
             applied=not skipped,

@@ -13,6 +13,7 @@ from ds_comm.config import CommsLoggerConfig
 from ds_config.sizes import bytes_text
 from ds_data.schedules import Schedule
 from ds_engine.batch import Batch
+from ds_engine.compiling.compiling import Compiling
 from ds_engine.config import Config
 from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.health import Health
@@ -186,6 +187,7 @@ class Plan:
         staging: How a model in stages was cut.
         foreign: Whether checkpoints are written in DeepSpeed's layout.
         answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
+        compiling: Passes over the graphs of the model, once it is compiled; None: graphs have no actions in them.
     """
 
     config: Config
@@ -211,6 +213,7 @@ class Plan:
     staging: Staging | None = None
     foreign: bool = False
     answer_tokens: int | None = None
+    compiling: Compiling | None = None
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -281,6 +284,7 @@ def _rows(plan: Plan) -> dict[str, str]:
             if plan.answer_tokens
             else {}
         ),
+        **({} if plan.compiling is None else {"passes": plan.compiling.passes, "graphs": plan.compiling.handling}),
         "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
         f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from ds_engine.batch import Batch, BatchRequest, resolve_batch
+from ds_engine.compiling.compiling import compiling_of
 from ds_engine.config import Config
 from ds_engine.health import Health
 from ds_engine.optimizers import state_tensors
@@ -95,6 +96,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         transforms=transforms,
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
+        compiling=compiling_of(config.compile, config.zero_optimization.stage),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )
 

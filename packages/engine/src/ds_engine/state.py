@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import ds_monitor
 from ds_config.errors import PlanError
+from ds_engine.compiling.passes import Contract
+from ds_engine.compiling.run import CompiledRun
 from ds_engine.components import Components, Counters
 from ds_engine.exporting import load_whole, save_whole, whole_state
 from ds_engine.feeding import Feed
@@ -66,6 +68,7 @@ class EngineState(nn.Module):
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._followers, self._near = components.followers, components.near
+        self._compilation = CompiledRun(self.module, self._sharding, plan.compiling, self.mesh["world"])
         self._health = components.health
         if self.optimizer is not None:
             self.optimizer.judge = self._judge
@@ -209,9 +212,45 @@ class EngineState(nn.Module):
         """Go on after `suspend`."""
         self.reload_states()
 
-    def compile(self, backend: str = "inductor", **options: Any) -> None:
-        """Compile the model's forward in place with torch.compile; the first calls take longer."""
-        self.module.compile(backend=backend, **options)
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Sequence[tuple[int, Sequence[Any]]] | None = None,
+        budget_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile the model's forward in place with torch.compile; the first calls take longer. Same call on every rank.
+
+        With `compile.deepcompile` the plan's gathers, releases and reductions become operations in the graphs.
+
+        Args:
+            backend: With `compile.deepcompile` inductor, or eager, which runs graphs without compiling them.
+            compile_kwargs: Of `torch.compile`, as `options`, too.
+            schedule: (step, passes) instead of the plan's: from that step on these names, or functions, and no others.
+            budget_bytes: Of device memory, for passes that choose by memory; None: no limit.
+        """
+        self._compilation.compile(backend, {**(compile_kwargs or {}), **options}, schedule, budget_bytes)
+
+    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Contract | None = None) -> None:
+        """Give a name to a pass for `compile(schedule=...)`.
+
+        Args:
+            fn: Called with a graph (`torch.fx.Graph`), its number, all numbers with whether they have a backward, what passes know of it,
+                the memory budget, its parameters, and whether it is a backward graph; edits it, or returns another.
+            contract: What it requires, provides and excludes.
+        """
+        self._compilation.register(name, fn, contract)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compilation.active
+
+    @property
+    def compiled(self) -> CompiledRun:
+        """Passes, graphs, breaks and times of compilation."""
+        return self._compilation
 
     # ---- checkpoints
 

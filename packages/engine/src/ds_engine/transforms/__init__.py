@@ -13,8 +13,10 @@ from ds_engine.transforms.experts import Experts
 from ds_engine.transforms.own_layers import OwnTensor
 from ds_engine.transforms.routing import Routing
 from ds_engine.transforms.sequence import Sequence
+from ds_engine.transforms.sparse import SparseAttention
 from ds_engine.transforms.stages import Stages
 from ds_engine.transforms.tensor import Tensor
+from ds_engine.transforms.weights import QuantizedWeights
 from ds_engine.transforms.zero import Zero
 
 __all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
@@ -25,9 +27,10 @@ TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     OwnTensor(),
     Experts(),
     Sequence(),
+    SparseAttention(),
+    QuantizedWeights(),
     Compression(),
     Routing(),
     Activations(),
-    # compile
     Zero(),
 )

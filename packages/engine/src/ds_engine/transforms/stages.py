@@ -12,8 +12,8 @@ from torch import Tensor
 from ds_config.errors import PlanError
 from ds_engine.executing import Passes
 from ds_engine.losses import SumLoss, loss_of
+from ds_engine.model_sections import PipelineConfig
 from ds_engine.transforms.base import Asked, Site, Transform
-from ds_engine.unbuilt import PipelineConfig
 from ds_engine.uneven import Share
 from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
 from ds_pipe.executor import Feed

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from logging import getLogger
@@ -106,17 +106,22 @@ class Gathering:
     Attributes:
         released: Numbers of the units that are released between uses.
         arrivals: Which gradients have arrived in this backward.
+        hooked: What becomes of a function before it is put on a module. Set it while there are no hooks.
+        running: How many calls of modules that own a unit run now; by its number.
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, ahead_numel: int) -> None:
         self.units = list(units)
         self.released = [i for i, u in enumerate(units) if u.releases]
         self.arrivals = Arrivals([len(u.params) for u in units])
+        self.hooked: Callable[[Callable[..., None]], Callable[..., None]] = lambda hook: hook
+        self.running = [0] * len(self.units)
         self._routes = list(dict.fromkeys(u.seat.route for u in units if u.seat.route is not None))
         self._in_backward = backward
         self._where = {id(p): (i, member) for i, u in enumerate(units) for member, p in enumerate(u.params)}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._depth = 0
+        self._ahead = ahead_numel
         self._order = partial(GatherOrder, ahead=ahead_numel, numels=[u.layout.numel for u in units])
         self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
@@ -126,6 +131,7 @@ class Gathering:
         self._shared: set[int] = set()
         self._strays: set[int] = set()
         self._told = False
+        self._kept: frozenset[int] = frozenset()
         self._helper = Helper(self._run_ahead)
 
     def _backward_sequence(self) -> list[int]:
@@ -149,7 +155,7 @@ class Gathering:
             module = modules[name]
             below = [n for n in self.released if _is_below(self.units[n].spec.module, name)]
             self._forwards.setdefault(name, self._order(below))
-            pre, post = self._forward_hooks(module, name, tuple(numbers))
+            pre, post = map(self.hooked, self._forward_hooks(module, name, tuple(numbers)))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
 
@@ -238,13 +244,10 @@ class Gathering:
                 for number in numbers:
                     self._gather(number, self._backward)
             else:
-                if self._depth == 0:
-                    self._in_backward.abandon()
-                    self._forward = self._forwards[name]
-                    self._forward.begin()
-                self._depth += 1
+                order = self._enter(name)
                 for number in numbers:
-                    self._gather(number, self._forward)  # type: ignore[arg-type]
+                    self.running[number] += 1
+                    self._gather(number, order)
             calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -258,12 +261,85 @@ class Gathering:
             if call is not None and self._shared:
                 self._sticky.update(self._shared.intersection(numbers))
             for number in numbers:
+                self.running[number] -= 1
                 self._put_back(number)
-            self._depth -= 1
-            if self._depth == 0:
-                self._finish_forward()
+            self._leave()
 
         return pre, post
+
+    def _enter(self, name: str) -> GatherOrder:
+        """A module's forward begins; the outermost one begins a phase."""
+        if self._depth == 0 or self._forward is None:
+            self._in_backward.abandon()
+            self._forward = self._forwards[name]
+            self._forward.begin()
+        self._depth += 1
+        return self._forward
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._finish_forward()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward of the whole model, where its modules have no hooks that would say so."""
+        if not self.released or graph_task_id() != -1:
+            yield
+            return
+        self._enter("")
+        try:
+            yield
+        finally:
+            self._leave()
+
+    # ---- asked for by compiled graphs, see `graphs.py`
+
+    def _phase(self) -> GatherOrder | None:
+        """The order of the phase that runs; None outside of any."""
+        if graph_task_id() == -1:
+            return self._forward
+        self._in_backward.enter()
+        return self._backward
+
+    def expect(self, number: int) -> None:
+        """A unit will be needed soon: its gather begins."""
+        order = self._phase()
+        for other in () if order is None else order.expect(number):
+            self.units[other].start_unshard(again=True)
+
+    def need(self, number: int) -> None:
+        """A unit is needed now."""
+        order = self._phase()
+        if order is not None:
+            self._gather(number, order)
+            return
+        unit = self.units[number]
+        if unit.state in (Full.RELEASED, Full.STALE):
+            unit.start_unshard(channel=unit.seat.unforeseen())
+        unit.finish_unshard()
+
+    def spare(self, number: int) -> None:
+        """A graph does not need a unit any more: it goes back, unless a call outside of the graph has it."""
+        if not self._calls[number] and not self.running[number]:
+            self._put_back(number)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """These units stay gathered from the first use of a step until its update. The same on every rank, between steps."""
+        self._kept = frozenset(numbers)
+        for order in (*self._forwards.values(), self._backward):
+            order.skip = frozenset()
+
+    @property
+    def ahead(self) -> int:
+        """Elements gathered before they are needed."""
+        return self._ahead
+
+    @ahead.setter
+    def ahead(self, numel: int) -> None:
+        self._ahead = numel
+        for order in (*self._forwards.values(), self._backward):
+            order.ahead = numel
 
     def _call(self, numbers: tuple[int, ...], inputs: Any) -> Call:
         call = Call(self, numbers)
@@ -282,7 +358,7 @@ class Gathering:
         unit.finish_unshard()
 
     def _put_back(self, number: int) -> None:
-        if number not in self._sticky:
+        if number not in self._sticky and number not in self._kept:
             self.units[number].reshard()
 
     def _finish_forward(self) -> None:
@@ -292,6 +368,9 @@ class Gathering:
         for number in self._strays:
             self._put_back(number)
         self._strays.clear()
+        if self._kept and order is self._forwards[""]:  # every rank has them now, and until the update
+            for held in (*self._forwards.values(), self._backward):
+                held.skip = self._kept
 
     def _finish(self, order: GatherOrder) -> None:
         for number in order.waiting:
@@ -414,9 +493,11 @@ class Gathering:
 
     def stepped(self) -> None:
         """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
-        for number in self._sticky:
+        for number in self._sticky | self._kept:
             self.units[number].reshard()
         self._sticky = set()
+        for order in (*self._forwards.values(), self._backward):
+            order.skip = frozenset()
 
 
 def _is_below(module: str, root: str) -> bool:

@@ -23,19 +23,24 @@ class GatherOrder:
         sequence: Unit numbers in canonical order; a unit that is used twice may stand in it twice.
         ahead: How many elements may be issued beyond what is needed (0: nothing early).
         numels: Elements of each unit, by unit number.
+    Attributes:
+        skip: Units that have no turn in the phases that begin from now on: every rank has them. The same on every rank.
     """
 
     def __init__(self, sequence: Sequence[int], ahead: int, numels: Sequence[int]) -> None:
         self.ahead, self.numels = ahead, numels
+        self.skip: frozenset[int] = frozenset()
         self._set(tuple(sequence))
         self.begin()
 
     def _set(self, sequence: tuple[int, ...]) -> None:
-        self.sequence = sequence
-        self._last = {unit: i for i, unit in enumerate(sequence)}
+        self._all = sequence
+        self.sequence = tuple(unit for unit in sequence if unit not in self.skip) if self.skip else sequence
+        self._last = {unit: i for i, unit in enumerate(self.sequence)}
 
     def begin(self) -> None:
         """Start a phase: no unit is issued."""
+        self._set(self._all)
         self._cursor = 0
         self._waiting: dict[int, int] = {}
         self._ahead_numel = 0
@@ -59,18 +64,27 @@ class GatherOrder:
             issue.append(self._issue())
         return issue
 
+    def expect(self, unit: int) -> list[int]:
+        """Units to issue now, in order, so that `unit` is under way before it is needed. Empty if it is, or has had its turn."""
+        if self._waiting.get(unit) or self._last.get(unit, -1) < self._cursor:
+            return []
+        turn, issue = self.sequence.index(unit, self._cursor), []
+        while self._cursor <= turn:
+            issue.append(self._issue())
+        return issue
+
     def awaits(self, unit: int) -> bool:
         """Whether `unit` is still to be issued in this phase, or was issued early and not needed yet."""
         return self._last.get(unit, -1) >= self._cursor or bool(self._waiting.get(unit))
 
     def adopt(self, seen: Sequence[int]) -> None:
         """Follow `seen` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
-        left = [unit for unit in self.sequence if unit not in set(seen)]
+        left = [unit for unit in self._all if unit not in set(seen)]
         self._set(tuple(seen) + tuple(left))
 
     def drop(self, units: Collection[int]) -> None:
         """Leave `units` out from the next phase on. Same on every rank."""
-        self._set(tuple(unit for unit in self.sequence if unit not in units))
+        self._set(tuple(unit for unit in self._all if unit not in units))
 
     def run_ahead(self) -> int | None:
         """The next unit in order, to be issued before anyone here needs it; None at the end."""

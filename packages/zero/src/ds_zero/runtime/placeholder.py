@@ -27,7 +27,7 @@ _READS = {
 _FACES = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension, Tensor.is_contiguous,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
-    Tensor.__len__, torch.numel, torch.is_floating_point, torch.is_complex, Tensor.is_shared, Tensor.is_pinned, Tensor.get_device,
+    Tensor.__len__, Tensor._is_view, torch.numel, torch.is_floating_point, torch.is_complex, Tensor.is_shared, Tensor.is_pinned, Tensor.get_device,
     torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
     Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip

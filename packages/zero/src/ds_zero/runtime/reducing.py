@@ -120,16 +120,19 @@ class Reducing:
         def fired(param: Tensor) -> None:
             del param
             reducing = owner()
-            if reducing is None:
-                return
-            if graph_task_id() != reducing._backward.task:
-                reducing._backward.enter()
-            for host in reducing._hosts:
-                host.finish_ready()
-            if reducing._arrivals.add(number, member):
-                reducing._complete(number)
+            if reducing is not None:
+                reducing.arrived(number, member)
 
         return fired
+
+    def arrived(self, number: int, member: int) -> None:
+        """A gradient was added to that of a parameter."""
+        if graph_task_id() != self._backward.task:
+            self._backward.enter()
+        for host in self._hosts:
+            host.finish_ready()
+        if self._arrivals.add(number, member):
+            self._complete(number)
 
     def begin_backward(self) -> None:
         """The outermost backward begins."""

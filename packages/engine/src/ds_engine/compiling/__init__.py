@@ -1,0 +1,28 @@
+"""Compiled training: the plan's actions as operations in the graphs of torch.compile.
+
+graph, deciding, passes    pure: what passes know, what they decide, which ones run when
+compiling                  pure: a configuration to a schedule of passes
+ops, reading, rewriting    from a traced graph to what passes know, and back with actions in it
+frames, session            pieces of a model's forward as they are captured; the run
+"""
+
+from ds_engine.compiling.compiling import Compiling, compiling_of
+from ds_engine.compiling.graph import Action, Graph, Known, Node, Verb
+from ds_engine.compiling.passes import BUILTIN, Contract, Entry, Pass, check_schedule, default_schedule, resolve
+
+__all__ = [
+    "BUILTIN",
+    "Action",
+    "Compiling",
+    "Contract",
+    "Entry",
+    "Graph",
+    "Known",
+    "Node",
+    "Pass",
+    "Verb",
+    "check_schedule",
+    "compiling_of",
+    "default_schedule",
+    "resolve",
+]

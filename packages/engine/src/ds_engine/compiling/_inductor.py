@@ -1,0 +1,75 @@
+"""The private names of torch's compiler, in one place; imported for runs that use it, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
+
+from ds_engine.compiling._torch import captured
+from ds_engine.compiling.ops import OPS
+
+__all__ = ["backend", "lower", "mode_options"]
+
+# What would move a gather or a release away from where a pass has put it.
+_STAY: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
+
+
+def backend(
+    gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any], patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a captured graph; `inner` gets the forward and the backward graph."""
+    with captured():
+        made: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches})
+        run: Callable[..., Any] = made
+        return run
+
+
+def lower(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake: Any, patches: dict[str, Any], options: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Code of a graph with its actions in it."""
+    _tell_inductor()
+    with torch._inductor.config.patch({**_STAY, **patches}), V.set_fake_mode(fake):
+        return compile_fx_inner(gm, inputs, **options)
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """What a mode of `torch.compile` stands for."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+_lowered: list[bool] = []
+
+
+def _tell_inductor() -> None:
+    """Lowerings of operations that change the memory of what they are given, once in a process.
+
+    Whatever still reads that memory must do so before; and memory of gradients that were handed over is not inductor's any more.
+    """
+    if _lowered:
+        return
+    for op in (OPS.need, OPS.expect, OPS.spare, OPS.free, OPS.arrived):
+        register_lowering(op.default, type_promotion_kind=None)(_lowering(op.default, gives=op is OPS.arrived))
+    _lowered.append(True)
+
+
+def _lowering(op: Any, *, gives: bool) -> Callable[..., Any]:
+    plain = fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(tensors: Sequence[Any], *args: Any) -> Any:
+        for tensor in tensors:
+            name = ir.ExternKernel.realize_input(tensor).get_name()
+            V.graph.mark_buffer_mutated(name)
+            if gives:
+                V.graph.never_reuse_buffers.add(name)
+        return plain(tensors, *args)
+
+    return lower

@@ -1,0 +1,185 @@
+"""The private torch names of compiled training, in one place; imported when a run is compiled, not before."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import fx
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+
+__all__ = [
+    "Context",
+    "bind",
+    "break_reasons",
+    "captured",
+    "compile_model",
+    "eager_backend",
+    "inputs_of",
+    "keep_out",
+    "lower_eager",
+    "own_results",
+    "quiet",
+    "watch_compiles",
+    "without_torch_function",
+]
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+class Context:
+    """What surrounds the lowering of a graph, to lower it again later."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.tracing = TracingContext.try_get()
+        self.fake = detect_fake_mode(inputs)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was when the graph was captured."""
+        with tracing(self.tracing):
+            yield
+
+
+def own_results() -> int | None:
+    """How many results of the forward graph that is being compiled are the caller's."""
+    context = TracingContext.try_get()
+    return None if context is None or context.fw_metadata is None else context.fw_metadata.num_forward
+
+
+def inputs_of(gm: fx.GraphModule) -> list[torch.Tensor | None]:
+    """The tensors behind the inputs of a captured graph, in order; None for numbers."""
+    found: list[torch.Tensor | None] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            given = node.meta.get("grapharg")
+            example = None if given is None else given.example
+            found.append(example if isinstance(example, torch.Tensor) else None)
+    return found
+
+
+_PIECES = 4096  # one a module and shape: torch's limit of 8 is meant for shapes that keep changing
+
+
+def keep_out(*packages: str) -> None:
+    """Functions of these packages run as they are when they run outside of graphs, once in a process: torch captures them no more."""
+    for name in packages:
+        if name not in _kept_out:
+            trace_rules.add(name)
+            _kept_out.add(name)
+
+
+_kept_out: set[str] = set()
+
+
+def compile_model(
+    call: Callable[..., Any], backend: Callable[..., Any], params: Sequence[torch.Tensor], **options: Any
+) -> Any:
+    """`torch.compile(call)` without checks, before each call, of what of `params` cannot change, or changes between uses: their class.
+
+    Their identity is checked, see `bind`.
+    """
+    ours = {id(param) for param in params}
+
+    def checked(guards: Sequence[Any]) -> list[bool]:
+        return [
+            not (guard.guard_type == "TENSOR_MATCH" and guard.has_value and id(guard.value) in ours) for guard in guards
+        ]
+
+    options["options"] = {"guard_filter_fn": checked}
+    for name, value in (("recompile_limit", _PIECES), ("isolate_recompiles", True)):
+        if name in inspect.signature(torch.compile).parameters:
+            options[name] = value
+    return torch.compile(call, backend=backend, **options)
+
+
+def bind(gm: fx.GraphModule, ours: Callable[[torch.Tensor], bool]) -> None:
+    """Let a captured piece run with the parameters that it was captured with, and no others. Call while it is captured.
+
+    Actions name units: a piece of one layer must not run for another layer of the same class.
+    """
+    for node in gm.graph.nodes:
+        given = node.meta.get("grapharg") if node.op == "placeholder" else None
+        if given is not None and isinstance(given.example, torch.Tensor) and ours(given.example):
+            install_guard(given.source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def quiet(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook` for modules that run outside of graphs; while a graph is captured it is not there."""
+    eager = torch._dynamo.disable(hook)
+
+    def hooked(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        eager(*args, **kwargs)
+
+    return hooked
+
+
+@contextmanager
+def watch_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, be told of every capture of a graph in this process."""
+
+    def begun(args: object) -> None:
+        del args
+        begin()
+
+    def ended(args: object) -> None:
+        del args
+        end()
+
+    callback_handler.register_start_callback(begun)
+    callback_handler.register_end_callback(ended)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begun)
+        callback_handler.remove_end_callback(ended)
+
+
+def break_reasons() -> dict[str, int]:
+    """Why captures ended early so far in this process, and how often."""
+    return dict(counters["graph_break"])
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """While a graph is taken apart into forward and backward."""
+    # torch's cache of whole captures would find a run's graphs with the actions of another run in them.
+    with torch._functorch.config.patch(enable_autograd_cache=False, donated_buffer=False):
+        yield
+
+
+def eager_backend(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without a compiler: graphs run operation by operation."""
+
+    def side(backward: bool, inference: bool = False) -> Callable[..., Any]:
+        return lambda graph, examples: inner(graph, examples, is_backward=backward, is_inference=inference)
+
+    made = aot_autograd(
+        fw_compiler=side(False),
+        bw_compiler=side(True),
+        inference_compiler=side(False, True),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    with captured():
+        return made(gm, inputs)
+
+
+def lower_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as Python that drops its inputs as soon as they are used."""
+    gm.graph.set_codegen(fx.graph._BoxedCodeGen())
+    gm.recompile()
+    return gm.forward

@@ -1,0 +1,139 @@
+"""Operations that graphs call, and what they are to a compiler.
+
+Each is a call of a verb of ds-zero (`ds_zero.runtime.graphs`). Parameters are inputs of a graph; `need` writes into their memory and `spare`
+takes it away, and that is what the operations say of themselves, so no compiler moves a use of a parameter out from between them.
+Gradients that are handed over belong to ds-zero from then on: memory of theirs must not be used again by the graph (`_inductor.py`).
+
+`key` is the number of a session in this process: operations in compiled code can hold numbers, not objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_accel import get_accelerator
+from ds_engine.compiling.compiling import Syncs
+from ds_zero.runtime.graphs import Graphs
+
+__all__ = ["OPS", "Target", "register_target"]
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Target:
+    """What the operations of one session act on.
+
+    Attributes:
+        graphs: Verbs of the model.
+        syncs: Where to wait.
+        pin: Whether saved results go into page-locked memory.
+    """
+
+    graphs: Graphs
+    syncs: Syncs
+    pin: bool
+
+
+_targets: weakref.WeakValueDictionary[int, Target] = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def register_target(target: Target) -> int:
+    """The key of a session, for as long as its target lives."""
+    key = next(_keys)
+    _targets[key] = target
+    return key
+
+
+def _expect(params: list[Tensor], key: int, unit: int) -> None:
+    del params
+    _targets[key].graphs.expect(unit)
+
+
+def _need(params: list[Tensor], key: int, unit: int) -> None:
+    del params
+    target = _targets[key]
+    if target.syncs.before_gather:
+        get_accelerator().synchronize()
+    target.graphs.need(unit)
+    if target.syncs.after_gather:
+        get_accelerator().synchronize()
+
+
+def _spare(params: list[Tensor], key: int, unit: int) -> None:
+    del params
+    _targets[key].graphs.spare(unit)
+
+
+def _arrived(grads: list[Tensor], key: int, unit: int, members: list[int]) -> None:
+    target = _targets[key]
+    if target.syncs.before_reduce:
+        get_accelerator().synchronize()
+    target.graphs.arrived(unit, members, [grad if grad.is_contiguous() else grad.contiguous() for grad in grads])
+    if target.syncs.after_reduce:
+        target.graphs.drain()
+        get_accelerator().synchronize()
+
+
+def _free(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def _store(tensor: Tensor, key: int) -> Tensor:
+    pin = _targets[key].pin and tensor.device.type != "cpu"
+    host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+    return host.copy_(tensor, non_blocking=pin)
+
+
+def _fetch(host: Tensor, device: torch.device) -> Tensor:
+    return host.to(device, non_blocking=host.is_pinned(), copy=True) if device.type != "cpu" else host.clone()
+
+
+def _fake_store(tensor: Tensor, key: int) -> Tensor:
+    del key
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _fake_fetch(host: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(host, device=device)
+
+
+def _nothing(*args: object) -> None:
+    del args
+
+
+_DEFINED: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "expect": ("(Tensor(a!)[] params, int key, int unit) -> ()", _expect, _nothing),
+    "need": ("(Tensor(a!)[] params, int key, int unit) -> ()", _need, _nothing),
+    "spare": ("(Tensor(a!)[] params, int key, int unit) -> ()", _spare, _nothing),
+    "arrived": ("(Tensor(a!)[] grads, int key, int unit, int[] members) -> ()", _arrived, _nothing),
+    "free": ("(Tensor(a!)[] tensors) -> ()", _free, _nothing),
+    "store": ("(Tensor tensor, int key) -> Tensor", _store, _fake_store),
+    "fetch": ("(Tensor host, Device device) -> Tensor", _fetch, _fake_fetch),
+}
+
+
+_NAME = "ds_compile_2"
+"""Counts how the operations are lowered: torch's cache of compiled graphs outlives a process and knows operations by name."""
+
+
+def _define() -> torch.library.Library:
+    # No autograd kernel: these stand in graphs whose gradients are already made, and must not count as writes to autograd.
+    library = torch.library.Library(_NAME, "DEF")
+    for name, (schema, run, fake) in _DEFINED.items():
+        library.define(name + schema)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAME}::{name}", fake, lib=library)
+    return library
+
+
+_LIBRARY = _define()
+OPS = getattr(torch.ops, _NAME)
+"""Where the operations are found by name."""

@@ -1,0 +1,124 @@
+"""From a traced graph to what passes know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ds_engine.compiling.graph import Grad, Graph, Node, Saved
+
+__all__ = ["Placed", "bytes_of", "is_view", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a parameter is: number of its unit, and its number in the unit. `trained`: its gradient is summed by the unit."""
+
+    unit: int
+    member: int
+    trained: bool
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is a view of one of its inputs that is made without looking at memory."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is torch.ops.aten.as_strided.default:
+        return getattr(target, "__name__", "") == "getitem"
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def bytes_of(value: Any) -> int:
+    """Of a node's traced value; sizes that are not known yet count as their hints."""
+    if isinstance(value, torch.Tensor):
+        numel = 1
+        for size in value.shape:
+            numel *= _hint(size)
+        return numel * value.element_size()
+    return sum(map(bytes_of, value)) if isinstance(value, (tuple, list)) else 0
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        found = size.node.hint
+        return 1 if found is None else int(found)
+    return int(size)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a node's result is in, as far as views tell."""
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def read(graph: fx.Graph, params: Mapping[str, Placed], *, backward: bool, saved: int | None) -> Graph:
+    """What passes know of `graph`.
+
+    Args:
+        params: Inputs that are parameters or views of them, by name of the node.
+        saved: Of a forward graph, how many of its results are the caller's; the others are kept for backward. None: no backward.
+    """
+    order = list(graph.nodes)
+    inner = [node for node in order if node.op not in ("placeholder", "output")]
+    number = {node: at for at, node in enumerate(inner)}
+    bases = {node: base_of(node) for node in order}
+    nodes = tuple(_node(node, bases, number, params) for node in inner)
+    output = next(node for node in order if node.op == "output")
+    results = _flat(output.args[0])
+    inputs = [node for node in order if node.op == "placeholder" and node.name not in params]
+    grads: list[Grad] = []
+    if backward:
+        # Results of a backward graph are the gradients of the forward graph's inputs, in their order.
+        for at, result in enumerate(results):
+            place = params.get(f"primals_{at + 1}")
+            if place is not None and place.trained and isinstance(result, fx.Node) and result in number:
+                grads.append(Grad(place.unit, place.member, number[result]))
+    kept = inputs if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
+    theirs = {bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node)}
+    return Graph(
+        nodes,
+        backward,
+        tuple(grads),
+        tuple(
+            _saved(node, bases, number, theirs) for node in kept if _storable(node, bases, params, backward=backward)
+        ),
+        inputs_bytes=sum(bytes_of(node.meta.get("val")) for node in inputs),
+    )
+
+
+def _storable(node: fx.Node, bases: Mapping[fx.Node, fx.Node], params: Mapping[str, Placed], *, backward: bool) -> bool:
+    """Whether a saved result is one: neither a parameter, nor an input of the caller's, nor a gradient that came in."""
+    if bases[node].name in params or node.name.startswith(("primals", "tangents")):
+        return False
+    return isinstance(node.meta.get("val"), torch.Tensor) and (backward or bases[node].op != "placeholder")
+
+
+def _node(
+    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], params: Mapping[str, Placed]
+) -> Node:
+    sources = [bases[source] for source in node.all_input_nodes]
+    view = is_view(node)
+    units = tuple(dict.fromkeys(params[s.name].unit for s in sources if s.name in params))
+    uses = tuple(dict.fromkeys(number[s] for s in sources if s in number))
+    return Node(node.name, 0 if view else bytes_of(node.meta.get("val")), uses, units)
+
+
+def _saved(
+    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], theirs: set[fx.Node]
+) -> Saved:
+    base = bases[node]
+    found = [number[user] for user in number if any(bases[s] is base for s in user.all_input_nodes)]
+    made = number.get(base, -1)
+    own = base is node and base not in theirs
+    return Saved(node.name, bytes_of(node.meta.get("val")), made, min(found, default=-1), max(found, default=-1), own)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [item for each in value for item in _flat(each)]
+    return [value]

@@ -1,0 +1,124 @@
+"""From decided actions to a graph that does them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from ds_engine.compiling.graph import Action, Graph, Verb
+from ds_engine.compiling.ops import OPS
+from ds_engine.compiling.reading import Placed, base_of
+
+__all__ = ["rewrite"]
+
+_UNIT_VERBS = {Verb.EXPECT: "expect", Verb.NEED: "need", Verb.SPARE: "spare"}
+
+
+def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key: int) -> fx.GraphModule:
+    """Put the actions of `graph` into `gm`, which it was read from. Returns a module of its own; `gm` stays as it was."""
+    made = fx.GraphModule(gm, _copied(gm.graph))
+    by_name = {node.name: node for node in made.graph.nodes}
+    output = next(node for node in made.graph.nodes if node.op == "output")
+    at = [by_name[node.name] for node in graph.nodes] + [output]
+    inputs: dict[int, list[fx.Node]] = {}
+    for name, place in params.items():
+        if name in by_name and by_name[name].op == "placeholder":
+            inputs.setdefault(place.unit, []).append(by_name[name])
+    editor = _Editor(made.graph, output, key)
+    for action in graph.actions:
+        with made.graph.inserting_before(at[action.at]):
+            if action.verb in _UNIT_VERBS:
+                editor.unit(action, inputs[action.unit])
+            elif action.verb is Verb.ARRIVED:
+                editor.arrived(action.unit, [(g.member, at[g.at]) for g in graph.grads if g.unit == action.unit])
+            elif action.verb is Verb.FREE:
+                made.graph.call_function(OPS.free.default, ([by_name[action.name]],))
+            elif action.verb is Verb.STORE:
+                editor.store(by_name[action.name])
+            else:
+                editor.fetch(by_name[action.name])
+    made.graph.lint()
+    made.recompile()
+    return made
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    table: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, table)
+    made = copy.output(output)
+    old = next(node for node in graph.nodes if node.op == "output")
+    made.meta = dict(old.meta)
+    for before, after in table.items():
+        after.meta = dict(before.meta)
+        if after.name != before.name:
+            after.name = before.name
+    return copy
+
+
+class _Editor:
+    def __init__(self, graph: fx.Graph, output: fx.Node, key: int) -> None:
+        self.graph, self.output, self.key = graph, output, key
+
+    def unit(self, action: Action, params: list[fx.Node]) -> None:
+        op = getattr(OPS, _UNIT_VERBS[action.verb]).default
+        self.graph.call_function(op, (params, self.key, action.unit))
+
+    def arrived(self, unit: int, grads: list[tuple[int, fx.Node]]) -> None:
+        """Hand gradients over. What shares memory with something that is used otherwise is copied first."""
+        given = [node for _, node in grads]
+        handed, bases = [], set()
+        for node in given:
+            base = base_of(node)
+            others = {user for user in base.users if user.op != "output" and base_of(user) is not base}
+            shared = (
+                base in bases or base.op == "placeholder" or bool(others and not _all_before(others, self.graph, given))
+            )
+            bases.add(base)
+            handed.append(self._copy(node) if shared or _scattered(node) else node)
+        self.graph.call_function(OPS.arrived.default, (handed, self.key, unit, [member for member, _ in grads]))
+        gone = set(given)
+        results = self.output.args[0]
+        kept = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
+        self.output.args = (tuple(kept) if isinstance(results, tuple) else kept,)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        made = self.graph.call_function(
+            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+        made.meta = dict(node.meta)
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            made.meta["val"] = value.new_empty(value.shape)
+        return made
+
+    def store(self, node: fx.Node) -> None:
+        """The result that is kept for backward is its copy in host memory."""
+        made = self.graph.call_function(OPS.store.default, (node, self.key))
+        made.meta = {"val": _like(node.meta["val"], torch.device("cpu"))}
+        self.output.args = (fx.map_arg(self.output.args[0], lambda n: made if n is node else n),)
+
+    def fetch(self, node: fx.Node) -> None:
+        """What a backward graph is given is in host memory; what it uses is the copy that is made here."""
+        value = node.meta["val"]
+        device = value.device
+        made = self.graph.call_function(OPS.fetch.default, (node, device))
+        made.meta = {"val": value}
+        node.meta = {**node.meta, "val": _like(value, torch.device("cpu"))}
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value if device == value.device else torch.empty_like(value, device=device)
+
+
+def _scattered(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_contiguous()
+
+
+def _all_before(users: set[fx.Node], graph: fx.Graph, given: list[fx.Node]) -> bool:
+    """Whether all of `users` run before the last of the gradients: nobody looks at them after they were handed over."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    return max(order[user] for user in users) <= max(order[node] for node in given)

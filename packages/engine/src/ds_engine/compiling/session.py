@@ -1,0 +1,309 @@
+"""A compiled run: which passes are due, what was measured, and the pieces that were captured. One for each engine.
+
+    start     from now on the model's forward is captured and compiled
+    stepped   a step is over: measure the next one, or lower everything again with other passes
+    stop      the model runs as before
+
+Ranks decide alike: what is measured is made one before it is used. Where a piece is captured, and how often, may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+import ds_comm as comm
+from ds_comm import Group
+from ds_config.errors import PlanError
+from ds_engine.compiling import _torch
+from ds_engine.compiling.compiling import BACKENDS, Compiling
+from ds_engine.compiling.deciding import choose_kept
+from ds_engine.compiling.frames import Frame, Lowered
+from ds_engine.compiling.graph import Graph, Known, Verb
+from ds_engine.compiling.ops import Target, register_target
+from ds_engine.compiling.passes import Entry
+from ds_engine.compiling.reading import Placed
+from ds_zero import Sharding
+from ds_zero.runtime.graphs import Graphs
+
+__all__ = ["Session", "Settings"]
+
+_log = logging.getLogger("ds_engine")
+_KWARGS = ("dynamic", "fullgraph", "mode", "options")
+
+
+class Settings:
+    """How `torch.compile` is asked.
+
+    Args:
+        backend: `inductor` or `eager`.
+        kwargs: Of `torch.compile`: dynamic, fullgraph, mode, options.
+        budget: Bytes that a rank may use; None: as many as the device has.
+    """
+
+    def __init__(self, backend: str, kwargs: Mapping[str, Any], budget: int | None = None) -> None:
+        unknown = sorted(set(kwargs) - set(_KWARGS))
+        if backend not in BACKENDS or unknown:
+            asked = f"backend {backend!r}" + (f" and {', '.join(unknown)}" if unknown else "")
+            raise PlanError(
+                f"compile() was asked for {asked}; actions go into graphs of {' and '.join(BACKENDS)}, with {', '.join(_KWARGS)}",
+                code="compile-backend",
+                fix="Use one of these, or leave compile.deepcompile out: then compile() is torch's.",
+            )
+        self.backend, self.budget = backend, budget
+        self.kwargs = {k: v for k, v in kwargs.items() if k in ("dynamic", "fullgraph")}
+        self.patches: dict[str, Any] = dict(kwargs.get("options") or {})
+        if mode := kwargs.get("mode"):
+            self.patches = {**_inductor().mode_options(mode), **self.patches}
+
+
+class Session:
+    """See the module's docstring.
+
+    Args:
+        model: Whose forward is compiled.
+        sharding: Its units.
+        plan: Which passes.
+        settings: How it is compiled.
+        everyone: Ranks that decide alike.
+    Attributes:
+        key, measuring: For the graphs, see `frames.Owner`.
+        steps: Since `start`.
+        pieces: Graphs so far.
+        seconds: Spent with capturing and lowering.
+        breaks: Why captures ended early, and how often.
+    """
+
+    def __init__(
+        self, model: nn.Module, sharding: Sharding, plan: Compiling, settings: Settings, everyone: Group
+    ) -> None:
+        self.model, self.plan, self.settings, self.everyone = model, plan, settings, everyone
+        self.graphs = Graphs(sharding)
+        self._target = Target(self.graphs, plan.syncs, plan.pin)
+        self.key = register_target(self._target)
+        self.steps, self.seconds = 0, 0.0
+        self.pieces: list[Lowered] = []
+        self.breaks: dict[str, int] = {}
+        self._sharding = sharding
+        self._inside, self._ahead, self._begun = False, self.graphs.ahead_numel, 0.0
+        self._known_breaks = _torch.break_reasons()
+        self._capture = ExitStack()
+        self._watch = ExitStack()
+        schedule = plan.schedule
+        if schedule[0].measured:  # the step before the first one is the first one
+            bare = Entry(schedule[0].step, tuple(p for p in schedule[0].passes if not p.measured))
+            later = replace(schedule[0], step=schedule[0].step + 1)
+            schedule = (bare, later, *(e for e in schedule[1:] if e.step > later.step))
+        self._schedule = schedule
+        self._known = self._facts()
+        self._enter(schedule[0])
+
+    def _facts(self) -> Known:
+        """What is known of the plan alone."""
+        units = [(n, unit) for n, unit in enumerate(self.graphs.units) if self.graphs.released(n)]
+        gathered = {n: unit.plan.bytes.gathered for n, unit in units}
+        seconds = {n: float(unit.plan.sent["gather"]) for n, unit in units}
+        kept = sum(self._sharding.plan.kept.values())
+        return Known(gathered, seconds, self.settings.budget, kept, self.plan.least)
+
+    # ---- start and stop
+
+    def start(self) -> None:
+        """Compile the model's forward in place. Nothing is captured before it is called."""
+        _torch.keep_out("ds_zero.runtime", "ds_comm", "ds_monitor")
+        self.graphs.hook_with(self.model, _torch.quiet)
+        params = [param for unit in self.graphs.units for param in unit.params]
+        compiled = _torch.compile_model(self.model._call_impl, self._backend, params, **self.settings.kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before, self._inside = self._inside, True
+            try:
+                with self.graphs.forward():
+                    return compiled(*args, **kwargs)
+            finally:
+                self._inside = before
+
+        self.model._compiled_call_impl = forward
+        self._watch.enter_context(_torch.watch_compiles(self._begin_capture, self._end_capture))
+        if not self.plan.double:
+            self._watch.callback(self.graphs.in_flight, self.graphs.in_flight(0))
+
+    def stop(self) -> None:
+        """The model runs as before. Between steps, on all ranks."""
+        self.model._compiled_call_impl = None
+        self._watch.close()
+        self.graphs.keep(())
+        self.graphs.run_ahead(self._ahead)
+        self.graphs.hook_with(self.model, lambda hook: hook)
+        # torch keeps what it captured for as long as the model's class lives: nothing of it may lead to the run's memory and groups.
+        for piece in self.pieces:
+            piece.close()
+        self.pieces = []
+        del self.graphs, self._sharding, self._target, self.model, self.everyone, self._watch, self._capture
+
+    def _begin_capture(self) -> None:
+        if self._inside:  # else it is another engine's, or a backward graph, which `lower` accounts for
+            self._begun = time.perf_counter()
+            self._capture.enter_context(self.graphs.tracing())
+
+    def _end_capture(self) -> None:
+        if not self._inside:
+            return
+        self._capture.close()
+        self.seconds += time.perf_counter() - self._begun
+        for reason, count in _torch.break_reasons().items():
+            if count > self._known_breaks.get(reason, 0):
+                self._known_breaks[reason] = count
+                if reason not in self.breaks:
+                    _log.warning(
+                        "a graph ends early, and hooks do what is between graphs: %s", " ".join(reason.split())[:300]
+                    )
+                self.breaks[reason] = self.breaks.get(reason, 0) + 1
+
+    # ---- graphs
+
+    def _backend(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        del options
+        _torch.bind(gm, lambda tensor: self._sharding.find(tensor) is not None)
+        frame = Frame(self, gm, self._place)
+        if self.settings.backend == "eager":
+            return _torch.eager_backend(gm, inputs, frame.inner)
+        return _inductor().backend(gm, inputs, frame.inner, self.settings.patches)
+
+    def _place(self, tensor: Tensor) -> Placed | None:
+        found = self._sharding.find(tensor)
+        return None if found is None else Placed(found[0].number, found[1], found[0].spec.trained)
+
+    def decide(self, piece: Lowered) -> Graph:
+        """The actions of the passes of the day."""
+        graph = piece.facts
+        for each in self._entry.passes:
+            if each.decide is not None:
+                graph = each.decide(graph, self._known)
+        return graph
+
+    def edit(self, piece: Lowered, gm: fx.GraphModule) -> fx.GraphModule:
+        """Passes of users, in the form that DeepSpeed's have."""
+        order = [
+            (id(one.frame), any(p.backward for p in self.pieces if p.frame is one.frame))
+            for one in self.pieces
+            if not one.backward
+        ]
+        for each in self._entry.passes:
+            if each.edit is not None:
+                number = id(piece.frame)
+                made = each.edit(
+                    gm.graph,
+                    number,
+                    order,
+                    {number: piece.facts},
+                    self._known.budget,
+                    {number: piece.params},
+                    piece.backward,
+                )
+                if isinstance(made, fx.Graph):
+                    gm.graph = made
+                gm.graph.lint()
+                gm.recompile()
+        return gm
+
+    def lower(self, piece: Lowered, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Code of a graph."""
+        if self.plan.told:
+            side = "backward" if piece.backward else "forward"
+            names = self._sharding.plan.units
+            for line in piece.actions.lines(lambda unit: names[unit].name):
+                _log.info("graph %d %s, step %d: %s", len(self.pieces), side, self.steps, line)
+        begun = time.perf_counter()
+        try:
+            if self.settings.backend == "eager":
+                return _torch.lower_eager(gm)
+            return _inductor().lower(gm, piece.inputs, piece.context.fake, self.settings.patches, piece.options)
+        finally:
+            if not self._inside:  # else it is part of a capture
+                self.seconds += time.perf_counter() - begun
+
+    def add(self, piece: Lowered) -> None:
+        """There is a new one."""
+        self.pieces.append(piece)
+
+    # ---- steps
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Names of the passes of this step."""
+        return tuple(each.name for each in self._entry.passes)
+
+    @property
+    def _next(self) -> Entry | None:
+        return next((entry for entry in self._schedule if entry.step > self._entry.step), None)
+
+    def _enter(self, entry: Entry) -> None:
+        self._entry = entry
+        following = self._next
+        self.measuring = following is not None and following.measured and following.step == self.steps + 1
+        self.graphs.run_ahead(0 if entry.has("prefetch") else self._ahead)
+        self.graphs.keep(self._known.kept if entry.has("keep") else ())
+        for piece in self.pieces:
+            piece.forget()
+
+    def stepped(self) -> None:
+        """A step is over. Collective where other passes are due."""
+        self.steps += 1
+        following = self._next
+        if following is None:
+            return
+        if following.step <= self.steps:
+            if following.measured:
+                self._known = self._agree()
+            self._enter(following)
+            _log.info("compiled step %d: %s", self.steps, " -> ".join(self.passes))
+        else:
+            self.measuring = following.measured and following.step == self.steps + 1
+
+    def _agree(self) -> Known:
+        """What was measured, alike on all ranks: the longest gathers, the highest peak. Collective."""
+        seconds: dict[int, float] = {}
+        for piece in self.pieces:
+            for unit, took in piece.seconds.items():
+                seconds[unit] = max(took, seconds.get(unit, 0.0))
+        sides = [
+            {a.unit for p in self.pieces if p.backward is side for a in p.actions.actions if a.verb is Verb.NEED}
+            for side in (False, True)
+        ]
+        peak = max((max(piece.facts.live(), default=0) for piece in self.pieces), default=0)
+        gathered = self._known.gathered
+        passing = max(
+            (max(p.actions.resident(lambda u: gathered.get(u, 0)), default=0) for p in self.pieces), default=0
+        )
+        mine = {
+            "seconds": {str(unit): took for unit, took in seconds.items()},
+            "both": sorted(sides[0] & sides[1]),
+            "peak": peak + passing,
+            "budget": self.settings.budget,
+        }
+        everyone: list[dict[str, Any]] = comm.all_gather_json(mine, self.everyone, unit="passes")
+        both = frozenset.intersection(*(frozenset(one["both"]) for one in everyone))
+        longest = {u: max(float(one["seconds"].get(str(u), 0.0)) for one in everyone) for u in gathered}
+        budgets = [one["budget"] for one in everyone if one["budget"] is not None]
+        known = replace(
+            self._known,
+            seconds=longest,
+            both=both,
+            peak=max(one["peak"] for one in everyone),
+            budget=min(budgets, default=None),
+        )
+        return replace(known, kept=choose_kept(known))
+
+
+def _inductor() -> ModuleType:
+    """torch's compiler, for the runs that use it."""
+    return import_module("ds_engine.compiling._inductor")

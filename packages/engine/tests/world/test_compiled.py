@@ -1,0 +1,279 @@
+"""A compiled run gives the numbers of an eager one, at every stage and with every list of passes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_engine
+from ds_config.errors import PlanError
+from ds_engine.compiling.session import Session
+from ds_testing import world
+
+WIDTH = 12
+torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test
+
+
+class Block(nn.Module):
+    """A residual block; `breaks` ends the graph inside of it."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(torch.nn.functional.gelu(hidden))
+
+
+class Model(nn.Module):
+    """Blocks and a tied head; the loss is its result. `frozen`: the first block is not trained."""
+
+    def __init__(self, breaks: int = 0, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block(at < breaks) for at in range(3))
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), targets.flatten())
+
+
+def trained(
+    model: nn.Module, config: dict[str, Any], steps: int, batches: Any = None, **compiled: Any
+) -> tuple[list[float], dict[str, Tensor], Session | None]:
+    """Losses, weights afterwards, and the session of a run; eager without `compiled`."""
+    made, _, _, _ = ds_engine.initialize(
+        model=model, config={**config, "compile": {"deepcompile": bool(compiled), **config.get("compile", {})}}
+    )
+    if compiled:
+        made.compile(**compiled)
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(steps):
+        for _ in range(config.get("gradient_accumulation_steps", 1)):
+            batch = torch.randint(16, (2, 2, 6), generator=generator) if batches is None else batches(generator)
+            loss = made(*batch)
+            made.backward(loss)
+            made.step()
+            losses.append(loss.item())
+    session = made.compiled.session
+    made.close()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, session
+
+
+def configured(stage: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 400, "stage3_param_persistence_threshold": 0},
+        **changes,
+    }
+
+
+def compare(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    assert one[0] == pytest.approx(other[0], abs=tolerance)
+    for name, weight in one[1].items():
+        torch.testing.assert_close(other[1][name], weight, atol=10 * tolerance, rtol=tolerance, msg=name)
+
+
+@world(2, timeout=60)
+def test_every_pass_at_stage_3_leaves_the_numbers_alone() -> None:
+    config = configured(3)
+    eager = trained(Model(), config, 4)
+    schedule = [(0, ["reduce", "gather"]), (2, ["reduce", "gather", "prefetch", "keep", "free_activation"])]
+    compiled = trained(Model(), config, 4, backend="eager", schedule=schedule)
+    compare(eager, compiled)
+    session = compiled[2]
+    assert session is not None
+    assert session.passes == ("reduce", "gather", "prefetch", "keep", "free_activation")
+    assert session.breaks == {}
+
+
+@world(2, timeout=60)
+def test_a_graph_that_ends_early_leaves_the_rest_to_hooks() -> None:
+    config = configured(3, gradient_accumulation_steps=1)
+    eager = trained(Model(breaks=3), config, 3)
+    compiled = trained(Model(breaks=3), config, 3, backend="eager")
+    compare(eager, compiled)
+    assert compiled[2] is not None
+    assert any("graph_break" in reason for reason in compiled[2].breaks)
+
+
+@world(2, timeout=60)
+def test_reductions_stand_in_graphs_where_nothing_is_gathered() -> None:
+    config = configured(1)
+    eager = trained(Model(frozen=True), config, 2)
+    compiled = trained(Model(frozen=True), config, 2, backend="eager", compile_kwargs={"dynamic": True})
+    compare(eager, compiled)
+    assert compiled[2] is not None
+    assert compiled[2].passes == ("reduce",)
+
+
+@world(2, timeout=60)
+def test_two_engines_of_one_class_are_compiled_apart_and_given_back_whole() -> None:
+    first, second = Model(), Model()
+    config = {**configured(3, gradient_accumulation_steps=1), "compile": {"deepcompile": True}}
+    engines = [ds_engine.initialize(model=model, config=config)[0] for model in (first, second)]
+    tokens = torch.randint(16, (2, 2, 6), generator=torch.Generator().manual_seed(0))
+    for engine in engines:
+        engine.compile(backend="eager")
+    with pytest.raises(PlanError, match="twice"):
+        engines[0].compile()
+    for engine in engines:
+        engine.backward(engine(*tokens))
+        engine.step()
+    for engine in engines:
+        engine.close()
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.isfinite(first(*tokens))
+
+
+@world(2, timeout=60)
+def test_a_pass_of_the_user_edits_the_graphs_of_its_steps() -> None:
+    model, seen = Model(), []
+
+    def count(graph: Any, number: int, order: Any, measured: Any, budget: Any, params: Any, backward: bool) -> None:
+        seen.append((backward, len(params[number]) > 0, number in measured))
+
+    config = {**configured(3, gradient_accumulation_steps=1), "compile": {"deepcompile": True, "debug_log": True}}
+    engine = ds_engine.initialize(model=model, config=config)[0]
+    engine.register_compile_pass("count", count)
+    with pytest.raises(PlanError, match="no pass 'other'"):
+        engine.compile(backend="eager", schedule=[(0, ["other"])])
+    engine.compile(backend="eager", schedule=[(0, ["reduce", "gather"]), (1, ["reduce", "gather", "count"])])
+    tokens = torch.randint(16, (2, 2, 6), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        engine.backward(engine(*tokens))
+        engine.step()
+    engine.close()
+    assert seen == [(False, True, True), (True, True, True)]
+
+
+# ---- slow: the whole grid, and the compiler itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@world(2, timeout=300)
+def test_twenty_steps_at_every_stage(stage: int, backend: str) -> None:
+    eager = trained(Model(), configured(stage), 20)
+    compare(eager, trained(Model(), configured(stage), 20, backend=backend), 1e-6 if backend == "eager" else 5e-6)
+
+
+@pytest.mark.slow
+@world(2, timeout=300)
+def test_narrow_formats() -> None:
+    config = configured(3, bf16={"enabled": True})
+    compare(trained(Model(), config, 8), trained(Model(), config, 8, backend="eager"), 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@world(2, timeout=300)
+def test_drawn_settings(seed: int) -> None:
+    """Five settings of stage, passes, budget and section for each seed: fifty in all."""
+    draw = random.Random(seed)
+    for _ in range(5):
+        stage = draw.randrange(4)
+        names = ["reduce"] + (["gather"] if stage == 3 else [])
+        later = names + [n for n in ("prefetch", "keep") if stage == 3 and draw.random() < 0.7]
+        more = draw.choice([[], ["free_activation"], ["offload_activation_all"], ["offload_activation"]])
+        section = {
+            "free_activation_threshold": draw.choice([0, 1000]),
+            "double_buffer": draw.random() < 0.5,
+            **{
+                f"sync_{when}_{what}": draw.random() < 0.3
+                for when in ("before", "after")
+                for what in ("reduce", "allgather")
+            },
+        }
+        model = {"breaks": draw.choice([0, 0, 1]), "frozen": draw.random() < 0.3}
+        config = configured(stage, gradient_accumulation_steps=draw.choice([1, 2]), compile=section)
+        if draw.random() < 0.5:
+            config["zero_optimization"]["overlap_comm"] = False
+        schedule = [(0, names), (draw.choice([1, 2]), later + more)]
+        budget = draw.choice([None, 0, 10_000, 10**9])
+        eager = trained(Model(**model), {**config, "compile": {}}, 4)
+        compiled = trained(Model(**model), config, 4, backend="eager", schedule=schedule, budget_bytes=budget)
+        compare(eager, compiled)
+
+
+def gpt() -> nn.Module:
+    """The quickstart's."""
+    path = Path(__file__).parents[4] / "docs" / "examples" / "train_gpt"
+    spec = spec_from_file_location("quickstart_gpt", path / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks there for its annotations
+    spec.loader.exec_module(module)
+    return module.GPT(module.GPTConfig(layers=2, heads=2, width=32, context=16))
+
+
+def transformers_model(kind: str) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=4))
+
+
+class Labelled(nn.Module):
+    """A transformers model whose result is its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(tokens, labels=labels).loss
+
+
+def known(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt() if kind == "gpt" else Labelled(transformers_model(kind))
+
+
+def tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
+    found = torch.randint(16, (2, 17), generator=generator)
+    return found[:, :16], found[:, :16]
+
+
+def text(generator: torch.Generator) -> tuple[Tensor]:
+    return (torch.randint(256, (2, 17), generator=generator),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@world(2, timeout=600)
+def test_models_of_others(backend: str, kind: str, stage: int) -> None:
+    # The two gradients of tied embeddings are added in another order, and Adam divides by the smallest ones.
+    plain = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}} if kind == "gpt" else {}
+    config = configured(stage, gradient_accumulation_steps=1, **plain)
+    batches = text if kind == "gpt" else tokens
+    eager = trained(known(kind), config, 20, batches)
+    compare(eager, trained(known(kind), config, 20, batches, backend=backend), 1e-6 if backend == "eager" else 5e-6)

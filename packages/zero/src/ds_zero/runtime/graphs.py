@@ -1,0 +1,116 @@
+"""The verbs of one model for graphs of a compiler: what hooks do in eager execution, as calls that a graph can make.
+
+A graph that needs a unit's parameters calls `need` before their first use and `spare` after the last one; one that makes
+gradients gives them to `arrived`. Orders, accumulation, tiers and codes are those of `gathering.py`: nothing is decided here, and
+modules that run outside of any graph keep their hooks.
+
+Where a graph is being made, its parameters must look like parameters. `Graphs.tracing` gives released ones their own class back,
+without memory; inside, nothing may read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor, nn
+
+from ds_zero._torch import without_torch_function
+from ds_zero.runtime.released import Released, release, restore
+from ds_zero.runtime.sharding import Sharding
+from ds_zero.runtime.unit import Full, Unit
+
+__all__ = ["Graphs"]
+
+
+class Graphs:
+    """See the module's docstring.
+
+    Args:
+        sharding: Of the model whose graphs are compiled.
+    Attributes:
+        units: In the order of their numbers.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.units: list[Unit] = sharding.units
+        self._runtime = sharding.runtime
+
+    def released(self, number: int) -> bool:
+        """Whether a unit's parameters have no memory between uses."""
+        return self.units[number].releases
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of the whole model: a phase of gathers."""
+        return self._runtime.gathering.forward()
+
+    def hook_with(self, model: nn.Module, hooked: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Put the hooks of `model` on again, each as `hooked` makes it."""
+        gathering = self._runtime.gathering
+        gathering.remove_hooks()
+        gathering.hooked = hooked
+        gathering.attach(model)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Inside, released parameters have their own class."""
+        # Those of a gather that is under way, too: they have their class back when somebody waits for it.
+        given = [(unit, p) for unit in self.units for p in unit.params if type(p) is Released]
+        for _, param in given:
+            restore(param)
+        try:
+            yield
+        finally:
+            for unit, param in given:
+                if unit.state in (Full.RELEASED, Full.GATHERING):
+                    release(param)
+
+    # ---- what graphs call
+
+    def expect(self, number: int) -> None:
+        """A unit will be needed: its gather begins, after those that come before it. Collective over its ranks, as all of these."""
+        self._runtime.gathering.expect(number)
+
+    def need(self, number: int) -> None:
+        """A unit is needed: returns when its parameters are usable."""
+        self._runtime.gathering.need(number)
+
+    def spare(self, number: int) -> None:
+        """A unit is not needed any more in this graph."""
+        if self.units[number].releases:
+            self._runtime.gathering.spare(number)
+
+    def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""
+        unit, reducing = self.units[number], self._runtime.reducing
+        for member, grad in zip(members, grads, strict=True):
+            param = unit.params[member]
+            with without_torch_function():
+                param.grad = grad if param.grad is None else param.grad + grad
+            reducing.arrived(number, member)
+
+    # ---- between steps
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """These units stay gathered from the first use of a step until its update. The same on every rank."""
+        self._runtime.gathering.keep([n for n in numbers if self.units[n].releases])
+
+    def run_ahead(self, numel: int) -> None:
+        """How many elements are gathered before a graph asks for them."""
+        self._runtime.gathering.ahead = numel
+
+    @property
+    def ahead_numel(self) -> int:
+        """Elements gathered before they are asked for."""
+        return self._runtime.gathering.ahead
+
+    def in_flight(self, nbytes: int) -> int:
+        """Set how many bytes of gradients may be in unfinished reductions; returns how many it were."""
+        reducing = self._runtime.reducing
+        before, reducing.inflight_bytes = reducing.inflight_bytes, nbytes
+        return before
+
+    def drain(self) -> None:
+        """Wait for every reduction that was started."""
+        self._runtime.reducing.drain()

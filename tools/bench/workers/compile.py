@@ -1,0 +1,169 @@
+"""One rank of the benchmark of compiled training: `compile.py ENGINE`, an engine of `ENGINES`, over shared memory where it says @shm."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH = 256, 8, 4, 4096, 128, 4
+Step = Callable[[Tensor], float]
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, as in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = self.other(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """Tokens in, loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def ours(schedule: list | None) -> tuple[Step, Callable[[], dict]]:
+    import ds_engine
+
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "compile": {"deepcompile": schedule is not None},
+    }
+    engine = ds_engine.initialize(model=Model(), config=config)[0]
+    if schedule is not None:
+        engine.compile(schedule=schedule)
+
+    def step(tokens: Tensor) -> float:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    session = engine.compiled
+    return (
+        step,
+        lambda: (
+            {}
+            if session.session is None
+            else {"compile_s": session.session.seconds, "graphs": len(session.session.pieces)}
+        ),
+    )
+
+
+def fsdp2() -> tuple[Step, Callable[[], dict]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = Model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+        block.compile()
+    fully_shard(model, mesh=mesh)
+    model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, foreach=True)
+
+    def step(tokens: Tensor) -> float:
+        loss = model(tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, dict
+
+
+BASE = [(0, ["reduce", "gather"])]
+ENGINES: dict[str, Callable[[], tuple[Step, Callable[[], dict]]]] = {
+    "eager": lambda: ours(None),
+    "compiled": lambda: ours(BASE),
+    "kept": lambda: ours([*BASE, (2, ["reduce", "gather", "prefetch", "keep"])]),
+    "fsdp2": fsdp2,
+}
+
+
+def status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def passing(step: Step, tokens: Tensor) -> int:
+    """Bytes that a step has beyond what is there before and after it: the least of three, since memory that was freed may stay."""
+    found = []
+    for _ in range(3):
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        step(tokens)
+        found.append(status("VmHWM") - before)
+    return min(found)
+
+
+def main() -> None:
+    engine = sys.argv[1]
+    torch.set_num_threads(1)
+    if "@shm" not in engine:
+        dist.init_process_group("gloo")
+    else:
+        import ds_comm
+
+        ds_comm.init_distributed()
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    batches = [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(8)]
+    begun = time.perf_counter()
+    step, told = ENGINES[engine.partition("@")[0]]()
+    losses = [step(batches[at]) for at in range(4)]
+    started = time.perf_counter() - begun
+    dist.barrier()
+    print(
+        json.dumps({"loss": losses[-1], "start_s": started, "passing": passing(step, batches[0]), **told()}), flush=True
+    )
+    for line in sys.stdin:
+        first, count = map(int, line.split())
+        dist.barrier()
+        took, used = [], []
+        for at in range(first, first + count):
+            wall, cpu = time.perf_counter(), time.process_time()
+            step(batches[at % 8])
+            took.append((time.perf_counter() - wall) * 1e3)
+            used.append((time.process_time() - cpu) * 1e3)
+        print(json.dumps({"ms": took, "cpu_ms": used}), flush=True)
+
+
+main()
