@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import ds_ckpt
@@ -58,6 +60,9 @@ class InMemory(dict[str, dict[str, Bytes]]):
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
         return bytes(self.open(tag, name)[:limit])
+
+    def hold(self, tag: str, seconds: float) -> Callable[[], None]:
+        return lambda: None
 
     def where(self, tag: str) -> str:
         return f"memory of this process, {tag}"

@@ -141,7 +141,7 @@ def test_no_machine_is_named_in_the_repository():
     files = [BOOTSTRAP, *Path(ROOT / "tools" / "repo").glob("*.py"), ROOT / "noxfile.py", ROOT / "constraints.txt"]
     for file in files:
         text = file.read_text()
-        assert "http://" not in text, file
+        assert "http://" not in text.replace("http://www.w3.org/", ""), file  # a name of XML, not an address
         assert "https://" not in text, file
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from ds_config.errors import UnsupportedError
 from ds_testing import world
 
 
@@ -92,15 +91,6 @@ def test_where_state_lies() -> None:
     assert torch.equal(part, x.chunk(2)[torch.distributed.get_rank()])
     assert torch.equal(gather_tokens(part), x)
     share_layers(None)
-
-
-def test_names_of_chunked_attention_can_be_imported_and_refuse_to_work():
-    from deepspeed.sequence.fpdt_layer import FPDT_FFN, FPDT_Attention, FPDT_InputConstruct, FPDT_LogitsLoss
-
-    for use in (FPDT_Attention, FPDT_InputConstruct, FPDT_FFN.apply, FPDT_LogitsLoss.apply):
-        with pytest.raises(UnsupportedError, match=r"deepspeed\.sequence\.fpdt_layer\.FPDT_\w+ is not built") as caught:
-            use(1, 2)
-        assert caught.value.code == "compat-missing"
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_per_group_values_must_fit_the_groups() -> None:
     [
         (OneCycle, {"cycle_min_lr": 0.1}),
         (WarmupDecayLR, {}),
-        (WarmupLR, {"warmup_num_steps": 0}),
+        (WarmupLR, {"warmup_num_steps": -1}),
         (WarmupLR, {"warmup_type": "cubic"}),
         (WarmupLR, {"warmup_num_step": 5}),
         (LRRangeTest, {"lr_range_test_step_size": -1}),

@@ -37,6 +37,13 @@ OURS = {
     "checkpoint.saving.asynchronous",
     "checkpoint.saving.buffer_bytes",
     "checkpoint.saving.keep",
+    "checkpoint.saving.incremental",
+    "checkpoint.saving.codecs",
+    "checkpoint.near",
+    "checkpoint.near.folder",
+    "checkpoint.near.root",
+    "checkpoint.near.every",
+    "checkpoint.near.drain_every",
 }
 Path_ = tuple[str | int, ...]
 
@@ -127,7 +134,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     """What would be made, of classes that need files, threads or the network."""
     homes = {
         ds_monitor.config: ("TensorBoardSink", "CsvSink", "WandbSink", "CometSink"),
-        ds_ckpt.config: ("Synchronous", "Asynchronous"),
+        ds_ckpt.config: ("Synchronous", "Asynchronous", "NearCopies"),
     }
     recorders = []
     for home, names in homes.items():
@@ -171,6 +178,7 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
         recorder.clear()
     ds_monitor.config.make_sinks(config)
     ds_ckpt.config.make_engine(config.checkpoint)
+    ds_ckpt.config.make_near(config.checkpoint)
     seen += [entry for recorder in made for entry in recorder]
     if config.optimizer is not None:
         optimizer = make_optimizer(config.optimizer, list(MODEL.parameters()), MODEL, plan.states)

@@ -257,6 +257,7 @@ class Engine(EngineState):
         totals = settle(self._ledger, optimizer, self.plan, self._averaging, self.device)
         lr = tuple(self.get_lr())
         self.checkpointer.before_update()
+        self._health.step_number = counters.steps + 1
         with self._telemetry.phase("step"):
             optimizer.step()
         self._position, waited_s, report = 0, feed.complete(), optimizer.last

@@ -134,6 +134,8 @@ class HealthWatch:
         model: Searched for the first tensor that is not finite.
         group: All ranks of the run.
         samples: Dataset indices of the microbatch that was handed out last; empty where they are not known.
+    Attributes:
+        step_number: Of the step that is being made.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class HealthWatch:
         self._trend, self._skips = LossTrend(), SkipRun()
         self._forwards, self._moves, self._told = 0, 0, 0
         self._finding: str | None = None
+        self.step_number = 0
 
     # ---- within a step
 
@@ -170,15 +173,14 @@ class HealthWatch:
 
     # ---- at its end
 
-    def nonfinite(self, step: int, first: str | None) -> bool:
+    def nonfinite(self, first: str | None) -> bool:
         """The gradient of this step is not finite: tell it once; whether the update is to be left out. Collective.
 
         Args:
-            step: Its number.
             first: The first parameter, in registration order, whose gradient is not finite.
         Cost: one gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
         """
-        policy = self.health.nonfinite
+        policy, step = self.health.nonfinite, self.step_number
         if self._told == 0:
             told = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
             self._finding = finding_text(step, first, [Seen(**seen) for seen in told], policy)

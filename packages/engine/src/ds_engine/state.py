@@ -71,7 +71,9 @@ class EngineState(nn.Module):
         self._compilation = CompiledRun(self.module, self._sharding, plan.compiling, self.mesh["world"])
         self._health = components.health
         if self.optimizer is not None:
-            self.optimizer.judge = self._judge
+            self.optimizer.judge = (
+                self._health.nonfinite
+            )  # not a method of the engine, which would never end by itself then
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
@@ -374,9 +376,6 @@ class EngineState(nn.Module):
         self._trains("zero_grad").zero_grad()
         self._ledger, self._position = Ledger(), 0
         self._health.drop()
-
-    def _judge(self, first: str | None) -> bool:
-        return self._health.nonfinite(self.counters.steps + 1, first)
 
 
 def _autocast(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

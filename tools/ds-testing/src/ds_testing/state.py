@@ -85,9 +85,12 @@ def _settings_changed(before: ProcessState, after: ProcessState) -> list[str]:
     return found
 
 
+_OF_LIBRARIES = {"tqdm_monitor"}  # one a process, from the first progress bar on
+
+
 def _still_alive(before: ProcessState, after: ProcessState) -> list[str]:
     found = []
-    threads = [name for key, name in after.threads.items() if key not in before.threads]
+    threads = [name for key, name in after.threads.items() if key not in before.threads and name not in _OF_LIBRARIES]
     if threads:
         found.append(f"threads still run: {', '.join(sorted(threads))}")
     if after.group_threads > before.group_threads:
