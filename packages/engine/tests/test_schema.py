@@ -201,6 +201,7 @@ CYCLE = {
 FILES = {"device": "nvme", "nvme_path": "folder"}
 SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
+    "checkpoint.near": {"checkpoint": {"near": {"folder": "node", "root": "store", "every": 10, "drain_every": 1000}}},
     "weight_quantization.quantized_initialization": {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"some": {"num_bits": 8, "group_size": 16}}}},
     "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
@@ -324,6 +325,9 @@ VALUES: dict[str, list[Any]] = {
     "elasticity.ignore_non_elastic_batch_info": [False],
     "data_types.param_dtype": ["bf16"],
     "pipeline.stages": [4],
+    "checkpoint.saving.codecs": [{"optim/": "bf16"}],
+    "checkpoint.near.every": [20],
+    "checkpoint.near.drain_every": [500],
     "tensor_parallel.partition_config.layer_specs[0].patterns": [[".*nothing"]],
     "tensor_parallel.partition_config.layer_specs[0].shape": [[2, -1]],
     "tensor_parallel.partition_config.lm_head_patterns": [["score"]],
