@@ -570,8 +570,8 @@ def test_what_an_engine_tells():
     assert all(torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(ConfigError):
         engine.offload_states(device="nvme")
-    with pytest.raises(UnsupportedError):
-        engine.compile(schedule=[1])
+    with pytest.raises(PlanError, match="deepcompile is off"):
+        engine.compile(schedule=[(0, ["prefetch"])])
     engine.destroy()
     deepspeed.comm.destroy_process_group()
 

@@ -107,8 +107,9 @@ ACCESSORS: Mapping[str, Tells] = {
     "get_model_parallel_rank": lambda e: e.mesh["tensor"].rank,
     "get_sequence_parallel_group": lambda e: e.seq_parallel_group,
     "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
-    "is_deepcompile_enabled": lambda e: False,
-    "is_deepcompile_active": lambda e: False,
+    "is_deepcompile_enabled": lambda e: e.plan.compiling is not None,
+    "is_deepcompile_active": lambda e: e.compiled.session is not None,
+    "get_compile_time": lambda e: 0.0 if e.compiled.session is None else e.compiled.session.seconds,
 }
 """Methods without arguments that only tell something: name -> what it tells."""
 

@@ -7,7 +7,7 @@ It decides nothing. The one thing that upstream's callers may decide, where a st
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours import groups
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.accessors import add_accessors
+from deepspeed._ours.compile_passes import translated_schedule
 from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.engine_data import ReadsData
 from deepspeed._ours.engine_files import SavesAndLoads
@@ -68,7 +69,6 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         self._boundary: bool | None = None
         self._open: str | None = None
         self._scaled = False
-        self._compiled = False
         self._monitor: MonitorMaster | None = None
         self.mpu: Any = None
         mark(self.sharding)
@@ -113,11 +113,6 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def has_moe_layers(self) -> bool:
         """Whether the model has `deepspeed.moe.layer.MoE` layers."""
         return has_moe_layers(self.module)[0]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return self._compiled
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's averaged gradient before clipping; also between updates."""
@@ -244,17 +239,23 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """torch.compile the model's forward.
+        """Compile the model's forward; a second call does nothing, as upstream.
 
+        Args:
+            schedule: (step, passes): upstream's names or functions, ours, or the caller's.
         Raises:
-            UnsupportedError: compile passes or compiled autograd ("compat-argument").
+            UnsupportedError: compiled autograd ("compat-argument").
         """
-        if schedule is not None or compiled_autograd_enabled:
+        if compiled_autograd_enabled:
             raise UnsupportedError(
-                "compile(schedule=..., compiled_autograd_enabled=True)", code="compat-argument", fix="Leave them out."
+                "compile(compiled_autograd_enabled=True)", code="compat-argument", fix="Leave it out."
             )
-        super().compile(backend, **(compile_kwargs or {}))
-        self._compiled = True
+        if not self.is_compiled:
+            super().compile(backend, compile_kwargs, None if schedule is None else translated_schedule(schedule))
+
+    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:  # type: ignore[override]
+        """Name a pass for `compile(schedule=...)`; `fn` is called as ds_engine says, `contract` is upstream's."""
+        super().register_compile_pass(name, fn, None if contract is None else contract.ours())
 
     def close(self) -> None:
         """Give the model back whole and free the rest. Collective."""

@@ -54,7 +54,7 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
     )),
     (COMPILE, (
         ("compile", "backend config constants custom_ops fx graph_param inductor init_sp init_tp init_z1_and_2 init_z3"),
-        ("compile", "input_storage list_schedule partitioner passes patch_compiled_func patch_fake_tensor profilers util"),
+        ("compile", "input_storage list_schedule partitioner patch_compiled_func patch_fake_tensor profilers util"),
         ("compile", "z3_eager_fallback"),
     )),
     (COMPRESS, (

@@ -218,7 +218,40 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.elasticity.elasticity": from_(
         g.ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
     ),
-    "deepspeed.compile": {**not_(COMPILE, "passes", "util")},
+    "deepspeed.compile": {**not_(COMPILE, "util")},
+    "deepspeed.compile.passes": {
+        name: f"deepspeed.compile.passes.{name}:"
+        for name in (
+            "contract", "offload_adam_states", "offload_parameters", "prefetch", "selective_gather", "zero3_compile",
+            "zero_1_and_2_compile",
+        )
+    },
+    "deepspeed.compile.passes.contract": from_(
+        g.PASSES, "PassContract", "PassContractError", "_pass_contracts", "get_pass_contract", "register_pass_contract",
+        "validate_schedule",
+    ),
+    "deepspeed.compile.passes.zero_1_and_2_compile": from_(
+        g.PASSES, "CONTRACT_Z1", "CONTRACT_Z2", "NAME_Z1", "NAME_Z2", "add_z1_reduce", "add_z2_reduce"
+    ),
+    "deepspeed.compile.passes.zero3_compile": {
+        **from_(g.PASSES, "add_z3_gather_release"), "NAME": f"{g.PASSES}:NAME_Z3", "CONTRACT": f"{g.PASSES}:CONTRACT_Z3",
+    },
+    "deepspeed.compile.passes.prefetch": {
+        **from_(g.PASSES, "schedule_prefetch"), "NAME": f"{g.PASSES}:NAME_PREFETCH", "CONTRACT": f"{g.PASSES}:CONTRACT_PREFETCH",
+    },
+    "deepspeed.compile.passes.selective_gather": {
+        **from_(g.PASSES, "selective_gather"), "NAME": f"{g.PASSES}:NAME_SELECTIVE", "CONTRACT": f"{g.PASSES}:CONTRACT_SELECTIVE",
+    },
+    "deepspeed.compile.passes.offload_parameters": {
+        **from_(g.PASSES, "offload_parameter_fwd"), "NAME": f"{g.PASSES}:NAME_PARAMS", "CONTRACT": f"{g.PASSES}:CONTRACT_PARAMS",
+    },
+    "deepspeed.compile.passes.offload_adam_states": {
+        **from_(
+            g.PASSES, "CONTRACT_FOR_INIT", "CONTRACT_SYNC", "NAME_FOR_INIT", "NAME_SYNC", "move_opt_states", "move_opt_states_sync",
+            "offload_adam_states_for_init",
+        ),
+        "NAME": f"{g.PASSES}:NAME_STATES", "CONTRACT": f"{g.PASSES}:CONTRACT_STATES",
+    },
     "deepspeed.linear": from_(g.LINEAR, "Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora"),
     "deepspeed.linear.config": from_(g.LINEAR, "LoRAConfig", "QuantizationConfig"),
     "deepspeed.linear.context_manager": from_(g.LINEAR, "Init", "init_lora"),

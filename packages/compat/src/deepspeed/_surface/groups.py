@@ -35,6 +35,7 @@ TENSORS = "deepspeed._ours.tensors"
 LINEAR = "deepspeed._ours.linear"
 TORCH = "deepspeed._ours.torch_versions"
 HYBRID = "deepspeed._ours.hybrid"
+PASSES = "deepspeed._ours.compile_passes"
 ROLLOUT_BASE = from_(HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
 DIVERGENCE = from_(HYBRID, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
 ROLLOUT = {**ROLLOUT_BASE, **DIVERGENCE, **from_(HYBRID, "HybridEngineRollout", "build_rollout")}

@@ -28,7 +28,9 @@ DATA = Missing(
 COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
 TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
-COMPILE = Missing("compile passes are not built yet", "torch.compile on the blocks of the model")
+COMPILE = Missing(
+    "it belongs to the inside of upstream's compiler", "the `compile` section and engine.compile(schedule=...)"
+)
 IO = Missing("upstream's file classes are not here", "ds_ops.io, or the `checkpoint` section of the configuration")
 TIERS = Missing("the class exists for offloaded ZenFlow only", "DeepSpeedCPUAdam")
 MICS = Missing(
