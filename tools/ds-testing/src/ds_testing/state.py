@@ -72,9 +72,12 @@ def leaks(before: ProcessState) -> tuple[str, ...]:
         time.sleep(0.01)
 
 
+_SET_BY_LIBRARIES = {"TORCHINDUCTOR_CACHE_DIR"}  # by torch, when it first compiles
+
+
 def _settings_changed(before: ProcessState, after: ProcessState) -> list[str]:
     found = []
-    for name in sorted({*before.environment, *after.environment}):
+    for name in sorted({*before.environment, *after.environment} - _SET_BY_LIBRARIES):
         old, new = before.environment.get(name), after.environment.get(name)
         if old != new:
             found.append(f"environment variable {name} was {old!r}, is {new!r}")
