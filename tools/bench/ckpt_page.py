@@ -63,7 +63,7 @@ def store() -> str:
         ["save", f"{rate['save']:.0f}", f"{rate['put']:.0f}", f"{ratio['save / put']:.2f}"],
         ["load", f"{rate['load']:.0f}", f"{rate['get']:.0f}", f"{ratio['load / get']:.2f}"],
     ]
-    text = f"`ckpt_s3`, {found['nbytes'] / 1e6:.0f} MB, {found['rounds']} rounds, {found['date']}; the issue asks for ratios of at least 0.8:\n\n"
+    text = f"`ckpt_s3`, {found['nbytes'] / 1e6:.0f} MB, {found['rounds']} rounds, {found['date']}; the aim is a ratio of at least 0.8:\n\n"
     return text + table(["MB/s", "ds-ckpt", "s3fs, plain", "median of ratios"], rows)
 
 
