@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,23 @@ def test_a_process_group_of_others_is_watched_until_they_end_it() -> None:
     while watchdogs() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not current().watching()
+
+
+@world(2)
+def test_what_was_said_in_a_world_that_is_over_explains_nothing_of_the_next(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    order = ds_comm.init_distributed().order
+    assert order is not None
+    ds_comm.barrier()
+    if rank == 0:  # sees that rank 1 left
+        time.sleep(2.5)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+    slot = current().begin(order, 10, ("post", "later", -1), None)
+    current().waiting(slot)
+    assert not current().watching()
+    assert current().explain(slot) is None
+    dist.barrier()
 
 
 @world(2, backend=None)

@@ -119,8 +119,8 @@ class Watchdog:
 
     @property
     def watching(self) -> bool:
-        """Whether it still runs; it ends by itself with torch's default process group."""
-        return self._thread.is_alive()
+        """Whether it still runs, for the process groups that there are; it ends by itself with torch's default one."""
+        return self._thread.is_alive() and not self._world_is_over()
 
     def stop(self, why: str) -> None:
         """Tell the others that this rank communicates no more, and end the thread."""
@@ -157,7 +157,12 @@ class Watchdog:
         self._on_device.setdefault(key, deque()).append((slot, done))
 
     def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
-        """Why an operation of this rank failed, if another rank explains it; waits a moment for its report."""
+        """Why an operation of this rank failed, if another rank explains it; waits a moment for its report.
+
+        None when the world that it watched is over: what its ranks said last explains nothing of a later one.
+        """
+        if self._world_is_over():
+            return None
         deadline = time.monotonic() + limit_s
         while True:
             if self._ending.is_set():  # the operation failed because another rank said its line and ended first
@@ -171,7 +176,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(self._settings.poll_s):
-            if self._world is not None and (self._world() is None or not dist.is_initialized()):
+            if self._world_is_over():
                 self._goodbye("destroyed its process groups")
                 return
             blocked_s = 0.0
@@ -188,6 +193,9 @@ class Watchdog:
                     self._end({"rank": self._rank, "why": "the job's store is gone"})
             except Exception:  # whatever is wrong with one check, the next may be the one that ends a hang
                 _log.warning("the watchdog of rank %d could not check the others", self._rank, exc_info=True)
+
+    def _world_is_over(self) -> bool:
+        return self._world is not None and (self._world() is None or self._world() is not dist.group.WORLD)
 
     def _follow_device(self) -> None:
         # The stream of a group runs them in order, so only the first can be the one that does not move, since it became the
