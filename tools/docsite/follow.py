@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,6 +38,16 @@ def follow(page: Path, folder: Path, *, update: bool = False) -> None:
     Raises:
         FollowError: a command failed, an output or a picture is missing; with the line of the page.
     """
+    groups: list[int] = []
+    try:
+        _follow(page, folder, groups, update=update)
+    finally:
+        for group in groups:  # a server that a page left running, or a command that failed before the page ended it
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _follow(page: Path, folder: Path, groups: list[int], *, update: bool) -> None:
     output, state = "", folder / ".state"
     state.write_text("")
     for step in steps(page.read_text()):
@@ -45,7 +57,7 @@ def follow(page: Path, folder: Path, *, update: bool = False) -> None:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(text)
             case Run(text=text, status=status):
-                output = _run(text, status, folder, at)
+                output = _run(text, status, folder, at, groups)
                 (folder / f".output-{step.line}").write_text(output)
             case Expect(text=text):
                 if lost := missing(text, output):
@@ -60,28 +72,29 @@ def follow(page: Path, folder: Path, *, update: bool = False) -> None:
                     raise FollowError(f"{at}: {shown} is not there; run this with --update")
 
 
-def _run(text: str, status: int, folder: Path, at: str) -> str:
+def _run(text: str, status: int, folder: Path, at: str, groups: list[int]) -> str:
     # What a block exports, and where it went, holds for the next one.
     script = f"set -a; . {folder}/.state; set +a\nset -eo pipefail\ntrap 'export -p > {folder}/.state' EXIT\n{text}"
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environ = {**os.environ, "PATH": programs, "DS": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "100"}
+    began = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environ,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    groups.append(began.pid)
     try:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=folder,
-            env=environ,
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        output, _ = began.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         raise FollowError(f"{at}: still running after {_LIMIT_S} s:\n{error.stdout!r}") from error
-    if done.returncode != status:
-        raise FollowError(f"{at}: ended with {done.returncode}, not {status}:\n{done.stdout}")
-    return done.stdout
+    if began.returncode != status:
+        raise FollowError(f"{at}: ended with {began.returncode}, not {status}:\n{output}")
+    return output
 
 
 def main(argv: list[str] | None = None) -> int:
