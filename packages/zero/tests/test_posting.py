@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_zero.layout.elements import plan_layout
+from ds_zero.layout.elements import plan_layout, plan_sums
+from ds_zero.layout.options import PLAIN
 from ds_zero.runtime.memory import Slot
-from ds_zero.runtime.posting import Posting, plan_sums
+from ds_zero.runtime.reduction import Posting
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from(["flat", "dim0", "whole"])
@@ -27,7 +29,7 @@ class FakeHost:
     def open_slot(self, numel, dtype, finish):
         return Slot(1, self.rows[self.rank], self.rows)
 
-    def post(self, slot):
+    def post(self, slot, what):
         pass
 
     def wait(self, slot, what):
@@ -35,6 +37,12 @@ class FakeHost:
 
     def pulled(self, slot):
         pass
+
+
+def posting_of(layout, rows, rank):
+    plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
+    seat = SimpleNamespace(shards=SimpleNamespace(rank=rank), replicas=SimpleNamespace(size=1), levels=None)
+    return Posting(plan, seat, FakeHost(rows, rank))
 
 
 def named(shapes):
@@ -67,8 +75,8 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
     least = data.draw(st.integers(1, 20))
     postings, expected = [], torch.zeros(layout.numel)
     for rank in range(world):
-        with mock.patch("ds_zero.runtime.posting.LEAST", least):
-            posting = Posting(FakeHost(rows, rank), layout, rank, "unit")
+        with mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", least):
+            posting = posting_of(layout, rows, rank)
         grads = {}
         for i, slot in enumerate(layout.slots):
             if data.draw(st.booleans()):
@@ -76,17 +84,18 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
                 if grad.dim() == 2 and data.draw(st.booleans()):
                     grad = grad.t().contiguous().t()
                 grads[i] = grad
-        posting.publish(grads, torch.float32, lambda: None)
+        assert posting.take(grads, torch.float32, lambda: None)
+        assert posting.begin(None, lambda: None) == torch.float32
         postings.append(posting)
         for i, grad in grads.items():
             slot = layout.slots[i]
             expected[slot.offset : slot.offset + slot.numel] += grad.reshape(-1)
     for rank, posting in enumerate(postings):
         out, in_place = torch.empty(layout.shard_numel), data.draw(st.booleans())
-        outs = [out[run.start : run.stop] for run in posting.plan.runs]
+        outs = [out[start:stop] for start, stop in posting.ranges]
         if in_place:
-            outs = [o if (k := posting.kept(r)) is None else k for r, o in zip(posting.plan.runs, outs, strict=True)]
-        squares = posting.pull(outs)
+            outs = [o if own is None else own for own, o in zip(posting.own(), outs, strict=True)]
+        squares = posting.finish(outs)
         out = torch.cat(outs)
         want = torch.cat([expected[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments])
         torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
@@ -99,21 +108,21 @@ def test_a_flat_buffer_is_shown_but_for_what_this_rank_owns(shapes, world, kind)
     layout = plan_layout(named(shapes), world, kind=kind)
     flats = [torch.randn(layout.numel) for _ in range(world)]
     rows = tuple(torch.full((layout.numel,), float("nan")) for _ in range(world))
-    postings = [Posting(FakeHost(rows, rank), layout, rank, "unit") for rank in range(world)]
+    postings = [posting_of(layout, rows, rank) for rank in range(world)]
     for rank, posting in enumerate(postings):
-        posting.publish_flat(flats[rank], lambda: None)
+        posting.begin(flats[rank], lambda: None)
         assert int(rows[rank].isnan().sum()) == layout.shard_numel
     total = sum(flats[1:], flats[0].clone())
     for rank, posting in enumerate(postings):
         out = torch.empty(layout.shard_numel)
-        posting.pull([out[run.start : run.stop] for run in posting.plan.runs])
+        posting.finish([out[start:stop] for start, stop in posting.ranges])
         assert torch.equal(out, torch.cat([total[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments]))
 
 
 def test_half_of_a_matrix_is_copied_on_two_ranks():
     layout = plan_layout({"w": (512, 256), "b": (256,)}, 2)
     for rank in range(2):
-        plan = plan_sums(layout, rank)
+        plan = plan_sums(layout, rank, 16384)
         assert plan.kept == {0}
         published = sum(part.stop - part.start for part in plan.published)
         assert published == prod((512, 256)) - max(r.stop - r.start for r in plan.runs)

@@ -72,7 +72,10 @@ def train(bench, example, options):
     kind, micros = example["kind"], example["micros"]
     net = bench.model(kind, torch.float64 if options["precision"] is None else torch.float32)
     least = example["least"]
-    with mock.patch("ds_zero.runtime.posting.LEAST", least), mock.patch("ds_zero.runtime.exchange.LEAST", least):
+    with (
+        mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", least),
+        mock.patch("ds_zero.runtime.reduction.LEAST_SENT", least),
+    ):
         optimizer = ds_zero.shard(net, maker(example["optimizer"])(net), **options)
     try:
         for step in range(STEPS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import ds_comm
 import ds_zero
 from ds_testing import world
 from ds_zero.layout.elements import plan_layout
-from ds_zero.runtime.exchange import Exchange, sends_from_anywhere
+from ds_zero.layout.options import PLAIN
 from ds_zero.runtime.memory import Pool
+from ds_zero.runtime.reduction import Exchange
+from ds_zero.runtime.seat import sends_from_anywhere
 
 
 def drawn(seed, rank, layout, kind):
@@ -47,28 +50,29 @@ def check_sums(layout_kind):
         luck = random.Random(seed)
         shapes = {f"p{i}": tuple(luck.randint(0, 9) for _ in range(luck.randint(0, 3))) for i in range(5)}
         layout, pool = plan_layout(shapes, size, kind=layout_kind), Pool()
-        exchange = Exchange(group, layout, pool, "unit")
+        plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
+        alone = SimpleNamespace(size=1)
+        exchange = Exchange(plan, SimpleNamespace(shards=group, replicas=alone, pool=pool, levels=None))
         for turn, kind in enumerate(("plain", "odd", "flat", "plain")):
             every = [drawn(10 * seed + turn, r, layout, kind) for r in range(size)]
             flats = [flat_of(layout, grads) for grads in every]
             mine = every[group.rank]
-            if kind == "flat":
-                exchange.publish_flat(flats[group.rank].clone(), lambda: None)
-            else:
-                exchange.publish(mine, torch.float32, lambda: None)
-            exchange.post()
-            kept = [exchange.kept(run) for run in exchange.plan.runs]
-            assert kind != "flat" or kept == [None] * len(kept)
-            outs = [torch.empty(r.numel) if k is None else k for r, k in zip(exchange.plan.runs, kept, strict=True)]
-            squares = exchange.pull(outs)
+            if kind != "flat":
+                exchange.take(mine, torch.float32, lambda: None)
+            exchange.begin(flats[group.rank].clone() if kind == "flat" else None, lambda: None)
+            own = exchange.own()
+            assert kind != "flat" or own == [None] * len(own)
+            empty = [torch.empty(stop - start) for start, stop in exchange.ranges]
+            outs = [new if old is None else old for old, new in zip(own, empty, strict=True)]
+            squares = exchange.finish(outs)
             total = sum(flats[1:], flats[0].clone())
             want = torch.cat([total[s.start + group.rank * s.chunk :][: s.chunk] for s in layout.segments])
             torch.testing.assert_close(torch.cat(outs), want, rtol=1e-6, atol=1e-6)
             assert squares == pytest.approx(float(want.double().square().sum()), rel=1e-5)
-            assert exchange.nbytes == 0
+            assert exchange.full_bytes == 0
         fresh = pool.fresh
-        exchange.publish(mine, torch.float32, lambda: None)
-        exchange.post()
+        exchange.take(mine, torch.float32, lambda: None)
+        exchange.begin(None, lambda: None)
         exchange.drop()  # messages that nobody pulls are waited for
         assert pool.fresh == fresh
 
@@ -76,13 +80,13 @@ def check_sums(layout_kind):
 @pytest.mark.parametrize("layout_kind", ["flat", "dim0", "whole"])
 @world(2)
 def test_shards_are_the_sums_whatever_is_absent_odd_or_flat(monkeypatch, layout_kind):
-    monkeypatch.setattr("ds_zero.runtime.exchange.LEAST", 6)
+    monkeypatch.setattr("ds_zero.runtime.reduction.LEAST_SENT", 6)
     check_sums(layout_kind)
 
 
 @world(3)
 def test_three_ranks_sum_in_their_order(monkeypatch):
-    monkeypatch.setattr("ds_zero.runtime.exchange.LEAST", 6)
+    monkeypatch.setattr("ds_zero.runtime.reduction.LEAST_SENT", 6)
     check_sums("flat")
 
 

@@ -198,7 +198,7 @@ def check(found, expected):
 
 def run(kind, stage, memory, overlap=True, policy=SMALL, clip=0.5):
     net, groups = MAKE[kind]()
-    with mock.patch("ds_zero.runtime.posting.LEAST", 8), mock.patch("ds_zero.runtime.exchange.LEAST", 8):
+    with mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduction.LEAST_SENT", 8):
         optimizer = ds_zero.shard(
             net, adamw(net), stage=stage, clip=clip, policy=policy, memory=memory, overlap=overlap, **groups
         )

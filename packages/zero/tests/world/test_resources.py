@@ -93,7 +93,7 @@ class Copies(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes = {}
-        self._counting = mock.patch("ds_zero.runtime.posting.copy_ranges", self._copy_ranges)
+        self._counting = mock.patch("ds_zero.runtime.reduction.copy_ranges", self._copy_ranges)
 
     def __enter__(self):
         self._counting.start()

@@ -1,4 +1,4 @@
-"""Where each element of a unit lives: arithmetic over shapes, no torch, no processes.
+"""Where each element of a unit lives, and which ranges of it are summed together: arithmetic over shapes, no torch, no processes.
 
 Words: a *unit* is a set of parameters that travel together; its *full* buffer holds all of them, one after the other.
 The full buffer is cut into *segments*; a segment is `world` equal *chunks*, one a rank; a rank's *shard* is its chunk of
@@ -8,18 +8,38 @@ parameter can be a view. Three ways to lay out the same unit:
     flat    one segment; chunk borders fall anywhere. Least padding, one collective. For elementwise optimizers.
     dim0    one segment a parameter; chunk borders fall between rows (what DTensor's Shard(0) keeps on a rank).
     whole   one segment; no parameter crosses a chunk border. For optimizers that need whole matrices (Muon).
+
+A *run* is a range of a shard that is summed by one call. Long runs are *kept*: they lie in one parameter, and are summed out of the
+tensors that autograd made. Ranges too short to be worth a call of their own are copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ds_comm.placement import Interval
 
-__all__ = ["ALIGN", "Kind", "Piece", "Segment", "Slot", "UnitLayout", "plan_layout"]
+__all__ = [
+    "ALIGN",
+    "Kind",
+    "Parcel",
+    "Piece",
+    "Published",
+    "Run",
+    "Segment",
+    "Slot",
+    "SumPlan",
+    "UnitLayout",
+    "gaps_between",
+    "pack",
+    "plan_copies",
+    "plan_layout",
+    "plan_sums",
+]
 
 ALIGN = 16
 """Elements; 64 bytes of fp32. Slots and chunks start at multiples of it, so vector loads are aligned."""
@@ -102,14 +122,7 @@ class UnitLayout:
     @property
     def gaps(self) -> tuple[Interval, ...]:
         """Ranges of the full buffer that belong to no parameter."""
-        found, end = [], 0
-        for slot in sorted(self.slots, key=lambda s: s.offset):
-            if slot.offset > end:
-                found.append(Interval(end, slot.offset))
-            end = max(end, slot.offset + slot.numel)
-        if end < self.numel:
-            found.append(Interval(end, self.numel))
-        return tuple(found)
+        return gaps_between([(slot.offset, slot.offset + slot.numel) for slot in self.slots], self.numel)
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """What `rank` holds, in order of its shard. Every element of every parameter is in exactly one rank's answer."""
@@ -123,6 +136,13 @@ class UnitLayout:
                     inside = both.shifted(-slot.offset)
                     pieces.append(Piece(slot.name, slot.shape, inside, segment.at + both.start - lo))
         return tuple(sorted(pieces, key=lambda p: p.start))
+
+
+def gaps_between(taken: Iterable[tuple[int, int]], numel: int) -> tuple[Interval, ...]:
+    """What of [0, numel) is in none of the ranges (start, stop), which do not overlap."""
+    edges = sorted(taken)
+    pairs = zip([0, *(stop for _, stop in edges)], [*(start for start, _ in edges), numel], strict=True)
+    return tuple(Interval(end, start) for end, start in pairs if start > end)
 
 
 def plan_layout(
@@ -180,3 +200,130 @@ def _whole(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> Uni
     chunk = max(*loads, align) if loads else align
     slots = tuple(Slot(n, tuple(s), owner[n][0] * chunk + owner[n][1]) for n, s in shapes.items())
     return UnitLayout(slots, world, (Segment(0, chunk, 0),), "whole")
+
+
+# ---- which ranges are summed together
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Elements [start, stop) of flattened parameter number `member` go to `at` of the full buffer."""
+
+    member: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, stop) of the shard are the sum over ranks of what begins at `at` of their full buffers.
+
+    Attributes:
+        member: The parameter whose gradient stands for this rank's buffer, from its element `first`; None: the buffer.
+    """
+
+    start: int
+    stop: int
+    at: int
+    member: int | None = None
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SumPlan:
+    """Of one rank. `published` names the kept parameters only; all others are published whole. Runs cover the shard, at least one."""
+
+    published: tuple[Published, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Numbers of the parameters of which a part is kept."""
+        return frozenset(run.member for run in self.runs if run.member is not None)
+
+
+def plan_sums(layout: UnitLayout, rank: int, least: int) -> SumPlan:
+    """What rank `rank` publishes and sums of a unit, where ranges of `least` elements are kept. O(parameters x segments)."""
+    member_of = {slot.name: member for member, slot in enumerate(layout.slots)}
+    published: list[Published] = []
+    runs: list[Run] = []
+    ends: dict[int, list[int]] = {}
+    pieces = [piece for piece in layout.owned(rank) if piece.interval.numel >= least]
+    for segment in layout.segments:
+        done, last = segment.at, segment.at + segment.chunk
+        to_full = segment.start + rank * segment.chunk - segment.at
+        for piece in (p for p in pieces if segment.at <= p.start < last):
+            member = member_of[piece.name]
+            if piece.start > done:
+                runs.append(Run(done, piece.start, done + to_full))
+            done = piece.stop
+            runs.append(Run(piece.start, done, piece.start + to_full, member, piece.interval.start))
+            ends.setdefault(member, []).extend((piece.interval.start, piece.interval.stop))
+        if done < last:
+            runs.append(Run(done, last, done + to_full))
+    for member, inside in ends.items():
+        slot = layout.slots[member]
+        for start, stop in list(pairwise((0, *sorted(inside), slot.numel)))[::2]:
+            if stop > start:
+                published.append(Published(member, start, stop, slot.offset + start))
+    return SumPlan(tuple(published), tuple(runs) or (Run(0, 0, 0),))
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one rank gets from each other rank, in a buffer as long as its shard: large runs first, each in a message of its own, then
+    all others in one.
+
+    Attributes:
+        plan: Its runs.
+        places: Of each run, where it begins in that buffer.
+        large: Numbers of the runs with a message of their own, in order.
+        small: Numbers of the others.
+        packed: Place of the first of those; they end with the buffer.
+    """
+
+    plan: SumPlan
+    places: tuple[int, ...]
+    large: tuple[int, ...]
+    small: tuple[int, ...]
+    packed: int
+
+    @property
+    def messages(self) -> list[tuple[int, int]]:
+        """(start, stop) of each in the buffer."""
+        found = [(self.places[i], self.places[i] + self.plan.runs[i].numel) for i in self.large]
+        return found + ([(self.packed, self.plan.runs[-1].stop)] if self.small else [])
+
+
+def pack(layout: UnitLayout, rank: int, least: int) -> Parcel:
+    """What rank `rank` gets of a unit, where runs of `least` elements travel by themselves. O(parameters x segments)."""
+    plan = plan_sums(layout, rank, least)
+    large = tuple(i for i, run in enumerate(plan.runs) if run.member is not None)
+    small = tuple(i for i, run in enumerate(plan.runs) if run.member is None)
+    places, end = {}, 0
+    for i in (*large, *small):
+        places[i], end = end, end + plan.runs[i].numel
+    ordered = tuple(places[i] for i in range(len(plan.runs)))
+    return Parcel(plan, ordered, large, small, sum(plan.runs[i].numel for i in large))
+
+
+def plan_copies(
+    layout: UnitLayout, parcels: Sequence[Parcel], begins: Sequence[int]
+) -> tuple[tuple[int, int, int, int], ...]:
+    """(parameter, its first element, elements, where they go) of all short runs, in a buffer where those of each rank begin at `begins`."""
+    found = []
+    for parcel, begin in zip(parcels, begins, strict=True):
+        for i in parcel.small:
+            run = parcel.plan.runs[i]
+            for member, slot in enumerate(layout.slots):
+                both = Interval(run.at, run.at + run.numel) & slot.interval
+                if both.numel:
+                    at = begin + parcel.places[i] - parcel.packed + both.start - run.at
+                    found.append((member, both.start - slot.offset, both.numel, at))
+    return tuple(sorted(found, key=lambda copy: copy[3]))

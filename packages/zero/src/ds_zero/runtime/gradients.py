@@ -8,8 +8,8 @@ Others say when gradients have arrived and when they are to be summed:
     clear     forget all of it
 
 *arena* is the flat buffer, as long as the unit; it is *open* while it holds gradients that were not reduced. *sums* are the reduced
-gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's *way*
-(`reduction.py`) makes them out of the arena, or out of the tensors that autograd made; then there are several ranges, else one.
+gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's `Way` makes them out
+of the arena; those of `reduction.py` out of the tensors that autograd made; then there are several ranges, else one.
 
 A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 """
@@ -17,7 +17,7 @@ A buffer that a collective is using belongs to that collective's handle; every v
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -25,28 +25,116 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_comm import Group, Work
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.plan import UnitPlan
-from ds_zero.runtime.reduction import way_of
 from ds_zero.runtime.seat import Seat
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Way"]
+
+
+class Way:
+    """Sums an arena by a collective; the interface of all ways. All ranks make the same calls in the same order.
+
+    Attributes:
+        ranges: (start, stop) in the shard, one after the other, from 0 to its end: a sum is one tensor for each. No piece of a
+            parameter lies in two of them.
+    """
+
+    def __init__(self, plan: UnitPlan, seat: Seat) -> None:
+        self.name, self.layout = plan.name, plan.layout
+        self.ranges: tuple[tuple[int, int], ...] = ((0, plan.layout.shard_numel),)
+        self._codes, self._errors = plan.wire.sums(seat.levels)
+        self._arena: Tensor | None = None
+        self._works: list[Work] = []
+
+    def take(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> bool:
+        """Take gradients by number of the parameter as they are; False: they have to be in an arena.
+
+        Args:
+            finish: Finishes this reduction on this rank.
+        """
+        del grads, dtype, finish
+        return False
+
+    def begin(self, arena: Tensor | None, finish: Callable[[], None]) -> torch.dtype:
+        """Say to the others what this rank has: the arena, or without one what was taken. Returns the format of the sum."""
+        del finish
+        if arena is None:
+            raise RuntimeError(f"unit {self.name} has no gradient buffer to reduce")
+        self._arena = arena
+        return arena.dtype
+
+    def own(self) -> Sequence[Tensor | None]:
+        """Of each range where its sum may be, in memory of its own terms; None: elsewhere."""
+        # A sum that is also one of its terms would need memory for the term that comes.
+        alone = self.layout.world == 1 and self._arena is not None
+        return [self._arena[: self.layout.shard_numel] if alone and self._arena is not None else None]
+
+    def start(self, outs: Sequence[Tensor], seat: Seat) -> None:
+        """Start to sum into `outs`, one tensor a range."""
+        (out,), arena, layout = outs, self._arena, self.layout
+        for segment in layout.segments if arena is not None else ():
+            inp = arena[segment.start : segment.start + segment.chunk * layout.world]  # type: ignore[index]
+            self._works.append(self._scatter(out[segment.at : segment.at + segment.chunk], inp, seat, segment.at))
+        if layout.world == 1:
+            self._works += self._sum_whole(out, seat.replicas)
+
+    def _scatter(self, mine: Tensor, inp: Tensor, seat: Seat, at: int) -> Work:
+        if self._codes is None:
+            return comm.reduce_scatter_single(mine, inp, group=seat.shards, async_op=True, unit=self.name)
+        # Errors are kept by this name.
+        unit = self.name if len(self.layout.segments) == 1 else f"{self.name}.{at}"
+        return self._codes.reduce_scatter_single(mine, inp, group=seat.shards, async_op=True, unit=unit)
+
+    def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
+        """Start to sum a whole unit in place."""
+        return [comm.all_reduce(flat, group=group, async_op=True, unit=self.name)]
+
+    def finish(self, outs: Sequence[Tensor]) -> float | None:
+        """Wait until `outs` are the sums. Returns the sum of their squares where that costs no pass of its own."""
+        del outs
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._arena = None
+        return None
+
+    def drop(self) -> None:
+        """Forget what was taken and not summed."""
+
+    def rescale(self, factor: float) -> None:
+        """The next gradients are so many times as large; 0: nothing is known of them. So are errors that they correct."""
+        if self._errors is not None and factor:
+            self._errors.rescale(factor)
+        elif self._errors is not None:
+            self._errors.clear()
+
+    @property
+    def full_bytes(self) -> int:
+        """Held instead of an arena."""
+        return 0
+
+    @property
+    def error_bytes(self) -> int:
+        """Held for errors of codes."""
+        return 0 if self._errors is None else self._errors.nbytes
 
 
 class Gradients:
     """See the module's docstring. Made on all ranks of the seat alike; `reduce` and `finish` are called on all of them.
 
     Attributes:
-        ranges: (start, stop) in the shard, one after the other, from 0 to its end; no piece of a parameter lies in two of them.
+        ranges: Those of its way.
         sums: This rank's shard of the sum over ranks, a flat tensor a range, accumulate format; None before the first `reduce`.
         arena: The flat buffer, [numel]; None while there is none.
         open: Whether gradients were collected that were not reduced.
-        way: How they are summed, see `reduction.py`.
+        way: How they are summed.
         seat: Over which ranks they are summed.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: Seat, way: Way) -> None:
+        self.seat, self.way, self.ranges = seat, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open = False
@@ -55,12 +143,9 @@ class Gradients:
         self._views: list[Tensor] = []
         self._gaps = self._layout.gaps
         self._sums_in_arena = False
-        self._reducing: tuple[list[Tensor], Tensor | None] | None = (
-            None  # where sums come; what these are cut from, if not kept
-        )
+        # Where sums come; what these are cut from, if not kept.
+        self._reducing: tuple[list[Tensor], Tensor | None] | None = None
         self._square: tuple[float, int] | None = None
-        self.way = way_of(plan, seat)
-        self.ranges = self.way.ranges
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     def collect(self, *, now: bool = True) -> None:

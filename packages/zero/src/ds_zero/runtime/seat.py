@@ -18,11 +18,10 @@ from ds_zero.layout.families import cut
 from ds_zero.layout.options import ShardOptions
 from ds_zero.layout.plan import Ranks, UnitPlan
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.exchange import sends_from_anywhere
 from ds_zero.runtime.memory import HostMemory, Pool, host_refusal
 from ds_zero.runtime.nodes import Nodes, Route, split_nodes
 
-__all__ = ["Seat", "Seating", "wants_shared"]
+__all__ = ["Seat", "Seating", "sends_from_anywhere", "wants_shared"]
 
 _log = logging.getLogger("ds_zero")
 
@@ -42,6 +41,7 @@ class Seat:
         host: ... in this memory.
         route: How gathers go between nodes; None: flat.
         levels: How codes of gradients do; None: flat.
+        tables: Names of parameters of whose gradients only the rows that are not zero are sent.
     """
 
     family: Family
@@ -54,6 +54,7 @@ class Seat:
     host: HostMemory | None = None
     route: Route | None = None
     levels: Hierarchy | None = None
+    tables: frozenset[str] = frozenset()
     _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
 
     @property
@@ -80,10 +81,19 @@ class Seating:
     Args:
         families: Dense first; the others in the same order on every rank.
         host: Whether all parameters are on the host.
+        tables: See `Seat`.
     """
 
-    def __init__(self, families: Mapping[str, Family], pool: Pool, options: ShardOptions, *, host: bool) -> None:
-        self.pool, self.options, self._host = pool, options, host
+    def __init__(
+        self,
+        families: Mapping[str, Family],
+        pool: Pool,
+        options: ShardOptions,
+        *,
+        host: bool,
+        tables: frozenset[str] = frozenset(),
+    ) -> None:
+        self.pool, self.options, self._host, self._tables = pool, options, host, tables
         self._dense = families[DENSE].group
         self._made: list[Group] = []
         self._dense_shards: Group | None = None
@@ -108,7 +118,7 @@ class Seating:
         apart = not set(family.group.ranks) <= set(self._dense.ranks)
         if not self.options.residency.shard_optim:
             alone = comm.single_group("alone", family.group.global_rank)
-            return Seat(family, apart, alone, alone, family.group, self.pool)
+            return Seat(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
         replicas = cut(family, self._dense, self.options.shard_size)
         self._made += replicas.made
         self._dense_shards = self._dense_shards or replicas.shards
@@ -208,6 +218,13 @@ def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
     ):
         return None
     return replace(nodes, size=size)
+
+
+def sends_from_anywhere(group: Group, device: torch.device) -> bool:
+    """Whether messages between these ranks leave from and arrive in any memory at no cost: gloo's on the CPU."""
+    if group.pg is None or device.type != "cpu":
+        return False
+    return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
 
 
 def wants_shared(memory: str, group: Group) -> bool:

@@ -210,15 +210,12 @@ class Sharding:
         self.pool = Pool()
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
-        self.seating = Seating(self.families, self.pool, options, host=on_host)
+        rows = tables(model) if options.sparse else frozenset()
+        self.seating = Seating(self.families, self.pool, options, host=on_host, tables=rows)
         self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
         self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
-        if options.sparse:
-            names = tables(model)
-            for unit in self.units:
-                unit.gradients.way.sum_rows(names)
         for host in self.seating.hosts:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())

@@ -33,6 +33,7 @@ from ds_zero.layout.precision import Dtypes
 from ds_zero.layout.units import UnitSpec
 from ds_zero.offload.tiers import Part, made
 from ds_zero.runtime.gradients import Gradients
+from ds_zero.runtime.reduction import way_of
 from ds_zero.runtime.released import whole
 from ds_zero.runtime.seat import Seat
 from ds_zero.runtime.storage import clear_gaps, storage_of
@@ -69,7 +70,7 @@ class Unit:
         self.state = Full.CURRENT
         self.parts: list[Part] = []
         self.tier = made(plan.tier, self)
-        self.gradients = Gradients(plan, self.params, self.device, seat)
+        self.gradients = Gradients(plan, self.params, self.device, seat, way_of(plan, seat))
         self.storage = storage_of(self)
         with torch.no_grad():
             if plan.aliased:
