@@ -10,11 +10,11 @@ import torch
 from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero.runtime.placeholder import Placeholder, placeholder_of
-from ds_zero.runtime.released import Released, keep, release, restore, unkeep
+from ds_zero.runtime import released as answers
+from ds_zero.runtime.released import Placeholder, Released, keep, placeholder_of, release, restore, unkeep
 
 
-class Keeper:
+class Keeper(answers.Keeper):
     def __init__(self, gathers):
         self.gathers, self.asked = gathers, []
 
@@ -23,9 +23,6 @@ class Keeper:
         if self.gathers:
             restore(param)
         return self.gathers
-
-    def used(self, param):
-        pass
 
     def name_of(self, param):
         return "layer.weight"

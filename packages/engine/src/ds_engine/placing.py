@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_zero.runtime.released import is_scattered, place
+from ds_zero.runtime.scattered import is_scattered, place
 
 __all__ = ["placed", "to_device"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
-from ds_zero.runtime.released import chunk_of
+from ds_zero.runtime.scattered import chunk_of
 
 __all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_scattered", "unmark"]
 

@@ -36,7 +36,7 @@ import ds_comm as comm
 from ds_comm import Group
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
-from ds_zero.runtime.released import Scatter, is_scattered
+from ds_zero.runtime.scattered import Scatter, is_scattered
 from ds_zero.runtime.sharding import Sharding, sharding_of
 
 __all__ = ["Init", "MiCS_Init", "load_pretrained"]

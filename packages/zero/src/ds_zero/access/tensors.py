@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
-from ds_zero.runtime.released import Scatter, is_scattered, number_of, scatter_of
+from ds_zero.runtime.scattered import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.sharding import Sharding, sharding_of
 from ds_zero.runtime.unit import Unit
 

@@ -23,7 +23,7 @@ from ds_comm.family import Assignment, Family, assignment_of
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
-from ds_zero.runtime.released import scatter_of
+from ds_zero.runtime.scattered import scatter_of
 
 __all__ = [
     "Logical",

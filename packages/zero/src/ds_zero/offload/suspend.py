@@ -54,9 +54,6 @@ class _Refusal(Keeper):
             fix="Call resume() first.",
         )
 
-    def used(self, param: Parameter) -> None:
-        """Never: no use is let through."""
-
 
 def take_away(
     units: Sequence[Unit], state: Iterable[Tensor], kinds: Collection[str], *, pin_memory: bool

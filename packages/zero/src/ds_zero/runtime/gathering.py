@@ -29,8 +29,8 @@ from torch.nn.parameter import Parameter
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, Call
 from ds_zero.runtime.order import Arrivals, GatherOrder
-from ds_zero.runtime.placeholder import placeholder_of
-from ds_zero.runtime.released import Copier, keep, unkeep
+from ds_zero.runtime.released import Keeper, keep, placeholder_of, unkeep
+from ds_zero.runtime.scattered import Copier
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Gathering", "Helper"]
@@ -96,7 +96,7 @@ def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
         del helper
 
 
-class Gathering:
+class Gathering(Keeper):
     """The gathers of one model. Keeper of its released parameters, watcher of its modules' calls.
 
     Args:
@@ -219,9 +219,6 @@ class Gathering:
         parts = [unit.shard[piece.start : piece.stop].to(param.dtype) for piece in pieces]
         chunk = torch.cat(parts) if parts else torch.empty(0, dtype=param.dtype, device=param.device)
         return Copier(unit.seat.shards).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
-
-    def used(self, param: Parameter) -> None:
-        """Keeper: what was gathered for a use stays until its module or graph is done with it."""
 
     def _share(self, number: int) -> None:
         """See the note "sticky units"."""

@@ -1,159 +1,60 @@
-"""Parameters whose values are with other ranks: released by their unit, or scattered by `Init` before there are units.
+"""What a parameter answers whose values are with other ranks.
 
 Words: a parameter is *released* while its buffer has no storage. Reading it then would crash the process in a CPU kernel, so on release
 its class becomes `Released`, whose `__torch_function__` answers questions about shape, dtype, device, gradient and hooks, and hands
 everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model. Anywhere else what only
-looks at it gets a placeholder (`placeholder.py`), and what computes is refused with `ShardedAccessError`. On gather the parameter's own
-class returns. Identity never changes, and nothing in torch is replaced. A copy is cut as the parameter is, and stands alone.
+looks at it gets a placeholder, and what computes is refused with `ShardedAccessError`. On gather the parameter's own class returns.
+Identity never changes, and nothing in torch is replaced. A copy is cut as the parameter is, and stands alone.
 
-A *scattered* parameter is flat, padded to a multiple of the ranks, and each rank keeps an equal chunk, until `shard` takes it over.
-Using it anywhere gathers it, lets the use happen, and scatters it again with what the use wrote: `nn.init`, `copy_`, a parent's
-`apply`. If the use leaves a view of it behind, it stays whole until `settle`. A *pinned* one stays whole: `GatheredParameters` holds it.
-Its `detach` (`state_dict` calls that) gives an *alias*: a tensor that shares its memory, and is whole only while it is used.
+`detach`, `data`, `clone`, `to` and so `state_dict`, `torch.save` and every library around them ask a parameter for a tensor before they
+know whether they will use its values. They get a *placeholder*: no elements, the parameter's dtype and device, its public attributes.
+It may be copied, moved, kept and written to files, where it is an empty tensor like any other. What would compute with it is refused,
+with the name of the parameter that it stands for.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
-import ds_comm as comm
-from ds_comm.placement import Interval
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import storage_uses, without_torch_function
-from ds_zero.runtime.placeholder import Placeholder, attributes_of, called, faces, placeholder_of, reads, refusal
+from ds_zero._torch import without_torch_function
 
-__all__ = [
-    "Copier",
-    "Keeper",
-    "Released",
-    "Scatter",
-    "chunk_of",
-    "is_scattered",
-    "keep",
-    "keeper_of",
-    "number_of",
-    "place",
-    "release",
-    "restore",
-    "scatter_of",
-    "unkeep",
-    "whole",
-]
-
+__all__ = ["Keeper", "Placeholder", "Released", "keep", "keeper_of", "placeholder_of", "release", "restore", "unkeep"]
 
 _KEEPER = "_ds_zero_keeper"
 _CLASS = "_ds_zero_class"
 
 
-class Keeper(Protocol):
+class Keeper(ABC):
     """Who gathers a released parameter on demand, or says why not."""
 
-    def touched(self, param: Parameter, what: str) -> bool:
-        """`param` is about to be used by `what`: gather it and return True, or return False to have the use refused."""
-
-    def used(self, param: Parameter) -> None:
-        """The use that `touched` was asked about is over."""
-
+    @abstractmethod
     def name_of(self, param: Parameter) -> str:
         """The parameter's qualified name."""
 
+    @abstractmethod
+    def touched(self, param: Parameter, what: str) -> bool:
+        """`param` is about to be used by `what`: gather it and return True, or return False to have the use refused."""
 
-@runtime_checkable
-class Shows(Protocol):
-    """A keeper that lets a parameter be looked at without gathering: by `detach`, and so by `state_dict`."""
+    def used(self, param: Parameter) -> None:  # noqa: B027
+        """The use that `touched` was asked about is over."""
 
     def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """What `what` is answered with, in the place of `param`'s values; None: they are needed."""
+        """What `what`, which only looks, is answered with in the place of `param`'s values; None: they are needed."""
+        del param, what
+        return None
 
-
-@runtime_checkable
-class Copies(Protocol):
-    """A keeper that makes another parameter of which this rank holds the same part."""
-
-    def copied(self, param: Parameter) -> Parameter:
-        """A copy of `param`, released as it is."""
-
-
-class Released(Parameter):
-    """A parameter of which this rank holds only a shard. Made by `release`, never constructed."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, called(func)
-        looks = reads(func) and bool(args)
-        if faces(func) or (looks and type(args[0]) is not Released):  # x.to(param) wants its dtype and device
-            with without_torch_function():
-                return func(*args, **kwargs)
-        if (
-            looks
-            and isinstance(shows := keeper_of(args[0]), Shows)
-            and (seen := shows.shown(args[0], name)) is not None
-        ):
-            return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
-        if func is torch._has_compatible_shallow_copy_type or (name == "data" and _stays(args)):
-            return True  # model.to(device) of a model that is there already
-        touched = [p for p in _find(args) + _find(kwargs.values()) if type(p) is Released]
-        for param in touched:
-            keeper: Keeper = getattr(param, _KEEPER)
-            if type(param) is Released and not keeper.touched(param, name):
-                raise refusal(name, keeper.name_of(param), param.shape)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for param in touched:
-                keeper_of(param).used(param)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Parameter(name={getattr(self, _KEEPER).name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        if id(self) in memo:
-            known: Parameter = memo[id(self)]
-            return known
-        if isinstance(keeper := keeper_of(self), Copies):
-            memo[id(self)] = made = keeper.copied(self)
-            for key, value in attributes_of(self).items():
-                setattr(made, key, deepcopy(value, memo))
-        else:
-            memo[id(self)] = made = cast(Parameter, self.clone())
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
-
-
-def _stays(args: tuple[Any, ...]) -> bool:
-    """Whether a released parameter's `data` is set to what it shows anyway."""
-    param, value = args[0], args[-1]
-    return isinstance(value, Placeholder) and (value.dtype, value.device) == (param.dtype, param.device)
-
-
-def _find(values: Any) -> list[Any]:
-    # Arguments nest: torch.cat([p, q]), linear(x, weight=p).
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found.extend(_find(value))
-        elif isinstance(value, dict):
-            found.extend(_find(value.values()))
-    return found
+    def copied(self, param: Parameter) -> Parameter | None:
+        """Another parameter of which this rank holds the same part, released as `param` is; None: its values are needed."""
+        del param
+        return None
 
 
 def keep(param: Tensor, keeper: Keeper) -> None:
@@ -184,303 +85,189 @@ def restore(param: Tensor) -> None:
     param.__class__ = param.__dict__[_CLASS]
 
 
-_RECORD = "_ds_zero_scatter"
-_numbers = itertools.count()
+def _keeper(param: Tensor) -> Keeper:
+    keeper: Keeper = param.__dict__[_KEEPER]
+    return keeper
 
 
-@dataclass(slots=True)
-class _Record:
-    """On a scattered parameter.
+# ---- what is asked
 
-    Attributes:
-        full: The flat buffer that the parameter is a view of; without storage while it is scattered.
-        chunk: This rank's part; the same tensor for as long as there is a record.
-        name: For messages.
-        number: Counts what was scattered, the same on every rank.
-        pins: How many contexts keep it whole.
-        shown: Tensors that `detach` gave.
-        pieces: What stretches of the parameter `chunk` holds, until it is first gathered; None: its equal part.
-    """
-
-    full: Tensor
-    chunk: Tensor
-    name: str
-    number: int
-    pins: int = 0
-    shown: list[weakref.ref[Tensor]] = field(default_factory=list)
-    pieces: Sequence[Interval] | None = None
+_READS = {
+    Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.contiguous, Tensor.pin_memory,
+    Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage_offset,
+}  # fmt: skip
+_FACES = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension, Tensor.is_contiguous,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+    Tensor.__len__, Tensor._is_view, torch.numel, torch.is_floating_point, torch.is_complex, Tensor.is_shared, Tensor.is_pinned, Tensor.get_device,
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
+}  # fmt: skip
+_PROPERTIES = {
+    "shape", "dtype", "device", "grad", "requires_grad", "is_leaf", "layout", "grad_fn", "ndim", "names", "itemsize",
+    "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "name",
+    "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "is_mkldnn", "retains_grad",
+}  # fmt: skip
 
 
-class Scatter(Keeper):
-    """Scatters parameters over `group` and is their keeper until somebody takes them over.
+def _called(func: Callable[..., Any]) -> str:
+    """The name of what was called; of a property, the property's."""
+    name: str = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", name) if _is_property(name) else name
 
-    Values of rank 0 win. Cost per parameter: its bytes once to scatter it, twice more for each use.
-    """
 
-    def __init__(self, group: comm.Group) -> None:
-        self.group = group
-        self._open: list[Parameter] = []
+def _is_property(name: str) -> bool:
+    return name in ("__get__", "__set__", "__delete__")
 
-    def take(self, param: Parameter, name: str) -> None:
-        """Keep this rank's chunk of `param` only. Collective."""
-        if _RECORD in param.__dict__ or param.is_meta:
-            return
-        padded = -(-param.numel() // self.group.size) * self.group.size
-        full = torch.zeros(padded, dtype=param.dtype, device=param.device)
-        full[: param.numel()].view(param.shape).copy_(param.data)
-        param.data = full[: param.numel()].view(param.shape)
-        # The record is on the parameter, not in a table by id: modules replace parameters, and ids are used again.
-        chunk = torch.empty(padded // self.group.size, dtype=full.dtype, device=full.device)
-        param.__dict__[_RECORD] = _Record(full, chunk, name, next(_numbers))
-        keep(param, self)
-        self._scatter(param, 0)
 
-    def settle(self) -> None:
-        """Scatter again what views kept whole. Collective: every rank made the same uses."""
-        for param in list(self._open):
-            if not self._record(param).pins:
-                self._scatter(param, 0)
+def _faces(func: Callable[..., Any]) -> bool:
+    """Whether `func` asks a tensor for something other than its values."""
+    return func in _FACES or _called(func) in _PROPERTIES
 
-    def give(self, param: Parameter) -> None:
-        """Forget `param` and free the memory it had; give it other memory before it is used again."""
-        record = self._record(param)
-        self._close(param)
-        param.__dict__.pop(_RECORD, None)
-        unkeep(param)
-        record.full.untyped_storage().resize_(0)
 
-    def pin(self, param: Parameter) -> None:
-        """Make `param` whole on every rank until `unpin`. Collective."""
-        self._record(param).pins += 1
-        if type(param) is Released:
-            self.gather(param)
+def _reads(func: Callable[..., Any]) -> bool:
+    """Whether `func` gives another tensor with the same values, or says where they are."""
+    return func in _READS or (getattr(func, "__name__", "") == "__get__" and _called(func) == "data")
 
-    def unpin(self, param: Parameter, source: int | None, *, alike: bool = False) -> None:
-        """End one `pin`; the last one scatters. Collective.
 
-        Args:
-            source: The rank whose values become everyone's; None: what was written is dropped.
-            alike: Without a source: every rank wrote the same, and keeps its part of it.
-        """
-        record = self._record(param)
-        record.pins -= 1
-        if source is not None or alike:
-            self._store(record, source)
-        if not record.pins:
-            if storage_uses(record.full) > self._known_uses(record):
-                self._new_buffer(param, record, record.full.device)  # something taken meanwhile keeps the old one
-            self._release(param, record)
+def _refusal(what: str, name: str, shape: Sequence[int]) -> ShardedAccessError:
+    """Somebody wants values that this rank does not have."""
+    return ShardedAccessError(
+        f"parameter {name} {tuple(shape)} was used by {what!r} while this rank holds only its shard of it",
+        code="sharded-access",
+        fix="Use it inside the model's forward, or open `with ds_zero.GatheredParameters([param]):` around the use.",
+    )
 
-    def move(self, param: Parameter, device: torch.device) -> None:
-        """Keep the chunk, and make the parameter whole when it is used, on `device`."""
-        record = self._record(param)
-        if record.full.device == device:
-            return
-        self.settle()
-        record.chunk = record.chunk.to(device)
-        restore(param)
-        self._new_buffer(param, record, device)
-        self._release(param, record)
 
-    # Keeper
+# ---- who answers
 
-    def name_of(self, param: Parameter) -> str:
-        return self._record(param).name
 
-    def touched(self, param: Parameter, what: str) -> bool:
-        del what
-        self.gather(param)
-        return True
+class Released(Parameter):
+    """A parameter of which this rank holds only a shard. Made by `release`, never constructed."""
 
-    def used(self, param: Parameter) -> None:
-        """Keeper: the use is over; scatter again unless it left a view."""
-        record = param.__dict__.get(_RECORD)
-        is_open = any(p is param for p in self._open)
-        if record is None or not is_open or record.pins:
-            return
-        if storage_uses(record.full) <= self._known_uses(record):
-            self._scatter(param, 0)
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, _called(func)
+        looks = _reads(func) and bool(args)
+        if _faces(func) or (looks and type(args[0]) is not Released):  # x.to(param) wants its dtype and device
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if looks and (seen := _keeper(args[0]).shown(args[0], name)) is not None:
+            return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
+        if func is torch._has_compatible_shallow_copy_type or (name == "data" and _stays(args)):
+            return True  # model.to(device) of a model that is there already
+        touched = [p for p in _find(args) + _find(kwargs.values()) if type(p) is Released]
+        for param in touched:
+            if type(param) is Released and not _keeper(param).touched(param, name):
+                raise _refusal(name, _keeper(param).name_of(param), param.shape)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for param in touched:
+                _keeper(param).used(param)
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """Keeper: `param` without its graph, sharing its memory; it has its values while it is used."""
-        if what != "detach":
-            return None
-        with without_torch_function():
-            alias = param.detach()
-        keep(alias, _Shown(self, param))
-        release(alias)
-        self._record(param).shown.append(weakref.ref(alias))
-        return alias
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"Parameter(name={_keeper(self).name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
+        )
 
-    def copied(self, param: Parameter) -> Parameter:
-        """Keeper: another parameter with the same values, cut the same way (a module that is copied). Sends nothing."""
-        record = self._record(param)
-        return self.like(param, record.name, record.chunk.clone(), record.pieces)
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
-    def like(self, param: Parameter, name: str, chunk: Tensor, pieces: Sequence[Interval] | None) -> Parameter:
-        """A scattered parameter that looks as the released `param` and has the values of which this rank holds `chunk`. Sends nothing."""
-        padded = -(-param.numel() // self.group.size) * self.group.size
-        full = torch.empty(padded, dtype=param.dtype, device=param.device)
-        with without_torch_function():
-            made = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
-        made.__dict__[_RECORD] = _Record(full, chunk, f"a copy of {name}", next(_numbers), pieces=pieces)
-        keep(made, self)
-        full.untyped_storage().resize_(0)
-        release(made)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) in memo:
+            known: Parameter = memo[id(self)]
+            return known
+        made = _keeper(self).copied(self)
+        if made is None:
+            made = cast(Parameter, self.clone())
+        else:
+            for key, value in _attributes_of(self).items():
+                setattr(made, key, deepcopy(value, memo))
+        memo[id(self)] = made
         return made
 
-    def gather(self, param: Parameter) -> None:
-        """Make `param` whole on every rank. Collective."""
-        record = self._record(param)
-        record.full.untyped_storage().resize_(record.full.numel() * record.full.element_size())
-        with torch.no_grad():
-            if record.pieces is None:
-                comm.all_gather_single(record.full, record.chunk, self.group, unit=record.name)
-            else:
-                self._join(record, record.pieces)
-        restore(param)
-        self._open.append(param)
-
-    def _join(self, record: _Record, pieces: Sequence[Interval]) -> None:
-        """The first gather of what was not cut here; from then on its parts are equal."""
-        record.full.zero_()
-        parts = record.chunk.split([piece.numel for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            record.full[piece.start : piece.stop].copy_(part)
-        comm.all_reduce(record.full, group=self.group, unit=record.name)
-        record.chunk, record.pieces = record.full.new_empty(record.full.numel() // self.group.size), None
-        self._store(record, None)
-
-    @staticmethod
-    def _record(param: Parameter) -> _Record:
-        record: _Record = param.__dict__[_RECORD]
-        return record
-
-    def _close(self, param: Parameter) -> None:
-        self._open = [p for p in self._open if p is not param]
-
-    def _scatter(self, param: Parameter, source: int) -> None:
-        record = self._record(param)
-        self._store(record, source)
-        self._release(param, record)
-
-    def _store(self, record: _Record, source: int | None) -> None:
-        with torch.no_grad():
-            if source is not None:
-                comm.broadcast(record.full, group=self.group, group_src=source, unit=record.name)
-            chunk = record.chunk.numel()
-            record.chunk.copy_(record.full[self.group.rank * chunk : (self.group.rank + 1) * chunk])
-
-    @staticmethod
-    def _known_uses(record: _Record) -> int:
-        """Tensors that share the buffer's memory and do not mind when it goes: itself, the parameter, what is shown of it."""
-        record.shown = [ref for ref in record.shown if ref() is not None]
-        return 2 + len(record.shown)
-
-    @staticmethod
-    def _new_buffer(param: Parameter, record: _Record, device: torch.device) -> None:
-        """Other memory for `param`, which is not released, and for what is shown of it."""
-        record.full = torch.empty(record.full.numel(), dtype=record.full.dtype, device=device)
-        param.data = record.full[: param.numel()].view(param.shape)
-        with without_torch_function():
-            for tensor in [tensor for ref in record.shown if (tensor := ref()) is not None]:
-                tensor.data = param.data
-
-    def _release(self, param: Parameter, record: _Record) -> None:
-        self._close(param)
-        record.full.untyped_storage().resize_(0)
-        release(param)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class Copier(Scatter):
-    """Keeper of copies of a sharded model's parameters: they are whole while something computes with them, on every rank alike.
+def _stays(args: tuple[Any, ...]) -> bool:
+    """Whether a released parameter's `data` is set to what it shows anyway."""
+    param, value = args[0], args[-1]
+    return isinstance(value, Placeholder) and (value.dtype, value.device) == (param.dtype, param.device)
 
-    Looking at one shows a placeholder: a copy may be looked at on one rank alone.
+
+def _find(values: Any) -> list[Any]:
+    # Arguments nest: torch.cat([p, q]), linear(x, weight=p).
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(_find(value))
+        elif isinstance(value, dict):
+            found.extend(_find(value.values()))
+    return found
+
+
+class Placeholder(Tensor):
+    """Stands for the values of a released parameter. Made by `placeholder_of`.
+
+    Attributes:
+        of: Name and shape of the parameter.
     """
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """Keeper: not its values."""
-        return placeholder_of(param, self.name_of(param))
+    of: tuple[str, tuple[int, ...]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _faces(func) and not _reads(func):
+            found = [arg for arg in (*args, *kwargs.values(), *_inside(args)) if isinstance(arg, Placeholder)]
+            raise _refusal(_called(func), *(found[0].of if found else ("", ())))
+        with without_torch_function():
+            made = func(*args, **kwargs)
+            of_it = _reads(func) and isinstance(made, Tensor) and isinstance(args[0], Placeholder)
+            return _dressed(made, args[0]) if of_it and made is not args[0] else made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Placeholder(name={self.of[0]!r}, shape={self.of[1]}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        plain = Parameter(empty, self.requires_grad) if getattr(self, "_is_param", False) else empty
+        return plain.__reduce_ex__(protocol)
 
 
-class _Shown(Keeper):
-    """Of what `detach` gave of a scattered parameter: it is whole while it, or the parameter, is used."""
-
-    def __init__(self, scatter: Scatter, owner: Parameter) -> None:
-        self._scatter, self._owner = scatter, owner
-
-    def name_of(self, param: Parameter) -> str:
-        record = self._owner.__dict__.get(_RECORD)
-        return "whose model was sharded meanwhile" if record is None else record.name
-
-    def touched(self, param: Parameter, what: str) -> bool:
-        if _RECORD not in self._owner.__dict__:
-            raise ShardedAccessError(
-                f"a tensor of shape {tuple(param.shape)} that was taken from a model inside Init was used by {what!r} after the "
-                "model was sharded",
-                code="sharded-access",
-                fix="Take it from the sharded model, inside GatheredParameters.",
-            )
-        if type(self._owner) is Released:
-            self._scatter.gather(self._owner)
-        restore(param)
-        return True
-
-    def used(self, param: Parameter) -> None:
-        release(param)
-        self._scatter.used(self._owner)
+def _inside(values: tuple[Any, ...]) -> list[Any]:
+    return [item for value in values if isinstance(value, list | tuple) for item in value]
 
 
-def is_scattered(param: Tensor) -> bool:
-    """Whether `Init` left only a chunk of `param` on this rank."""
-    return scatter_of(param) is not None
+def placeholder_of(param: Tensor, name: str) -> Placeholder:
+    """What stands for the values of `param`. O(1)."""
+    with without_torch_function():
+        made = torch.empty(0, dtype=param.dtype, device=param.device).as_subclass(Placeholder)
+        made.of = (name, tuple(param.shape))
+    made.__dict__.update(_attributes_of(param))
+    return made
 
 
-def scatter_of(param: Tensor) -> Scatter | None:
-    """Who keeps a scattered parameter; None for any other tensor."""
-    keeper = keeper_of(param)
-    return keeper if isinstance(keeper, Scatter) else None
+def _dressed(made: Tensor, like: Placeholder) -> Placeholder:
+    found = made.as_subclass(Placeholder)
+    found.__dict__.update(_attributes_of(like))
+    return found
 
 
-def number_of(param: Tensor) -> int:
-    """The number of a scattered parameter, the same on every rank: the order for collectives over several."""
-    record: _Record = param.__dict__[_RECORD]
-    return record.number
-
-
-def chunk_of(param: Tensor) -> Tensor | None:
-    """This rank's elements of a scattered parameter, flat, filled up with zeros; None for any other tensor."""
-    record: _Record | None = param.__dict__.get(_RECORD)
-    return None if record is None else record.chunk
-
-
-def place(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)` that makes no scattered parameter whole, and leaves those on meta there. Collective only if a view keeps
-    one whole."""
-    scattered = [p for p in model.parameters() if is_scattered(p)]
-    if not scattered and not any(p.is_meta for p in model.parameters()):
-        model.to(device)
-        return
-    for param in scattered:
-        keeper_of(param).move(param, device)
-    with torch.no_grad():
-        for param in model.parameters():
-            if not is_scattered(param) and not param.is_meta and param.device != device:
-                param.data = param.data.to(device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-
-
-@contextmanager
-def whole(param: Parameter) -> Iterator[Tensor]:
-    """The values of a parameter that is about to be adopted by a unit; a scattered one is whole inside and gone after. Collective."""
-    keeper = keeper_of(param)
-    if not isinstance(keeper, Scatter):
-        yield param.data
-        return
-    if type(param) is Released:
-        keeper.gather(param)
-    yield param.data
-    keeper.give(param)
+def _attributes_of(param: Tensor) -> dict[str, Any]:
+    """What programs have noted on it; names with an underscore are somebody's own."""
+    return {key: value for key, value in param.__dict__.items() if not key.startswith("_")}

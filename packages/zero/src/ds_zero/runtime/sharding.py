@@ -42,7 +42,7 @@ from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.memory import Pool
 from ds_zero.runtime.reducing import Reducing
 from ds_zero.runtime.reduction import tables
-from ds_zero.runtime.released import is_scattered
+from ds_zero.runtime.scattered import is_scattered
 from ds_zero.runtime.seat import Seating
 from ds_zero.runtime.unit import Part, Unit
 

@@ -34,7 +34,7 @@ from ds_zero.layout.units import UnitSpec
 from ds_zero.offload.tiers import Part, made
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.reduction import way_of
-from ds_zero.runtime.released import whole
+from ds_zero.runtime.scattered import whole
 from ds_zero.runtime.seat import Seat
 from ds_zero.runtime.storage import clear_gaps, storage_of
 
