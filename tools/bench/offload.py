@@ -1,0 +1,111 @@
+"""Training whose optimizer state is kept in host memory or in a file: beside DeepSpeed, stages 1 to 3, fp32 and bf16, two ranks.
+
+Engines of a line are alive at once and take turns (`turns.py`); all have the same model and data, and their losses are compared first.
+DeepSpeed's files need libaio's headers (Debian: libaio-dev). The rate of the file is measured in the same run by ds-ops' own transfers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from peers import ensure
+from turns import Ranks, meet
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "offload.json"
+WORKER = Path(__file__).parent / "workers" / "offload.py"
+LINES = [(stage, where, kind) for kind in ("", "-bf16") for stage in (1, 2, 3) for where in ("host", "file")
+         if (stage, where) not in {(1, "file"), (2, "file")}]  # fmt: skip
+"""Stage, where, format. DeepSpeed keeps files at stage 3 only."""
+
+
+def started(engine: str, config: str, folder: str, first: dict[str, dict]) -> Ranks:
+    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+    ranks = Ranks([python, str(WORKER), engine, config, folder], 2, interactive=True)
+    answers = ranks.answers
+
+    def noted() -> list[dict]:
+        found = answers()
+        if "losses" in found[0]:
+            first[engine] = {
+                "losses": found[0]["losses"], "mb": sum(one["mb"] for one in found),
+                "moved": [sum(one["moved"][i] for one in found) for i in (0, 1)],
+            }  # fmt: skip
+        return found
+
+    ranks.answers = noted  # type: ignore[method-assign]
+    return ranks
+
+
+def file_rates(folder: str, nbytes: int = 64 << 20, rounds: int = 7) -> dict[str, float]:
+    """GB/s of ds-ops' own transfers, of one file: reading, writing, and both at once counted together."""
+    from ds_ops.io import AsyncIO, IOSettings
+
+    path, one, two = str(Path(folder) / "rate"), torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    found: dict[str, list[float]] = {"read": [], "write": [], "both": []}
+    with AsyncIO(IOSettings()) as io:
+        io.write(path, torch.zeros(2 * nbytes, dtype=torch.uint8), 0).wait()
+        for _ in range(rounds):
+            for kind in found:
+                began = time.perf_counter()
+                under_way = [io.read(path, one, 0)] if kind != "write" else []
+                under_way += [io.write(path, two, nbytes)] if kind != "read" else []
+                for transfer in under_way:
+                    transfer.wait()
+                found[kind].append(len(under_way) * nbytes / (time.perf_counter() - began) / 1e9)
+    os.unlink(path)
+    return {kind: statistics.median(rates) for kind, rates in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="nox -s bench -- offload", description=__doc__)
+    parser.add_argument("--config", default="comm", choices=("comm", "compute"), help="of `zero.py`: 1 x 32 or 2 x 128 tokens")
+    parser.add_argument("--cycles", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--folder", help="of the files; else a new one beside the checkout")
+    args = parser.parse_args()
+    ensure("deepspeed")
+    lines = []
+    with tempfile.TemporaryDirectory(dir=args.folder or ROOT, prefix=".offload-") as folder:
+        rates = file_rates(folder)
+        print("file, GB/s: " + ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items()), flush=True)
+        for stage, where, kind in LINES:
+            engines = [f"ours{stage}-device{kind}@shm", f"ours{stage}-{where}{kind}@shm", f"ours{stage}-{where}{kind}",
+                       f"deepspeed{stage}-{where}{kind}"]  # fmt: skip
+            first: dict[str, dict] = {}
+            start = {e: (lambda e=e, f=first: started(e, args.config, folder, f)) for e in engines}
+            found = meet(start, args.cycles, args.steps)
+            took = {engine: statistics.median(turn["ms"] for turn in turns) for engine, turns in found.items()}
+            base = next((first[e]["losses"] for e in reversed(engines) if e in found), [])
+            line = {"stage": stage, "where": where, "bf16": bool(kind), "engines": {}}
+            for engine, ms in took.items():
+                bound = 2e-2 if kind else 1e-5
+                alike = all(abs(a - b) <= bound * abs(b) for a, b in zip(first[engine]["losses"], base, strict=True))
+                beside = [a["ms"] / b["ms"] for a, b in zip(found[engine], found.get(engines[-1], []), strict=False)]
+                line["engines"][engine] = first[engine] | {
+                    "ms": ms, "alike": alike, "of_deepspeed": statistics.median(beside) if beside else None
+                }  # fmt: skip
+                print(f"stage {stage}, {where}{kind}: {engine:28} {ms:7.1f} ms, {first[engine]['mb']:6.0f} MB"
+                      + (f", {statistics.median(beside):.2f} of DeepSpeed's" if beside else "")
+                      + ("" if alike else ", LOSSES DIFFER"), flush=True)  # fmt: skip
+            lines.append(line)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    DATA.write_text(
+        json.dumps(
+            {"date": time.strftime("%Y-%m-%d"), "machine": machine, "config": args.config, "file": rates, "lines": lines}, indent=1
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

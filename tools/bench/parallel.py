@@ -1,0 +1,87 @@
+"""Tensor and sequence shards on two ranks: beside DeepSpeed's and torch's, and ways of sharing a sequence beside one another.
+
+Engines of a configuration are alive at once and take turns (`turns.py`). All have the same weights and inputs, and their losses are
+compared first. Writes its data; `docs/benchmarks/parallel.md` shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from peers import ensure
+from turns import Ranks, meet
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "parallel.json"
+WORKER = Path(__file__).parent / "workers" / "parallel.py"
+# configuration, ranks, engines, (ours, peer, aim: time of ours over the peer's at most)
+MEETINGS = [
+    ("exchange", 2, ["ours@shm", "ours", "deepspeed"], [("ours@shm", "deepspeed", 0.5), ("ours", "deepspeed", 1.0)]),
+    ("ulysses", 2, ["ours@shm", "ours", "deepspeed"], [("ours@shm", "deepspeed", 1.0), ("ours", "deepspeed", 1.0)]),
+    ("tensor", 2, ["ours@shm", "ours", "torch", "deepspeed"],
+     [("ours@shm", "torch", 0.7), ("ours@shm", "deepspeed", 0.7), ("ours", "torch", 1.0), ("ours", "deepspeed", 1.0)]),
+    ("long", 2, ["ours@shm", "ring@shm", "zigzag@shm"], [("ring@shm", "ours@shm", None), ("zigzag@shm", "ours@shm", None)]),
+    ("loss", 1, ["tiled", "whole"], [("tiled", "whole", 1.1)]),
+]  # fmt: skip
+
+
+def started(engine: str, config: str, world: int, first: dict[str, dict]) -> Ranks:
+    """One engine; what its first line says is put into `first`."""
+    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+    ranks = Ranks([python, str(WORKER), engine, config], world, interactive=True)
+    answers = ranks.answers
+
+    def noted() -> list[dict]:
+        found = answers()
+        if "loss" in found[0]:
+            first[engine] = found[0]
+        return found
+
+    ranks.answers = noted  # type: ignore[method-assign]
+    return ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="nox -s bench -- parallel", description=__doc__)
+    parser.add_argument("configs", nargs="*", default=[config for config, *_ in MEETINGS])
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+    ensure("deepspeed")
+    kept = json.loads(DATA.read_text())["lines"] if DATA.exists() else []
+    lines = [line for line in kept if line["config"] not in args.configs]
+    for config, world, engines, pairs in MEETINGS:
+        if config not in args.configs:
+            continue
+        first: dict[str, dict] = {}
+        found = meet(
+            {e: (lambda e=e, c=config, w=world, f=first: started(e, c, w, f)) for e in engines}, args.cycles, args.steps
+        )
+        took = {engine: statistics.median(turn["ms"] for turn in turns) for engine, turns in found.items()}
+        print(f"{config}, {world} rank(s): " + ", ".join(f"{e} {ms:.2f} ms" for e, ms in took.items()))
+        for ours, peer, aim in pairs:
+            if ours not in found or peer not in found:
+                print(f"  {ours} beside {peer}: one of them failed")
+                continue
+            ratio = statistics.median(a["ms"] / b["ms"] for a, b in zip(found[ours], found[peer], strict=True))
+            alike = abs(first[ours]["loss"] - first[peer]["loss"]) <= 1e-5 * abs(first[peer]["loss"])
+            print(f"  {ours}: {ratio:.2f} x the time of {peer}{'' if alike else ', LOSSES DIFFER'}")
+            lines.append({"config": config, "ranks": world, "ours": ours, "peer": peer, "ratio": ratio, "aim": aim,
+                          "ms": [took[ours], took[peer]], "step_mb": [first[e]["step_mb"] for e in (ours, peer)],
+                          "alike": alike})  # fmt: skip
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    DATA.write_text(
+        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
