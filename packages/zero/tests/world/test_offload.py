@@ -85,6 +85,19 @@ def test_offloaded_runs_have_the_same_bits(bench, tmp_path, stage):
             assert os.listdir(tmp_path) == []
 
 
+@world(2)
+def test_files_are_read_while_gradients_are_computed(bench, tmp_path):
+    net, optimizer = train(bench, stage=3, memory="private", kind="ops", tier=filed(tmp_path))
+    ring = next(u.tier.ring for u in optimizer.sharding.units if u.tier.alone)
+    before = ring.reads
+    net(bench.batch(0, 0, 0)).sum().backward()
+    assert ring.ahead
+    assert ring.reads > before
+    optimizer.step()
+    assert not ring.ahead
+    optimizer.close()
+
+
 @pytest.mark.parametrize("name", ["tied", "frozen", "unused"])
 @world(2)
 def test_parameters_that_rest_elsewhere(bench, tmp_path, name):

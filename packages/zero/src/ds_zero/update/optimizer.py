@@ -202,6 +202,9 @@ class ShardedOptimizer(Optimizer):
                 code="loss-not-scaled",
                 fix="Call `optimizer.scale(loss).backward()`.",
             )
+        for unit in self.sharding.units:  # as many as there are buffers: files are read while gradients are computed
+            if unit.spec.trained and unit.tier.alone:
+                unit.tier.begin_fetch()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
