@@ -50,7 +50,11 @@ def file_rates(folder: str, nbytes: int = 64 << 20, rounds: int = 7) -> dict[str
     """GB/s of ds-ops' own transfers, of one file: reading, writing, and both at once counted together."""
     from ds_ops.io import AsyncIO, IOSettings
 
-    path, one, two = str(Path(folder) / "rate"), torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    path, one, two = (
+        str(Path(folder) / "rate"),
+        torch.zeros(nbytes, dtype=torch.uint8),
+        torch.zeros(nbytes, dtype=torch.uint8),
+    )
     found: dict[str, list[float]] = {"read": [], "write": [], "both": []}
     with AsyncIO(IOSettings()) as io:
         io.write(path, torch.zeros(2 * nbytes, dtype=torch.uint8), 0).wait()
@@ -68,7 +72,9 @@ def file_rates(folder: str, nbytes: int = 64 << 20, rounds: int = 7) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- offload", description=__doc__)
-    parser.add_argument("--config", default="comm", choices=("comm", "compute"), help="of `zero.py`: 1 x 32 or 2 x 128 tokens")
+    parser.add_argument(
+        "--config", default="comm", choices=("comm", "compute"), help="of `zero.py`: 1 x 32 or 2 x 128 tokens"
+    )
     parser.add_argument("--cycles", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--folder", help="of the files; else a new one beside the checkout")
@@ -101,7 +107,14 @@ def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     DATA.write_text(
         json.dumps(
-            {"date": time.strftime("%Y-%m-%d"), "machine": machine, "config": args.config, "file": rates, "lines": lines}, indent=1
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "machine": machine,
+                "config": args.config,
+                "file": rates,
+                "lines": lines,
+            },
+            indent=1,
         )
         + "\n"
     )
