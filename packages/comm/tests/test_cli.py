@@ -52,7 +52,7 @@ def test_operations_side_by_side(folder: Path) -> None:
 def test_the_parting_is_shown_with_what_came_before(folder: Path) -> None:
     text = render(read_dumps(folder), before=2)
     assert text.startswith("rank 0 says\nrank 1 says\nrank 2 says\n")
-    assert "group 'world': ranks part at #10" in text
+    assert "group 'world': ranks differ at #10" in text
     assert "#8" in text
     assert "#7" not in text
     assert "rank 0: all_reduce[layers.2] float32[8] waits" in text
@@ -68,7 +68,7 @@ def test_agreement_is_said(tmp_path: Path) -> None:
 
 def test_debug(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments("debug", str(folder))) == 0
-    assert "part at #10" in capsys.readouterr().out
+    assert "differ at #10" in capsys.readouterr().out
     empty = folder / "empty"
     empty.mkdir()
     assert cli.main(arguments("debug", str(empty))) == 1

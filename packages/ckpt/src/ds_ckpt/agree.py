@@ -5,7 +5,7 @@ disk on rank 3 is a CheckpointError on every rank that says so, not seven ranks 
 
 What a rank sends does not grow with the world, but for a logarithm. Everything is made of `swap`: bytes to one rank, bytes from
 another. `spread` merges a value of every rank in ceil(log2 N) swaps (dissemination: Hensgen, Finkel and Manber 1988); the merge
-must not mind meeting a value twice. `route` carries messages to any ranks in as many swaps, each message going the distances
+must give the same result when a value comes twice. `route` carries messages to any ranks in as many swaps, each message going the distances
 whose bits are set in the way it has to go (Bruck et al. 1997).
 """
 

@@ -124,7 +124,7 @@ class Asynchronous:
         group: As in `ds_ckpt.save`. Making the engine is collective: it opens a second group for its thread.
         buffer_bytes: Host memory for copies on this rank. None: as much as this rank writes in one save (and twice
             that with `double`), so that a save waits only for an earlier one.
-        double: With `buffer_bytes=None`, room for a second save while the first is being written.
+        double: With `buffer_bytes=None`, memory for a second save while the first is being written.
         keep: How many checkpoints to keep in the directory, newest first; None for all. Older ones are removed after a
             save has succeeded, never before.
         decoupled: Let a process of its own do the writing; only for directories, and for files that are not packed.

@@ -4,7 +4,7 @@ A block that this rank needs as a whole is checked here. Of a block that it need
 reports the part's contribution to the block's checksum (see `crc`): when the ranks' parts make up the block, their XOR
 must be the recorded value. What the ranks together do not cover is then read by one of them, only to be checked.
 
-Words: a *span* is a range of a block that is needed. Spans that meet in the file are read as one *stretch*, of up to
+Words: a *span* is a range of a block that is needed. Adjacent spans of a file are read as one *stretch*, of up to
 `Files.stretch_bytes`; stretches are read, copied and checked on a few threads in any order (see `files`). A block that was encoded is read
 and decoded as a whole, wherever a part of it is needed.
 """
@@ -140,7 +140,7 @@ def _tasks(blocks: Sequence[_Block], limit: int) -> Iterator[list[_Stretch]]:
 
 
 def _stretches(blocks: Sequence[_Block], limit: int) -> Iterator[_Stretch]:
-    """The spans of all blocks, cut at multiples of `limit` of their files and joined where they meet."""
+    """The spans of all blocks, cut at multiples of `limit` of their files and joined where they are adjacent."""
     open_: _Stretch = []
     for piece in _pieces(blocks, limit):
         if open_:

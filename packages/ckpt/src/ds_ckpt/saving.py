@@ -201,7 +201,7 @@ def save_from(
     meta: Mapping[str, Json],
     aliases: Mapping[str, str],
 ) -> Saved:
-    """`save` from one process, of tensors that are read when their turn comes and dropped after it.
+    """`save` from one process, of tensors that are read one after another, each dropped once it is written.
 
     Cost: the largest tensor, and 32 MiB, of host memory.
     """

@@ -85,7 +85,7 @@ def _flat_bytes(data: Tensor) -> Tensor:
 
 def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
     """How to copy bytes of an entry of this rank's file into host memory, from any device, and check them on the way."""
-    flat: dict[int, Tensor] = {}  # made when their turn comes: the device waits for the first
+    flat: dict[int, Tensor] = {}  # made one after another: the device waits for the first
 
     def copy(target: memoryview, item: Item, start: int) -> int:
         index, first = item.piece.shard, item.piece.start * ITEMSIZE[item.dtype] + start

@@ -28,7 +28,7 @@ _SIZES = ("4K", "64K", "1M", "16M", "64M")
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     commands = parser.add_subparsers(dest="what", required=True)
-    debug = commands.add_parser("debug", help="print where ranks parted, from the dumps of their watchdogs")
+    debug = commands.add_parser("debug", help="print where ranks differ, from the dumps of their watchdogs")
     debug.add_argument("folder", type=Path, help="the folder that the [ds-comm] lines of the job name")
     debug.add_argument("--before", type=int, default=5, help="operations to print around the difference")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")

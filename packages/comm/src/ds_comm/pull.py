@@ -26,7 +26,7 @@ class Window:
     """A buffer of rows for each rank of a group on one host. Construction, `publish` and `grow` are collective.
 
     Attributes:
-        rows: Room of each rank.
+        rows: Capacity of each rank.
         width: Elements of a row.
         mine: [rows, width], where this rank writes what it publishes next; another buffer after `publish` and `grow`.
 
@@ -45,7 +45,7 @@ class Window:
         return self._buffers[self._turn][self.group.rank]
 
     def grow(self, rows: int) -> None:
-        """Make room for at least `rows` rows a rank; what was published can be pulled no more. The same on every rank."""
+        """Allocate at least `rows` rows a rank; what was published can be pulled no more. The same on every rank."""
         self.rows, self._turn = rows, 0
         wish = Wish(rows * self.width, self.dtype)
         self._buffers = [

@@ -135,7 +135,7 @@ def smooth(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) -> list
 def scale_salient(
     model: nn.Module, batches: Sequence[Any], scheme: Scheme | None = None, steps: int = 20, rows: int = 512
 ) -> dict[str, float]:
-    """AWQ: protect the columns that large inputs meet. Quantise afterwards, with `round_to_nearest` or `gptq` of the same scheme.
+    """AWQ: protect the columns that large inputs are multiplied with. Quantise afterwards, with `round_to_nearest` or `gptq` of the same scheme.
 
     Args:
         batches: Calibration inputs; the first also finds the places.

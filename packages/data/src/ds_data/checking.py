@@ -29,7 +29,7 @@ class Report:
         unused: Values of the data file that no item holds.
         overlaps: Items that begin before the one before them ends.
         fingerprint: See `TokenFile.fingerprint`.
-        problems: What a training on it would meet; empty when all is well.
+        problems: What a training on it would stumble over; empty when all is well.
     """
 
     prefix: str

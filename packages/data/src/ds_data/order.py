@@ -5,7 +5,7 @@ the other; a *row* is the next micro x ranks samples of the stream, one microbat
 together have taken from the stream, and with seed and length all there is to resume from. It says nothing of ranks, workers or
 batches: on any number of ranks, step k has the same samples as long as the train batch is the same.
 
-A row at the end of an epoch takes its rest from the next epoch, so every sample is seen exactly once an epoch and every rank has the
+A row at the end of an epoch is filled up from the next epoch, so every sample is seen exactly once an epoch and every rank has the
 same number of microbatches. A *mixture* is a stream whose places belong to several sources in fixed shares.
 """
 

@@ -1,7 +1,7 @@
 """Documents to sequences of one length, as index arithmetic over a token file.
 
 Sequence i has the values from i*length to i*length + length of all documents one after the other: `length` inputs and, one further, their
-labels. Nothing is padded and nothing is lost but the rest at the end. Where documents meet, position ids begin at 0 again, document
+labels. Nothing is padded and nothing is lost but an incomplete sequence at the end. Where a document begins, position ids begin at 0 again, document
 ids count up, and the label of a document's last token is `IGNORED`: no token is told to guess the beginning of an unrelated text.
 """
 
@@ -70,7 +70,7 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         file: A token file whose items lie one after the other, as all writers leave them.
         length: Tokens of a sequence.
         documents: Only these, a range of them (see `splits`); None is all.
-        fill_in_middle: Turns pieces of documents round; None leaves them.
+        fill_in_middle: Changes the order of pieces of documents; None leaves them.
         dtype: Format of the arrays. int32 is half the bytes on the way to a device, where `TokenLoader` widens it.
     Raises:
         ConfigError: items overlap or have gaps, the documents are not in the file, or not one sequence is full ("data-packing").

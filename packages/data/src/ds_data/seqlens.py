@@ -190,7 +190,7 @@ def _greedy(ids: list[int], lengths: list[int], room: int, most: float, per_batc
 
 
 def _alike(ids: list[int], lengths: list[int], room: int, most: float, per_batch: int) -> list[list[int]]:
-    """Batches of `per_batch` microbatches that grow together, one sample each, while every one has room."""
+    """Batches of `per_batch` microbatches that grow together, one sample each, while none is full."""
     out: list[list[int]] = []
     left: list[int] = []
     for at in range(0, len(ids) - per_batch + 1, per_batch):

@@ -3,7 +3,7 @@
     rollout = Rollout(engine)
     answers = rollout.generate(prompts, Sampling(max_new_tokens=64, temperature=1.0, logprobs=0))
 
-Each rank answers its own prompts with the whole model, whatever the ZeRO stage; ranks meet only while weights are brought up to date. An
+Each rank answers its own prompts with the whole model, whatever the ZeRO stage; ranks communicate only while weights are brought up to date. An
 answer says for every token which *version* of the weights made it: the number of steps the engine had taken.
 """
 
@@ -29,7 +29,7 @@ class Rollout:
     Args:
         engine: What trains it.
         dtype: Of the weights that answer; None: as the forward has them.
-        cache_tokens: Room for keys and values.
+        cache_tokens: Size of the cache of keys and values, in tokens.
         budget, tokenizer: See `ds_inference.load`.
     Raises:
         PlanError: the model has no configuration that says what it is ("engine-rollout").

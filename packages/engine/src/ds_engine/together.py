@@ -24,7 +24,7 @@ def together(group: Group, action: Callable[[], _T]) -> _T:
     mine: Exception | None = None
     try:
         result = action()
-    except CommError:  # the ranks no longer meet
+    except CommError:  # the ranks no longer call the same collectives
         raise
     except Exception as error:
         mine = error

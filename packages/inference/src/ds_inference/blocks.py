@@ -1,6 +1,6 @@
 """Who holds which block of the key-value cache: integers only.
 
-Words: a *block* is room for the keys and values of `size` consecutive tokens of one sequence. A block may be held by several
+Words: a *block* is memory for the keys and values of `size` consecutive tokens of one sequence. A block may be held by several
 sequences whose tokens are the same up to its end (a shared prompt); each counts as one *hold*. The *print* of a full block
 says which tokens are in it and before it, so a new sequence finds blocks that hold its beginning. A block that nobody holds keeps its print until
 it is needed for something else, the longest unused first.

@@ -34,7 +34,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="a LoRA adapter, asked for as model NAME; several",
     )
     parser.add_argument("--by-expert", action="store_true", help="on several ranks: experts are given to ranks whole")
-    parser.add_argument("--cache-tokens", type=int, default=65536, help="room for keys and values, in tokens")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=65536, help="size of the cache of keys and values, in tokens"
+    )
     parser.add_argument("--max-requests", type=int, default=256, help="under way at a time; further ones get 429")
     parser.add_argument("--max-length", type=int, default=4096, help="tokens of a prompt and its answer together")
     parser.add_argument("--step-tokens", type=int, default=512, help="computed in one step, over all requests")

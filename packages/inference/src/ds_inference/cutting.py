@@ -147,7 +147,7 @@ class Cut:
 
 
 def ranks_of(size: int, group: Any = None) -> Group | None:
-    """The group of `size` ranks that hold each layer together: `group`, or all ranks, which meet here if they did not; None for one.
+    """The group of `size` ranks that hold each layer together: `group`, or all ranks, connected here if they are not yet; None for one.
 
     Raises:
         PlanError: there are more or fewer ("inference-ranks").

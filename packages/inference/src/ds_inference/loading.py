@@ -55,7 +55,7 @@ def load(
         source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
             device agree.
         dtype: Of weights, and of the cache unless `cache_dtype` says otherwise (int8: half of bf16); None: as they are.
-        cache_tokens: Room for keys and values of so many tokens, over all requests.
+        cache_tokens: The cache holds keys and values of so many tokens, over all requests.
         block: Tokens of a block.
         budget, share, speculate, tokenizer: See `Generator`.
         weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.

@@ -102,7 +102,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """What a layer needs besides its input: the batch, its part of the cache, and the turns of the batch's positions."""
+    """What a layer needs besides its input: the batch, its part of the cache, and the rotations of the batch's positions."""
 
     batch: Batch
     cache: tuple[Tensor, ...]

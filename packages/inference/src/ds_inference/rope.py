@@ -1,7 +1,7 @@
-"""Rotation of queries and keys by their positions: frequencies once, tables once a step, one turn a call.
+"""Rotation of queries and keys by their positions: frequencies once, tables once a step, one rotation a call.
 
 Where a scaling depends on the length in use (longrope has factors for short and for long contexts), it is chosen once, by the longest
-sequence that is served: keys in the cache and queries that come later must turn alike, whichever request they belong to.
+sequence that is served: keys in the cache and queries that come later must be rotated alike, whichever request they belong to.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Rules, in the order of `Scheduler.plan`:
 
     1. requests that generate, the most urgent first: their one token, and drafts that a speculation proposes
     2. requests whose prompt is under way: as much of it as the budget allows
-    3. waiting requests, the most urgent first, as long as the cache has room for all their known tokens
+    3. waiting requests, the most urgent first, as long as the cache has free blocks for all their known tokens
 
 The order is (priority, arrival). Where blocks run out, the *last* running request in that order gives its blocks back and waits
 again with all its tokens known: what it had computed is computed again. The first is never pushed out for another, and any request
@@ -248,7 +248,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request) -> bool:
-        """Start a waiting request if its known tokens have room beside what runs."""
+        """Start a waiting request if the cache has free blocks for its known tokens."""
         prints = self._prints_of(request) if self.share else []
         # The newest token is always computed: its distribution is wanted.
         request.blocks = self.pool.find(prints[: (len(request.tokens) - 1) // self.pool.size])

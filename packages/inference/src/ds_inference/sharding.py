@@ -142,7 +142,7 @@ def attn_out_in_features(
 def shard_mlp_1_param(
     param: Tensor, shard_rank: int, num_shards: int, gated: bool = False, is_moe: bool = False
 ) -> Tensor | None:
-    """A rank's rows of the first projection; of a gated one gates and values stand by turns. Of experts with one dim more."""
+    """A rank's rows of the first projection; of a gated one gates and values alternate. Of experts with one dim more."""
     unit = DEFAULT_SHARD_GRANULARITY * (2 if gated else 1)
     return shard_param(param, ShardingType.OUTER_DIMENSION, shard_rank, num_shards, 1, unit, 2 if is_moe else 1)
 

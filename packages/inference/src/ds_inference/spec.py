@@ -35,7 +35,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """Rotary positions: of each head the first `dim` features turn.
+    """Rotary positions: the first `dim` features of each head are rotated.
 
     Attributes:
         parameters: `rope_type` and what belongs to it, as a Hugging Face configuration has them.
@@ -205,11 +205,11 @@ class Source:
     """From which tensors of a checkpoint a role is made.
 
     Attributes:
-        names: Tensors, with `{i}` for the layer and `{e}` for every expert in turn.
+        names: Tensors, with `{i}` for the layer and `{e}` for every expert in order.
         form: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
             `"heads"`: rows are [head, (q, k, v), feature]. `"groups"`: rows are [kv head, (queries..., k, v), feature].
             `"stack"`: experts one behind the other; with two names, each pair is put together by rows. `"swapped"`: a packed
-            [expert, in, out] tensor. `"paired"`: the same, its outputs are (gate, up) in turn; of a bias [expert, out], too.
+            [expert, in, out] tensor. `"paired"`: the same, its outputs are gate and up, alternating; of a bias [expert, out], too.
         optional: The role is left out if the checkpoint has none of the names.
     """
 

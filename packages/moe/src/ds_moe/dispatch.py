@@ -110,7 +110,7 @@ def through_experts(
         CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
     Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
         rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows out of each
-        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and copied home.
+        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and copied back.
     """
     choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
     weights = routed.weights

@@ -2,9 +2,9 @@
 
 Words as in `dispatch`. A rank publishes its tokens once, unsorted, and which token each of its rows is; the ranks of the experts gather
 their rows out of that, already in the order (expert, source). Results are published where they were made, and each rank copies its own
-home. Compared with an all-to-all nothing is packed for sending or put in order after receiving:
+back. Compared with an all-to-all nothing is packed for sending or put in order after receiving:
 
-    tokens -> published -> gathered in order -> experts -> published -> copied home as rows -> weighted sum
+    tokens -> published -> gathered in order -> experts -> published -> copied back as rows -> weighted sum
 
 Gradients go the same ways: of results as rows published by their homes, of tokens as results.
 """
@@ -32,7 +32,7 @@ class Pulls:
 
     Attributes:
         inward: What this rank's experts take: (source rank, its first row there, first row here, how many), here by expert, then source.
-        homeward: What comes home: (rank of the expert, its first row there, first row here, how many), here sorted by expert.
+        homeward: What comes back: (rank of the expert, its first row there, first row here, how many), here sorted by expert.
         bounds: Where each local expert's rows end.
         sent: Rows of this rank that an expert has; those that were dropped come after them.
     """
@@ -73,7 +73,7 @@ def pulls_of(counts: Sequence[Sequence[int]], rank: int) -> Pulls:
 
 
 class Windows:
-    """The shared buffers of one expert group: one a width and dtype, made when first needed. Room is taken where it is touched.
+    """The shared buffers of one expert group: one a width and dtype, made when first needed. Memory is taken where it is touched.
 
     Attributes:
         usable: Whether the ranks can share memory; None before they were asked.
@@ -90,7 +90,7 @@ class Windows:
         return self.usable
 
     def of(self, group: Group, rows: int, width: int, dtype: torch.dtype) -> Window:
-        """A window with room for `rows` rows a rank. Collective where there was not enough."""
+        """A window of at least `rows` rows a rank. Collective where there was not enough."""
         room = 1 << max(8, (max(rows, 1) - 1).bit_length())
         found = self._made.get((width, dtype))
         if found is None:

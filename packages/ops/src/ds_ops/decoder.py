@@ -84,7 +84,7 @@ class Packed:
         params: fp32 [units, groups, 2, 32], scales and zero points; None: floats.
         bias: fp32 [n].
         outputs, inner: That were packed, [outputs, inner]; n is a multiple of 32, k of 8.
-        gated: Units of two halves take turns.
+        gated: Units of the two halves alternate.
     """
 
     data: Tensor
@@ -120,7 +120,7 @@ def pack(
 
     Args:
         weight: [N, K], fp32, bf16, or int8 or int4 codes with groups that are multiples of 8.
-        gated: Its halves are gate and value: their units take turns.
+        gated: Its halves are gate and value: their units alternate.
         inputs: INT8 for codes, BF16 for bf16, F32 for all.
     Raises:
         KernelError: "kernel-argument" for other weights.
@@ -167,7 +167,7 @@ def pack(
 
 
 def _units(rows: Tensor, gated: bool) -> Tensor:
-    """[N, ...] to [units, 32, ...], padded with zeros; two halves in turn if gated."""
+    """[N, ...] to [units, 32, ...], padded with zeros; units of the two halves alternate if gated."""
     parts = rows.chunk(2) if gated else (rows,)
     padded = [torch.cat([p, p.new_zeros(-p.shape[0] % UNIT, *p.shape[1:])]) for p in parts]
     cut = [p.view(-1, UNIT, *p.shape[1:]) for p in padded]
@@ -219,7 +219,7 @@ class DecoderLayer:
     Attributes:
         norms: Before and after attention, before and after the feed-forward part, of queries, of keys.
         matrices: qkv, out, up, down.
-        rope: (number of the tables, features that turn, whether pairs are neighbours); None: no rotation.
+        rope: (number of the tables, rotated features, whether pairs are neighbours); None: no rotation.
     """
 
     matrices: tuple[Packed, Packed, Packed, Packed]
@@ -313,7 +313,7 @@ class DecoderProgram:
             chunks: Cover all rows, in order.
             outputs: int64 [R]: rows whose logits are wanted.
             cache: One for each layer. Looked at when it comes for the first time: the same object is taken to be the same memory.
-            turns: fp32 [2, ropes, T, .], cosines and sines; None: nothing turns.
+            turns: fp32 [2, ropes, T, .], cosines and sines; None: no rotation.
         Returns: fp32 [R, vocabulary].
         Raises:
             KernelError: "kernel-argument", "kernel-status".

@@ -74,7 +74,7 @@ def cases(grid: Grid) -> list[Case]:
 
 
 def measure(grid: Grid, folder: str | os.PathLike[str]) -> list[Measured]:
-    """Run every case `grid.loops` times in `folder`, in turn. Takes total_bytes of memory and of disk; cleans up.
+    """Run every case `grid.loops` times in `folder`, one after another. Takes total_bytes of memory and of disk; cleans up.
 
     Raises:
         FileTransferError: the folder is missing or full.

@@ -56,7 +56,7 @@ def unpacked(weight: Packed) -> Tensor:
 
 
 def _in_order(y: Tensor, weight: Packed) -> Tensor:
-    """[rows, n] of units to [rows, outputs]: gate and value take turns in the packing, and each is padded to whole units."""
+    """[rows, n] of units to [rows, outputs]: gate and value alternate in the packing, and each is padded to whole units."""
     if not weight.gated:
         return y[:, : weight.outputs]
     halves = y.view(y.shape[0], weight.n // (2 * UNIT), 2, UNIT).transpose(1, 2).flatten(2)

@@ -18,7 +18,7 @@ __all__ = ["rotary_tables", "rotate", "scaled_tables"]
 def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """(cos, sin) of position * base^(-2i / dim), each fp32 [*positions.shape, dim / 2], computed in fp64.
 
-    positions: integers of any shape. dim: even, the number of features that turn.
+    positions: integers of any shape. dim: even, the number of rotated features.
     """
     if dim < 2 or dim % 2:
         raise KernelError(f"dim {dim} is not a positive even number.", code="kernel-argument", fix="Turn whole pairs.")
@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
     Raises:
         KernelError: "kernel-argument" if tables and x do not fit.
-    Cost: about five passes over x; the backward is the opposite turn and keeps nothing but the tables.
+    Cost: about five passes over x; the backward is the opposite rotation and keeps nothing but the tables.
     """
     pairs = cos.shape[-1] if cos.dim() else 0
     fits = cos.shape == sin.shape and x.dim() >= 3 and cos.dim() >= 2 and 2 * pairs <= x.shape[-1]

@@ -1,6 +1,6 @@
 """Frequencies of rotary embedding for contexts longer than a model was trained on: linear, dynamic, YaRN, longrope, llama3.
 
-Words: dim features turn in dim / 2 pairs; pair i turns by `frequency[i]` a position, base^(-2i / dim) unscaled. *Trained*
+Words: dim features are rotated in dim / 2 pairs; pair i is rotated by `frequency[i]` a position, base^(-2i / dim) unscaled. *Trained*
 is the number of positions the unscaled model saw. Keys and formulas are those of Hugging Face's `rope_parameters`
 (`rope_scaling` before), so a model's configuration is passed as it stands. All of it is computed on the host in fp64.
 """
@@ -26,7 +26,7 @@ class Rope:
     """A rotary embedding without scaling, and what scales it.
 
     Attributes:
-        dim: Features that turn, even.
+        dim: Rotated features, even.
         base: "rope_theta".
         scaling: "rope_parameters" of a model's configuration; "rope_type" (or "type") says which. Empty: none.
         max_positions: "max_position_embeddings"; stands in for "original_max_position_embeddings" where that is absent.
@@ -47,7 +47,7 @@ class Frequencies:
 
 
 def rotary_frequencies(rope: Rope, length: int = 0) -> Frequencies:
-    """What each pair turns by, and how large tables are.
+    """The angle a position of each pair, and the factor of the tables.
 
     Args:
         length: positions in use; what "dynamic" and "longrope" choose by. 0: at most those trained on.
@@ -106,11 +106,11 @@ def _dynamic(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
 
 
 def _yarn(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
-    """Pairs that turn often within the trained length keep their frequency, those that turn seldom are stretched, others mix."""
+    """Pairs with many rotations within the trained length keep their frequency, those with few are stretched, others mix."""
     factor, trained = given["factor"], _trained(rope, given)
 
     def pair_of(turns: float) -> float:
-        """The pair (a real number) that turns so many times within the trained length."""
+        """The pair (a real number) that makes so many rotations within the trained length."""
         return rope.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
     first, last = pair_of(given.get("beta_fast") or 32), pair_of(given.get("beta_slow") or 1)
@@ -151,7 +151,7 @@ def _longrope(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
 
 
 def _llama3(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
-    """Waves much shorter than the trained length stay, much longer ones are stretched, between them it goes by turns."""
+    """Waves much shorter than the trained length stay, much longer ones are stretched, those between are interpolated by their number of rotations."""
     plain, trained = _plain(rope.dim, rope.base), _trained(rope, given)
     slow, fast = given["low_freq_factor"], given["high_freq_factor"]
     if slow >= fast:

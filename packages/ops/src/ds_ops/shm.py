@@ -131,7 +131,7 @@ class Channel:
 
     Raises (every call):
         CommError: a rank died ("shm-peer-died"), came with another call ("shm-mismatch"), did not come in time
-            ("shm-timeout"), or another rank met one of these ("shm-aborted"). The channel is unusable afterwards.
+            ("shm-timeout"), or another rank had one of these ("shm-aborted"). The channel is unusable afterwards.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Channel:
         return found
 
     def check_sums(self) -> None:
-        """Raise what the last of those sums met."""
+        """Raise the error of the last of those sums."""
         self.check("sum", self._end.summed())
 
     def start(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> Task:

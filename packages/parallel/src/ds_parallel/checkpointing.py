@@ -9,7 +9,7 @@ and can keep results of chosen operations. The *reentrant* one runs a backward i
 requires a gradient, gives none to `torch.autograd.grad`, and is what programs written for DeepSpeed expect.
 
 A policy is an object. `with policy.active():` makes it the one that `checkpoint(...)` in the model's forward means; an engine
-does this around its forwards, so several engines in one process do not meet. Inside a recomputation its own policy is active.
+does this around its forwards, so several engines in one process do not disturb each other. Inside a recomputation its own policy is active.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ could start now, the one its `Rule` likes best; it never waits while it has some
 so. What may start: a forward whose input is there and whose activation fits, an input gradient whose output gradient is
 there, any weight gradient that is left. The named schedules (`programs.py`) are rules, placements and caps of this one.
 
-Note "a forward keeps room". A rank with several stages could fill its memory with activations of its first one, and then never
-run the later stages that would free them. So a forward is taken only if, after it, one microbatch still has room in all
+Note "a forward leaves memory". A rank with several stages could fill its memory with activations of its first one, and then never
+run the later stages that would free them. So a forward is taken only if, after it, one microbatch still fits in all
 later stages of the rank. With that the most advanced microbatch can always go on: were its forward blocked on a rank, every
-activation there would be of an earlier stage of the rank, and the last of those was taken with room for it.
+activation there would be of an earlier stage of the rank, and the last of those was taken with memory left for it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rule:
         split: Whether backwards are two actions: never, always, or only once a rank has no forwards left.
         flush: No backward before all forwards of the rank are done.
         pair: After a backward a forward comes first if there is one; else input gradients always come first.
-        grouped: Forwards of so many microbatches go through a stage of the rank before its next one has its turn, and input
+        grouped: Forwards of so many microbatches go through a stage of the rank before its next one, and input
             gradients likewise from the last one; 0: later stages first.
         patience: A weight gradient is not begun if an input gradient arrives within this part of its time.
     """
@@ -109,7 +109,7 @@ class _Simulation:
         self.moments = [(0.0, problem.rank_of[0])]
 
     def _room_after(self) -> list[float]:
-        """Of every stage: what one microbatch needs in the later stages of the same rank. See "a forward keeps room"."""
+        """Of every stage: what one microbatch needs in the later stages of the same rank. See "a forward leaves memory"."""
         rank_of, memory = self.problem.rank_of, self.problem.costs.activation
         return [
             sum(memory[t] for t in range(s + 1, len(rank_of)) if rank_of[t] == rank_of[s]) for s in range(len(rank_of))
@@ -213,7 +213,7 @@ class _Simulation:
 
 
 def generate(problem: Problem, rule: Rule) -> Program:
-    """The program that `rule` makes of `problem`. It always exists: see "a forward keeps room".
+    """The program that `rule` makes of `problem`. It always exists: see "a forward leaves memory".
 
     Cost: one heap entry or three an action; 1,000 actions in about 5 ms.
     """

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def accumulation(microbatches: int) -> Program:
-    """Gradient accumulation, which is the one-stage pipeline: forward and backward in turn, `microbatches` times."""
+    """Gradient accumulation, which is the one-stage pipeline: forward, then backward, `microbatches` times."""
     return one_f_one_b(1, microbatches)
 
 

@@ -6,7 +6,7 @@ edge, and the graph between the edge and the call's parameters, is a *job*. Runn
 arrive through autograd's own accumulation, so hooks on parameters (ds-zero's, DDP's) fire as always.
 
 Note "whose gradient a job may give". A job is right for a parameter if every path from the stage's output to it goes through that
-one call. Autograd's graph says whether: a walk from the outputs that stops at edges must not meet the parameter, nor may a second
+one call. Autograd's graph says whether: a walk from the outputs that stops at edges must not reach the parameter, nor may a second
 call lead to it. Parameters that fail (a tied weight that a function uses, a layer called twice) get their gradient by a job from
 the stage's outputs instead, which computes some input gradients again: slower, never wrong.
 """
@@ -146,7 +146,7 @@ def _owners(outputs: Sequence[Tensor], capture: Capture) -> tuple[dict[tuple[int
 
 
 def _reached(starts: Sequence[Node], barriers: dict[Node, int], from_outputs: bool) -> list[tuple[Tensor, Node]]:
-    """Leaves that a walk from `starts` meets, not going through other barriers, and the nodes that accumulate into them."""
+    """Leaves that a walk from `starts` reaches, not going through other barriers, and the nodes that accumulate into them."""
     seen: set[Node] = set()
     leaves: list[tuple[Tensor, Node]] = []
     todo = [node for node in starts if not (from_outputs and node in barriers)]

@@ -46,8 +46,8 @@ class Sender(Protocol):
         Args:
             tensors: Of any number, shapes, strides and dtypes, on the CPU. What requires a gradient is sent without its graph.
         Returns:
-            A Work; wait for every one. Complete at once where memory is shared and has room.
-        Cost: shared memory: one copy in; `depth` messages of the first kind have room.
+            A Work; wait for every one. Complete at once where memory is shared and not full.
+        Cost: shared memory: one copy in; `depth` messages of the first kind fit.
         """
 
 

@@ -7,7 +7,7 @@ message takes as many cells as it needs: large ones are copied in and out at the
 under way. The first message of a kind comes after cells with its signature.
 
 Numbers: the sender's is the cells it filled; the receiver's those it freed, plus C - 1 of C. So "both numbers have reached n" is
-what either waits for: there is room for cell n, or cell n - 1 is there.
+what either waits for: cell n is free, or cell n - 1 is there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Plan:
 
 
 def plan_ring(message_bytes: int, depth: int) -> Plan:
-    """Room for `depth` messages of this size, and for what may follow: memory is taken only where it is touched."""
+    """Memory for `depth` messages of this size, and for what may follow: memory is taken only where it is touched."""
     return Plan(max(_CELLS, depth * -(-message_bytes // _CELL_BYTES)), _CELL_BYTES)
 
 
@@ -123,7 +123,7 @@ class _Ring:
         self._views: list[dict[int, list[Tensor]]] = [{} for _ in range(plan.cells)]
 
     def ready(self) -> bool:
-        """Whether this end need not wait for the other: there is room, or a cell."""
+        """Whether this end need not wait for the other: there is a free cell, or a full one."""
         return self.counters.behind(self.awaited) is None
 
     def step(self) -> None:
@@ -180,7 +180,7 @@ class RingSender:
         self._under_way: deque[_Sending] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
-        """As `Sender.send`: complete at once where there is room."""
+        """As `Sender.send`: complete at once where cells are free."""
         slot = self._end.begin(tensors[0] if tensors else None)
         ring, layout = self._ring, self._known.get(Signature.key(tensors))
         if layout is None or len(layout.cells) > 1 or self._under_way or not ring.ready():
@@ -196,7 +196,7 @@ class RingSender:
         return DONE
 
     def drive(self) -> None:
-        """Fill what there is room for."""
+        """Fill the free cells."""
         while self._under_way:
             if not self._under_way[0].advance():
                 return
@@ -205,11 +205,11 @@ class RingSender:
                 self._end.sending.remove(self)
 
     def wait(self, slot: int) -> None:
-        """Return when there is room."""
+        """Return when a cell is free."""
         self._end.wait(self._ring, slot)
 
     def _fill(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Fill the cells of a message one by one; yields where there is no room."""
+        """Fill the cells of a message one by one; yields where none is free."""
         ring, key = self._ring, Signature.key(tensors)
         size = ring.plan.cell_bytes
         layout = self._known.get(key)
@@ -240,7 +240,7 @@ class _Sending:
         self.done = False
 
     def advance(self) -> bool:
-        """Fill what there is room for; whether that was all."""
+        """Fill the free cells; whether that was all."""
         for _ in self._filling:
             return False
         self.done = True

@@ -2,7 +2,7 @@
 
 They own the reduction of gradients: every rank calls `backward` and `step` on its own gradients (no DDP, no all-reduce
 before), and parameters are the same bits on all ranks after a step that synchronises, which all steps do but the local
-ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took different paths still meet.
+ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took different paths still call the same collectives.
 
     optimizer = OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2000, group=mesh["data"])
     loss.backward(); optimizer.step(); optimizer.zero_grad()
@@ -10,7 +10,7 @@ ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took diff
 Phases. Adaptive optimizers cannot use one-bit gradients: the variance would see the error squared. So variance is learnt
 with exact means first, then frozen, and what travels from then on is linear in the gradient and corrected by error feedback
 (`ds_comm.lossy.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
-ranks: `error_tensors` hands them out to be saved, `expect_errors` makes room for them; after any other load they start at zero, as
+ranks: `error_tensors` hands them out to be saved, `expect_errors` allocates them; after any other load they start at zero, as
 in the papers' own code.
 
 Where formulas leave a choice: bias correction is applied as in Adam, with the variance's factor frozen together with it;

@@ -92,7 +92,7 @@ def render(dumps: Sequence[Dump], before: int = 5) -> str:
         if odd is None:
             lines += ["", f"group {group!r}: all {len(mine)} remembered operations agree, up to #{mine[-1].mark}"]
             continue
-        lines += ["", f"group {group!r}: ranks part at #{mine[odd].mark}"]
+        lines += ["", f"group {group!r}: ranks differ at #{mine[odd].mark}"]
         for row in mine[max(0, odd - before) : odd + before]:
             lines.append(f"  #{row.mark}" + ("" if row.agree else "   <- differs"))
             texts = dict.fromkeys(_short(stamp) for stamp in row.stamps.values())

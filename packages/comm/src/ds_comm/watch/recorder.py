@@ -1,4 +1,4 @@
-"""Stamps every operation while somebody watches: the seat between `call` and the ring.
+"""Stamps every operation while somebody watches: it stands between `call` and the ring.
 
 There is one recorder in a process. Before `init_distributed`, and in a world of one, it is the one that does nothing.
 """

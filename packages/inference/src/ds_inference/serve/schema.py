@@ -71,7 +71,7 @@ class CompletionRequest(_Request):
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(extra="allow")
 

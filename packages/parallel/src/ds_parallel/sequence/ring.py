@@ -247,7 +247,7 @@ class _Passed:
 
 
 def _shift(sent: Tensor, received: Tensor, group: Group, tag: int) -> list[Work]:
-    """To the next rank, from the one before. Even ranks send first, so that backends that meet in order do."""
+    """To the next rank, from the one before. Even ranks send first, so that backends whose sends wait for the receive do not deadlock."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     send = lambda: isend(sent, group=group, group_dst=after, tag=tag, unit="ring")  # noqa: E731
     receive = lambda: irecv(received, group=group, group_src=before, tag=tag, unit="ring")  # noqa: E731

@@ -99,7 +99,7 @@ class Scratch:
         return f"/proc/self/fd/{self._fd}"
 
     def reserve(self, nbytes: int) -> int:
-        """Room for `nbytes` more, on the device itself. Returns where.
+        """Allocate `nbytes` more, on the device itself. Returns where.
 
         Raises:
             PlanError: the file system is full ("offload-space").
@@ -253,7 +253,7 @@ class Record:
     """Bytes of one unit: in a slot, in the file, or on the way.
 
     Args:
-        nbytes: Room that is reserved; `grow` asks for more.
+        nbytes: Space that is reserved; `grow` asks for more.
     """
 
     def __init__(self, ring: Ring, nbytes: int) -> None:
@@ -300,7 +300,7 @@ class Record:
         return self._slot.memory[: self.nbytes]
 
     def grow(self, nbytes: int) -> Tensor:
-        """`hold` with room for `nbytes`; what is held stays, and has to be `put`. The old extent stays unused."""
+        """`hold` with space for `nbytes`; what is held stays, and has to be `put`. The old extent stays unused."""
         old = self.hold()
         if nbytes <= self.nbytes:
             return old

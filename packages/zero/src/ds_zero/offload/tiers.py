@@ -363,7 +363,7 @@ class Regions:
         return key in self._at
 
     def add(self, key: str, dtype: torch.dtype) -> Regions:
-        """Make room for one kind, if there is none."""
+        """Allocate memory for one kind, if there is none."""
         if key not in self._at:
             start = -(-self.nbytes // 4096) * 4096 + len(self._at) % 4 * 1024
             self._at[key] = (start, dtype)

@@ -1,4 +1,4 @@
-"""Gathers where ranks sit in nodes: what links inside a node can carry does not go between nodes.
+"""Gathers where ranks are grouped in nodes: what links inside a node can carry does not go between nodes.
 
 A *node* is `size` neighbouring ranks of those that share one copy of the sharded state. The group *inside* has the ranks of this node,
 *across* those with this rank's place in every node. Two ways, which go together:

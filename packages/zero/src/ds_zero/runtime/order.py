@@ -24,7 +24,7 @@ class GatherOrder:
         ahead: How many elements may be issued beyond what is needed (0: nothing early).
         numels: Elements of each unit, by unit number.
     Attributes:
-        skip: Units that have no turn in the phases that begin from now on: every rank has them. The same on every rank.
+        skip: Units that are not issued in the phases that begin from now on: every rank has them. The same on every rank.
     """
 
     def __init__(self, sequence: Sequence[int], ahead: int, numels: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class GatherOrder:
         return issue
 
     def expect(self, unit: int) -> list[int]:
-        """Units to issue now, in order, so that `unit` is under way before it is needed. Empty if it is, or has had its turn."""
+        """Units to issue now, in order, so that `unit` is under way before it is needed. Empty if it is, or was issued before."""
         if self._waiting.get(unit) or self._last.get(unit, -1) < self._cursor:
             return []
         turn, issue = self.sequence.index(unit, self._cursor), []

@@ -75,7 +75,7 @@ class PrivateStorage:
         views: Of each parameter, its range of full in its shape.
         sent: What gathers send where that is a copy of the shard; None elsewhere.
         coarse: Full holds what codes said.
-        common: Once every rank has published and all have met, full is current.
+        common: Once every rank has published and all have passed a barrier, full is current.
     """
 
     common = False

@@ -185,7 +185,7 @@ class Unit:
             self.state = Full.CURRENT
 
     def start_renew(self) -> None:
-        """Every rank has published and all have met since: full is current, or a gather of it starts."""
+        """Every rank has published and all have passed a barrier since: full is current, or a gather of it starts."""
         if self.storage.common:
             self.state = Full.CURRENT
         else:
