@@ -149,6 +149,19 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def sinks(session: nox.Session) -> None:
+    """ds-monitor's sinks of services against the services' own libraries, offline; a session of its own for their 300 MB."""
+    builder = developing(session, "wheels")
+    needed = projects.closure(["ds-monitor"], PACKAGES)
+    extras = [requirement for requirements in PACKAGES["ds-monitor"].extras.values() for requirement in requirements]
+    put_into(session, "-c", CONSTRAINTS, *projects.group("isolated"), *projects.third_party(needed, PACKAGES), *extras)
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    put_into(session, "--no-deps", "--no-index", again, *map(str, wheelhouse.ensure_wheels(["ds-monitor"], builder)))
+    for part in ("tests-integration/sinks", "packages/monitor/tests/test_sinks.py"):
+        session.run("python", "-P", "-m", "pytest", part, *session.posargs)
+
+
+@nox.session
 def conformance(session: nox.Session) -> None:
     """DeepSpeed's own unit tests on the facade: nox -s conformance -- TESTS_DIR. Writes docs/reference/conformance.md.
 

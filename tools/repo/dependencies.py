@@ -26,7 +26,7 @@ class Usage:
     Attributes:
         imported: Distribution name -> one import statement that needs it.
         named: String constants of the source, as distribution names: a program that is run, or a module that is
-            imported by its name, is named by one.
+            imported by its name, is named by one, a module's parents too.
     """
 
     imported: Mapping[str, Import]
@@ -44,7 +44,12 @@ def usage(project: Project, projects: Mapping[str, Project]) -> Usage:
                 imported.setdefault(_distribution(found.top, ours), found)
         strings = (n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant))
         words = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)}
-        named |= {requirement_name(name) for text in words for name in (text, text.split(".")[0])}
+        named |= {
+            requirement_name(".".join(parts[: i + 1]))
+            for text in words
+            for parts in [text.split(".")]
+            for i in range(len(parts))
+        }
     return Usage(imported, frozenset(named))
 
 

@@ -14,6 +14,7 @@ SESSIONS = {
     "grid",
     "clients",
     "conformance",
+    "sinks",
     "mutants",
     "isolated",
     "integration",

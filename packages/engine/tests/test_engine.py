@@ -1,6 +1,7 @@
 """On one process the engine is the plain loop, whichever way it is called."""
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -14,7 +15,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
-from ds_monitor import MemorySink
+from ds_monitor import MemorySink, names
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -287,6 +288,29 @@ def test_the_monitor_hears_of_every_step(make_model: Make, config: Settings, row
     assert not sink.closed  # the engine takes away its own sinks only
     assert len(list((tmp_path / "job").glob("*train_loss*.csv"))) == 1
     ds_monitor.shutdown()
+
+
+def test_metrics_of_a_run_reach_a_sink_of_the_configuration(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    asked = {"sink": "jsonl", "ranks": "all", "options": {"path": str(path), "kinds": ["gauge", "counter"]}}
+    monitored = config(monitor={"sinks": [asked], "peak_tflops": 1e-3}, gradient_clipping=1.0)
+    engine = start(make_model(), monitored, training_data=rows)
+    for _ in range(4):
+        engine.train_batch()
+    counted = engine._telemetry.counter
+    engine.close()
+    told: dict[str, list[float]] = {}
+    for row in map(json.loads, path.with_name("a.rank0.jsonl").read_text().splitlines()):
+        told.setdefault(row["name"], []).append(row["value"])
+    once_a_step = (names.LOSS, names.LR, names.GRAD_NORM)
+    assert {name: len(told[name]) for name in once_a_step} == dict.fromkeys(once_a_step, 4)
+    assert told[names.MEMORY][0] > 0
+    assert told[names.COMM_SHARE] == [0.0] * len(told[names.STEP_TIME])  # one rank
+    assert counted is not None
+    needed = 3 * counted.modules[0].flops * 2  # microbatches
+    assert told[names.MFU][0] == pytest.approx(needed / (told[names.STEP_TIME][0] / 1e3) / 1e9)
 
 
 def test_what_the_engine_does_not_know_is_the_model(make_model: Make, config: Settings) -> None:

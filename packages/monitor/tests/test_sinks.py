@@ -255,6 +255,9 @@ def test_comet_is_thinned_by_samples(monkeypatch: pytest.MonkeyPatch, interval: 
         ("wandb", lambda path: m.WandbSink()),
         ("comet_ml", lambda path: m.CometSink()),
         ("tensorboard", lambda path: m.TensorBoardSink(path)),
+        ("mlflow", lambda path: m.MlflowSink()),
+        ("opentelemetry", lambda path: m.OpenTelemetrySink()),
+        ("prometheus_client", lambda path: m.PrometheusSink(path=path)),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(

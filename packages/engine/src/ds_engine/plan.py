@@ -129,6 +129,7 @@ class Telling:
         memory: Report memory in use after each phase.
         flops: Which step's operations are counted, and how they are told; None counts none.
         comms: Which collectives are counted; None counts none.
+        peak_flops_per_s: What a device does at best; None where utilisation is not reported.
     """
 
     every: int | None
@@ -141,6 +142,7 @@ class Telling:
     memory: bool
     flops: FlopsProfilerConfig | None
     comms: CommsLoggerConfig | None
+    peak_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ def _telling(config: Config) -> Telling:
         memory=config.memory_breakdown,
         flops=config.flops_profiler if config.flops_profiler.enabled else None,
         comms=config.comms_logger if config.comms_logger.enabled else None,
+        peak_flops_per_s=None if config.monitor.peak_tflops is None else config.monitor.peak_tflops * 1e12,
     )
 
 

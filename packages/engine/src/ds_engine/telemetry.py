@@ -10,6 +10,7 @@ Lines have the form that DeepSpeed's users know and parse:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = ["Device", "Standing", "Telemetry"]
 
 _log = logging.getLogger("ds_engine")
 _GIB = 2**30
+_MEMORY_EVERY_S = 1.0  # reading it takes 0.1 ms on a CPU, which every step would be 1 % of a step of 10 ms
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -82,9 +84,11 @@ class Telemetry:
         self._timers = Timers(enabled=telling.phases, synchronize=device.synchronize)
         self._meter = ThroughputMeter() if telling.speed else None
         self._memory: dict[str, MemoryStats] = {}
-        self.counter = ForwardCounter() if telling.flops is not None and lead else None
-        self._steps = 0
-        self._plain = not (telling.phases or telling.memory or telling.flops)
+        self._memory_read_s = float("-inf")
+        measured = telling.peak_flops_per_s is not None
+        self.counter = ForwardCounter() if measured or (telling.flops is not None and lead) else None
+        self._steps = self._micro_steps = 0
+        self._plain = not (telling.phases or telling.memory or self.counter)
 
     def phase(self, name: str, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """A span `engine/<name>`; timed, weighed and counted as the plan says. `model` is what runs in a forward."""
@@ -102,9 +106,12 @@ class Telemetry:
             self._memory[name] = self._device.memory()
 
     def _counts(self) -> bool:
-        flops, counter = self._telling.flops, self.counter
-        due = flops is not None and self._steps + 1 == flops.profile_step
-        return due and counter is not None and not counter.modules
+        counter, flops = self.counter, self._telling.flops
+        if counter is None or counter.modules:
+            return False
+        if flops is not None and self._lead:
+            return self._steps + 1 == flops.profile_step
+        return ds_monitor.active()
 
     def timings(self) -> dict[str, float]:
         """Seconds of each phase since the last call; empty where they are not timed."""
@@ -126,10 +133,14 @@ class Telemetry:
         if not self._plain:
             self._tell_more(result)
         if listened:
-            self._report(result, standing.samples, rates)
+            communicated_s = ds_monitor.span_seconds("comm/")  # of the step that ends here
+            ds_monitor.set_step(result.step, standing.samples)
+            self._report(result)
+            if rates is not None:
+                self._report_speed(rates, communicated_s, standing.micro_steps - self._micro_steps)
+        self._micro_steps = standing.micro_steps
 
-    def _report(self, result: StepResult, samples: int, rates: Rates | None) -> None:
-        ds_monitor.set_step(result.step, samples)
+    def _report(self, result: StepResult) -> None:
         if result.mean is not None:
             ds_monitor.gauge(names.LOSS, result.loss)
         if result.lr:
@@ -140,16 +151,32 @@ class Telemetry:
             ds_monitor.gauge(names.LOSS_SCALE, result.scale)
         if result.tokens:
             ds_monitor.counter(names.TOKENS, result.tokens)
+        if result.skipped:
+            ds_monitor.counter(names.SKIPPED)
         if result.waited_s:
             ds_monitor.gauge(names.DATA_WAIT, result.waited_s * 1e3)
         for name, seconds in result.timings.items():
             ds_monitor.gauge(f"Train/Samples/elapsed_time_ms_{name}", seconds * 1e3)
         for name, memory in self._memory.items():
             ds_monitor.gauge(f"Train/memory/{name}_bytes", memory.allocated)
-        if rates is not None:
-            ds_monitor.gauge("Train/samples_per_s", rates.samples_per_s)
-            if rates.tokens_per_s:
-                ds_monitor.gauge("Train/tokens_per_s", rates.tokens_per_s)
+        if time.monotonic() - self._memory_read_s >= _MEMORY_EVERY_S:
+            self._memory_read_s = time.monotonic()
+            memory = self._device.memory()
+            ds_monitor.gauge(names.MEMORY, memory.allocated)
+            ds_monitor.gauge(names.MEMORY_PEAK, memory.peak)
+
+    def _report_speed(self, rates: Rates, communicated_s: float, microbatches: int) -> None:
+        ds_monitor.gauge(names.SAMPLES_RATE, rates.samples_per_s)
+        if rates.tokens_per_s:
+            ds_monitor.gauge(names.TOKENS_RATE, rates.tokens_per_s)
+        ds_monitor.gauge(names.STEP_TIME, rates.last_step_s * 1e3)
+        if rates.last_step_s > 0:
+            ds_monitor.gauge(names.COMM_SHARE, communicated_s / rates.last_step_s)
+        peak, counter = self._telling.peak_flops_per_s, self.counter
+        if peak is not None and counter is not None and counter.modules:
+            # Backward is two forwards; what is computed again is not counted, as the model does not need it.
+            needed = 3 * counter.modules[0].flops * microbatches
+            ds_monitor.gauge(names.MFU, needed / rates.step_s / peak)
 
     def close(self) -> None:
         """The last words."""

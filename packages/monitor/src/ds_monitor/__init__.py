@@ -20,15 +20,20 @@ from ds_monitor.api import (
     set_step,
     shutdown,
     span,
+    span_seconds,
 )
 from ds_monitor.logs import configure_logging, tell
 from ds_monitor.record import Kind, Record
 from ds_monitor.sinks import (
+    AsideSink,
     CometSink,
     CsvSink,
     JsonlSink,
     MemorySink,
+    MlflowSink,
+    OpenTelemetrySink,
     ProgressSink,
+    PrometheusSink,
     ScalarSink,
     TensorBoardSink,
     WandbSink,
@@ -37,12 +42,16 @@ from ds_monitor.sinks import (
 )
 
 __all__ = [
+    "AsideSink",
     "CometSink",
     "CsvSink",
     "JsonlSink",
     "Kind",
     "MemorySink",
+    "MlflowSink",
+    "OpenTelemetrySink",
     "ProgressSink",
+    "PrometheusSink",
     "Record",
     "ScalarSink",
     "Sink",
@@ -63,5 +72,6 @@ __all__ = [
     "shutdown",
     "sink_names",
     "span",
+    "span_seconds",
     "tell",
 ]

@@ -38,6 +38,7 @@ __all__ = [
     "set_step",
     "shutdown",
     "span",
+    "span_seconds",
 ]
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class _State:
         self.lock = threading.RLock()
         self.step = 0
         self.samples: int | None = None
+        self.spent_s: dict[str, float] = {}  # seconds of the spans that ended since the step began, by name
         self.open_step = False  # something was reported since the last end_step
         self.fork_hook = False
         self.inherited: list[Sink] = []  # in a forked child: the parent's sinks, unused
@@ -147,6 +149,12 @@ def listening() -> tuple[Sink, ...]:
     return tuple(_sinks)
 
 
+def span_seconds(prefix: str) -> float:
+    """Seconds of the spans with names that begin with `prefix` and that ended since the step began; those that overlap are added up."""
+    with _state.lock:
+        return sum(seconds for name, seconds in _state.spent_s.items() if name.startswith(prefix))
+
+
 def current_step() -> int:
     """The step last given to `set_step`; 0 before."""
     return _state.step
@@ -160,6 +168,7 @@ def set_step(step: int, samples: int | None = None) -> None:
     with _state.lock:
         if step != _state.step:
             _end_step()
+            _state.spent_s.clear()
         _state.step, _state.samples = step, samples
 
 
@@ -222,6 +231,8 @@ def _emit(kind: Kind, name: str, value: Any, attrs: dict[str, Any] | None, time_
             else Record(kind, name, number, _state.step, _state.samples, time_s)
         )
         _state.open_step = True
+        if kind is Kind.SPAN:
+            _state.spent_s[name] = _state.spent_s.get(name, 0.0) + number
         for sink in tuple(_sinks):
             try:
                 sink.write(record)
@@ -243,11 +254,11 @@ def _end_step() -> None:
 def _drop(sink: Sink) -> None:
     # A warning, not only a log line: the log is silent by default, and losing the metrics should be seen.
     warnings.warn(
-        f"monitor sink {type(sink).__name__} failed and is removed; training goes on without it: {sys.exc_info()[1]!r}",
+        f"monitor sink {_label(sink)} failed and is removed; training goes on without it: {sys.exc_info()[1]!r}",
         RuntimeWarning,
         stacklevel=4,
     )
-    _log.warning("monitor sink %s failed and is removed", type(sink).__name__, exc_info=True)
+    _log.info("monitor sink %s failed and is removed", _label(sink), exc_info=True)
     if sink in _sinks:
         _sinks.remove(sink)
     _close(sink)
@@ -257,7 +268,11 @@ def _close(sink: Sink) -> None:
     try:
         sink.close()
     except Exception:
-        _log.warning("monitor sink %s could not be closed cleanly", type(sink).__name__, exc_info=True)
+        _log.warning("monitor sink %s could not be closed cleanly: %r", _label(sink), sys.exc_info()[1])
+
+
+def _label(sink: Sink) -> str:
+    return str(getattr(sink, "label", type(sink).__name__))
 
 
 def _forget() -> None:

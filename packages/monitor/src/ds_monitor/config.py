@@ -6,19 +6,27 @@ defaults are those of DeepSpeed's schema.
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from ds_config import StrictModel
+from ds_config.errors import DsError
 from ds_monitor.api import Sink
-from ds_monitor.sinks import CometSink, CsvSink, TensorBoardSink, WandbSink
+from ds_monitor.sinks import AsideSink, CometSink, CsvSink, TensorBoardSink, WandbSink
+from ds_monitor.sinks.registry import make_sink, takes_rank
 
 __all__ = [
     "CometConfig",
     "CsvMonitorConfig",
     "MonitorConfig",
+    "MonitorSection",
+    "SinkConfig",
     "TensorBoardConfig",
     "ThroughputTimerConfig",
     "TimersConfig",
@@ -79,6 +87,44 @@ class TimersConfig(StrictModel):
     throughput: ThroughputTimerConfig = ThroughputTimerConfig()
 
 
+_SECRET = re.compile(r"key|token|secret|password|headers", re.IGNORECASE)
+
+
+class SinkConfig(StrictModel):
+    """One sink of `monitor.sinks`."""
+
+    sink: str = Field(
+        description="Its name: `jsonl`, `prometheus`, `opentelemetry`, `mlflow`, or any that an installed package registers."
+    )
+    ranks: Literal["lead", "all"] = Field(
+        default="lead", description="Rank 0 alone, or one on each rank, with files, ports or runs of its own."
+    )
+    options: dict[str, Any] = Field(
+        default={},
+        description="What the sink is made with. A value whose name tells of a key or password is never shown.",
+    )
+
+    @field_validator("options")
+    @classmethod
+    def _hide(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {key: SecretStr(v) if _SECRET.search(key) and isinstance(v, str) else v for key, v in options.items()}
+
+    def known(self) -> dict[str, Any]:
+        """The options as the sink takes them."""
+        return {key: v.get_secret_value() if isinstance(v, SecretStr) else v for key, v in self.options.items()}
+
+
+class MonitorSection(StrictModel):
+    """`monitor`: sinks beside those of DeepSpeed's schema, and what utilisation is measured against."""
+
+    sinks: list[SinkConfig] = Field(default=[], description="Who else listens.")
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="What one device does at best, in 1e12 operations a second: reports model FLOPs utilisation.",
+    )
+
+
 class MonitorConfig(StrictModel):
     """The sections together, under the names they have in a configuration file; a whole configuration may inherit this."""
 
@@ -86,31 +132,56 @@ class MonitorConfig(StrictModel):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     wandb: WandbConfig = WandbConfig()
     comet: CometConfig = CometConfig()
+    monitor: MonitorSection = Field(
+        default=MonitorSection(), description="Sinks beside those of the schema's sections."
+    )
     timers: TimersConfig = TimersConfig()
     wall_clock_breakdown: bool = False
 
 
 def make_sinks(config: MonitorConfig, *, rank: int = 0) -> list[Sink]:
-    """Make the sinks that the sections enable; none on ranks other than 0. Metrics lie over samples, as the schema's do.
+    """Make the sinks that the configuration asks for on this rank: the sections' on rank 0, `monitor.sinks` where they say.
+
+    Each is written by a thread of its own. One that cannot start (a port in use, a folder that is not writable) is left out with a
+    warning; the others go on. The sections' metrics lie over samples, as the schema's do.
 
     Raises:
-        UnsupportedError: a section is enabled whose package is not installed ("monitor-extra").
+        UnsupportedError: a sink's package is not installed ("monitor-extra"); nothing is called so ("monitor-sink").
+        ConfigError: a sink has no such option ("monitor-sink-options").
     """
-    sinks: list[Sink] = []
-    if rank != 0:
-        return sinks
-    if config.tensorboard.enabled:
-        sinks.append(
-            TensorBoardSink(Path(config.tensorboard.output_path) / config.tensorboard.job_name, axis="samples")
+    made = [_started(name, make) for name, make in _makers(config, rank)]
+    return [AsideSink(sink) for sink in made if sink is not None]
+
+
+def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
+    try:
+        return make()
+    except DsError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"monitor sink {name} could not start; training goes on without it: {error!r}", RuntimeWarning, stacklevel=4
         )
-    if config.csv_monitor.enabled:
-        sinks.append(CsvSink(Path(config.csv_monitor.output_path) / config.csv_monitor.job_name, axis="samples"))
-    if config.wandb.enabled:
-        section = config.wandb
-        sinks.append(WandbSink(axis="samples", project=section.project, group=section.group, entity=section.team))
-    if config.comet.enabled:
-        options = config.comet.model_dump(exclude={"enabled"})
-        key = config.comet.api_key
-        options["api_key"] = None if key is None else key.get_secret_value()
-        sinks.append(CometSink(axis="samples", **options))
-    return sinks
+        return None
+
+
+def _makers(config: MonitorConfig, rank: int) -> list[tuple[str, Callable[[], Sink]]]:
+    found: list[tuple[str, Callable[[], Sink]]] = []
+    board, table, weights, comet = config.tensorboard, config.csv_monitor, config.wandb, config.comet
+    if rank == 0 and board.enabled:
+        folder = Path(board.output_path) / board.job_name
+        found.append(("tensorboard", partial(TensorBoardSink, folder, axis="samples")))
+    if rank == 0 and table.enabled:
+        found.append(("csv_monitor", partial(CsvSink, Path(table.output_path) / table.job_name, axis="samples")))
+    if rank == 0 and weights.enabled:
+        named: dict[str, Any] = {"project": weights.project, "group": weights.group, "entity": weights.team}
+        found.append(("wandb", partial(WandbSink, axis="samples", **named)))
+    if rank == 0 and comet.enabled:
+        options = comet.model_dump(exclude={"enabled"})
+        options["api_key"] = None if comet.api_key is None else comet.api_key.get_secret_value()
+        found.append(("comet", partial(CometSink, axis="samples", **options)))
+    for asked in config.monitor.sinks:
+        if asked.ranks == "all" or rank == 0:
+            own = {"rank": rank} if asked.ranks == "all" and takes_rank(asked.sink) else {}
+            found.append((asked.sink, partial(make_sink, asked.sink, **{**own, **asked.known()})))
+    return found

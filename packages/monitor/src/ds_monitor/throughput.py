@@ -36,6 +36,7 @@ class Rates:
     flops_per_s: float
     mfu: float | None  # 0..1; None when no peak was given
     last_samples_per_s: float = 0.0  # of the last step alone
+    last_step_s: float = 0.0
 
 
 class ThroughputMeter:
@@ -90,6 +91,7 @@ class ThroughputMeter:
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / self._peak,
             last_samples_per_s=self._steps[-1][1].samples / max(self._steps[-1][0], 1e-12),
+            last_step_s=self._steps[-1][0],
         )
 
 

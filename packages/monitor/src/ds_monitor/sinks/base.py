@@ -1,15 +1,16 @@
-"""What the sinks of single numbers share: one value per name and step, on the axis of steps or of samples."""
+"""What sinks share: one value per name and step, on the axis of steps or of samples; a place of its own for each rank."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 from ds_config.errors import UnsupportedError
 from ds_monitor.record import Kind, Record
 
-__all__ = ["Axis", "ScalarSink", "position", "require"]
+__all__ = ["Axis", "ScalarSink", "file_of_rank", "folder_of_rank", "position", "require"]
 
 Axis = Literal["step", "samples"]
 
@@ -56,8 +57,19 @@ class ScalarSink:
         """Nothing is held here."""
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it.
+def file_of_rank(path: str | Path, rank: int | None) -> Path:
+    """Where a rank's own file lies: `trace.jsonl` -> `trace.rank3.jsonl`; None is the only rank that writes."""
+    path = Path(path)
+    return path if rank is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def folder_of_rank(path: str | Path, rank: int | None) -> Path:
+    """Where a rank's own folder lies: `logs` -> `logs/rank3`; None is the only rank that writes."""
+    return Path(path) if rank is None else Path(path) / f"rank{rank}"
+
+
+def require(module: str, extra: str, package: str = "") -> ModuleType:
+    """Import an optional dependency, or say which extra brings it. `package` is what has the module, where that is called otherwise.
 
     Raises:
         UnsupportedError: not installed ("monitor-extra").
@@ -66,7 +78,7 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UnsupportedError(
-            f"the sink asked for needs the package `{module.split('.')[0]}`, which is not installed ({error})",
+            f"the sink asked for needs the package `{package or module.split('.')[0]}`, which is not installed ({error})",
             code="monitor-extra",
             fix=f"Install it with: pip install 'ds-monitor[{extra}]'",
         ) from error

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import IO, Any
 
-from ds_monitor.sinks.base import Axis, ScalarSink
+from ds_monitor.sinks.base import Axis, ScalarSink, folder_of_rank
 
 __all__ = ["CsvSink"]
 
@@ -17,12 +17,13 @@ class CsvSink(ScalarSink):
     Args:
         directory: made when the first value comes.
         axis: what the first column holds. The column is called `step` for both, as dashboards expect.
+        rank: of this process where each rank has a sink: its files are in `<directory>/rank<rank>`.
     Cost: one write and one flush per name and step.
     """
 
-    def __init__(self, directory: str | Path, *, axis: Axis = "step") -> None:
+    def __init__(self, directory: str | Path, *, axis: Axis = "step", rank: int | None = None) -> None:
         super().__init__(axis)
-        self.directory = Path(directory)
+        self.directory = folder_of_rank(directory, rank)
         self._files: dict[str, IO[str]] = {}
         self._writers: dict[str, Any] = {}
 

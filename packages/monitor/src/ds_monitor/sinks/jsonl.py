@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_monitor.record import Kind, Record
+from ds_monitor.sinks.base import file_of_rank
 
 __all__ = ["JsonlSink"]
 
@@ -22,11 +23,14 @@ class JsonlSink:
     Args:
         path: the file; its directory is made. An existing file is continued.
         kinds: which records to keep; all by default. Leave out `Kind.SPAN` where collectives are too many to store.
+        rank: of this process where each rank has a sink; put before the ending of `path`.
     Cost: one system call per record.
     """
 
-    def __init__(self, path: str | Path, *, kinds: Collection[Kind] = tuple(Kind)) -> None:
-        self.path, self._kinds = Path(path), frozenset(kinds)
+    def __init__(
+        self, path: str | Path, *, kinds: Collection[Kind | str] = tuple(Kind), rank: int | None = None
+    ) -> None:
+        self.path, self._kinds = file_of_rank(path, rank), frozenset(map(Kind, kinds))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a killed job keeps every line, and a forked child has no buffer to write a second time.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115

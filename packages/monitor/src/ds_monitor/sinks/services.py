@@ -19,13 +19,16 @@ class WandbSink(ScalarSink):
 
     Args:
         axis: the horizontal axis.
+        rank: of this process where each rank has a sink: a run each, named by it.
         options: keyword arguments of `wandb.init` (project, entity, group, name, mode, ...).
     Raises:
         UnsupportedError: wandb is not installed ("monitor-extra").
     """
 
-    def __init__(self, *, axis: Axis = "step", **options: Any) -> None:
+    def __init__(self, *, axis: Axis = "step", rank: int | None = None, **options: Any) -> None:
         super().__init__(axis)
+        if rank is not None:
+            options["name"] = _named(options.get("name"), rank)
         self._run = require("wandb", "wandb").init(**options)
         self._axis_name = f"Train/{axis}"
         self._row: dict[str, float] = {}
@@ -61,15 +64,20 @@ class CometSink(ScalarSink):
     Args:
         axis: the horizontal axis.
         samples_log_interval: least number of samples between two rows that are sent; 0 sends all.
+        rank: of this process where each rank has a sink: an experiment each, named by it.
         options: keyword arguments of `comet_ml.start` (project, workspace, api_key, experiment_key, online, mode).
             `experiment_name` is set on the experiment.
     Raises:
         UnsupportedError: comet_ml is not installed ("monitor-extra").
     """
 
-    def __init__(self, *, axis: Axis = "step", samples_log_interval: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *, axis: Axis = "step", samples_log_interval: int = 0, rank: int | None = None, **options: Any
+    ) -> None:
         super().__init__(axis)
         name = options.pop("experiment_name", None)
+        if rank is not None:
+            name = _named(name, rank)
         known = {key: value for key, value in options.items() if value is not None}
         self._experiment = require("comet_ml", "comet").start(**known)
         if name is not None:
@@ -104,3 +112,7 @@ class CometSink(ScalarSink):
     def close(self) -> None:
         """End the experiment; waits for the upload."""
         self._experiment.end()
+
+
+def _named(name: object, rank: int) -> str:
+    return f"rank{rank}" if name is None else f"{name}-rank{rank}"

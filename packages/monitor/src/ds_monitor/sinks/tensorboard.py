@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import Axis, ScalarSink, position, require
+from ds_monitor.sinks.base import Axis, ScalarSink, folder_of_rank, position, require
 
 __all__ = ["TensorBoardSink"]
 
@@ -17,19 +17,22 @@ class TensorBoardSink(ScalarSink):
     Args:
         directory: the run's log directory.
         axis: the horizontal axis.
+        rank: of this process where each rank has a sink: its files are in `<directory>/rank<rank>`.
         flush_s: longest time that a written value stays invisible to a TensorBoard that is watching.
     Raises:
         UnsupportedError: tensorboard is not installed ("monitor-extra").
     """
 
-    def __init__(self, directory: str | Path, *, axis: Axis = "step", flush_s: float = 5.0) -> None:
+    def __init__(
+        self, directory: str | Path, *, axis: Axis = "step", flush_s: float = 5.0, rank: int | None = None
+    ) -> None:
         super().__init__(axis)
         self._proto = require("tensorboard.compat.proto.event_pb2", "tensorboard")
         self._summary = require("tensorboard.compat.proto.summary_pb2", "tensorboard")
         self._tensor = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
         self._types = require("tensorboard.compat.proto.types_pb2", "tensorboard")
         writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._writer = writer.EventFileWriter(str(directory), flush_secs=flush_s)
+        self._writer = writer.EventFileWriter(str(folder_of_rank(directory, rank)), flush_secs=flush_s)
 
     def write(self, record: Record) -> None:
         """Collect a scalar; write an event at once, as text."""
