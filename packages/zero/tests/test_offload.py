@@ -18,10 +18,10 @@ from ds_accel import HostMemory
 from ds_config.errors import PlanError
 from ds_ops.io import FileTransferError, IOSettings
 from ds_zero import Placement, ShardOptions, plan
+from ds_zero.layout.options import placed_numel
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
-from ds_zero.offload import placement
-from ds_zero.offload.placement import host_bytes, placed_numel, room_refusal
-from ds_zero.offload.scratch import Record, Ring, Scratch
+from ds_zero.offload import scratch
+from ds_zero.offload.scratch import Record, Ring, Scratch, host_bytes, room_refusal
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 
 def test_more_than_the_host_has_is_refused() -> None:
     few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
-    with mock.patch.object(placement, "host_memory", return_value=few):
+    with mock.patch.object(scratch, "host_memory", return_value=few):
         assert room_refusal(1 << 19, 2, what="nothing") == ""
         assert "2 ranks of this host would keep 640 KiB each" in room_refusal(5 << 17, 2, what="the plan")
 
@@ -87,7 +87,7 @@ def test_refused_page_locking_falls_back_with_one_warning(caplog: pytest.LogCapt
     def refuse(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
         raise RuntimeError("Cannot allocate memory")
 
-    with mock.patch.object(placement, "_told", set()), mock.patch.object(torch, "zeros", refuse):
+    with mock.patch.object(scratch, "_told", set()), mock.patch.object(torch, "zeros", refuse):
         for _ in range(3):
             found = host_bytes(5000, torch.device("cuda"), pin=True)
             assert found.numel() == 5000
@@ -224,7 +224,7 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_folder(tmp_path: Path) ->
 def test_nothing_is_left_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> None:
     code = f"""
         import os, torch
-        from ds_zero.offload.placement import Placement
+        from ds_zero import Placement
         from ds_zero.offload.scratch import Record, Ring
         ring = Ring(Placement("file", {str(tmp_path)!r}, buffers=2), torch.device("cpu"))
         record = Record(ring, 1 << 20)

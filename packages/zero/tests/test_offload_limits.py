@@ -129,9 +129,9 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
         from unittest import mock
-        from ds_zero.offload import placement, scratch, tiers
+        from ds_zero.offload import scratch, tiers
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-        locked, zeros, given = [0], torch.zeros, placement.host_bytes
+        locked, zeros, given = [0], torch.zeros, scratch.host_bytes
 
         def lock(*size, pin_memory=False, **rest):
             if not pin_memory:

@@ -18,7 +18,7 @@ from ds_config.errors import PlanError
 from ds_engine import Engine
 from ds_testing import world
 from ds_zero import safe_get_full_optimizer_state, safe_set_full_fp32_param
-from ds_zero.offload import placement
+from ds_zero.offload import scratch
 
 WIDTH = 24
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_with_the_plan() -> None:
             start(2, zero=zero)
         assert caught.value.code == code
     few = HostMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
-    with mock.patch.object(placement, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
+    with mock.patch.object(scratch, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
         start(2, zero={"offload_optimizer": CPU})
     assert caught.value.code == "offload-host-memory"
     assert "units on 2 ranks" in caught.value.message

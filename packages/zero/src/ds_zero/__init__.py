@@ -22,18 +22,15 @@ from ds_zero.access.tensors import (
     unwrap_model_for_generation,
 )
 from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.options import Habits, ShardOptions
+from ds_zero.layout.options import Habits, Nodes, Placement, ShardOptions
 from ds_zero.layout.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
 from ds_zero.layout.precision import LossScale, Precision, PrecisionRule
 from ds_zero.layout.units import STAGES, Residency, UnitPolicy, UnitSpec, plan_units
-from ds_zero.offload.placement import Placement
 from ds_zero.policies.layers import TiledLinear
 from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
-from ds_zero.runtime.nodes import Nodes
 from ds_zero.runtime.released import Released
 from ds_zero.runtime.sharding import Sharding
-from ds_zero.update.api import shard
-from ds_zero.update.optimizer import ShardedOptimizer, StepReport
+from ds_zero.update.optimizer import ShardedOptimizer, StepReport, shard
 
 __all__ = [
     "QGZ", "QWZ", "STAGES", "Correction", "GatheredParameters", "Habits", "Init", "LossScale", "MiCS_Init", "Nodes", "Nonfinite",

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
 from ds_ops.io import IOSettings
-from ds_zero.offload.placement import Placement
+from ds_zero.layout.options import Placement
 from ds_zero.policies.importance import Importance, bad
 
 __all__ = [

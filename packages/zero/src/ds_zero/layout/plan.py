@@ -17,12 +17,10 @@ from torch import nn
 
 from ds_comm.family import assignment_of
 from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.options import PLAIN, Habits, Messages, ShardOptions, describe
+from ds_zero.layout.options import PLAIN, Habits, Messages, Nodes, Placement, ShardOptions, describe
 from ds_zero.layout.precision import Dtypes, Precision
 from ds_zero.layout.units import ModuleInfo, ParamInfo, Residency, UnitBytes, UnitSpec, plan_units
-from ds_zero.offload.placement import Placement
 from ds_zero.offload.tiers import kind_of
-from ds_zero.runtime.nodes import Nodes
 
 __all__ = [
     "Ranks",

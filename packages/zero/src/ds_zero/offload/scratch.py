@@ -1,4 +1,4 @@
-"""A scratch file without a name, and a bounded number of buffers between it and memory.
+"""Memory of the host, a scratch file without a name, and a bounded number of buffers between them.
 
 Words: a *record* is what of one unit lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
 be read and written. A slot that was given back with a write under way is taken again only after it. Nothing of the file is left when
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import mmap
 import os
 import tempfile
 import weakref
@@ -20,15 +22,52 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ds_accel import host_memory
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
-from ds_zero.offload.placement import PAGE_BYTES, Placement, host_bytes
+from ds_zero.layout.options import PAGE_BYTES, Placement
 
-__all__ = ["Moving", "Record", "Ring", "Scratch"]
+__all__ = ["Moving", "Record", "Ring", "Scratch", "host_bytes", "room_refusal"]
 
-
+_log = logging.getLogger("ds_zero")
+_told: set[str] = set()
 _REPEATS = 20
+
+
+def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
+    """[nbytes], uint8, on the host, starts on a page. Zero.
+
+    Args:
+        device: What it is copied to and from; page-locked memory helps where that is not the host itself.
+    Page-locking may be refused (RLIMIT_MEMLOCK, the driver): then the memory is plain, with one warning a process.
+    """
+    if pin and device.type not in ("cpu", "meta", "mps"):
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            if "pin" not in _told:
+                _told.add("pin")
+                _log.warning(
+                    "zero: page-locking %s was refused (%s): plain memory is used, copies are slower",
+                    bytes_text(nbytes),
+                    str(error).partition("\n")[0],
+                )
+    region = mmap.mmap(-1, max(PAGE_BYTES, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
+
+
+def room_refusal(needed: int, ranks: int, *, what: str) -> str:
+    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
+    available = host_memory().available
+    if needed * ranks <= available:
+        return ""
+    return (
+        f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
+        f"of which {bytes_text(available)} are free:\n{what}"
+    )
 
 
 @dataclass(slots=True)

@@ -31,10 +31,10 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
 from ds_zero.layout.elements import UnitLayout
+from ds_zero.layout.options import Placement
 from ds_zero.layout.precision import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
-from ds_zero.offload.placement import Placement, host_bytes
-from ds_zero.offload.scratch import Record, Ring
+from ds_zero.offload.scratch import Record, Ring, host_bytes
 
 __all__ = [
     "TIERS",

@@ -34,7 +34,7 @@ from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.options import Messages
 from ds_zero.layout.precision import Dtypes
 from ds_zero.layout.units import Residency
-from ds_zero.runtime.nodes import node_groups
+from ds_zero.runtime.seat import node_groups
 
 __all__ = ["EXACT", "LIMIT", "QGZ", "QWZ", "Correction", "Wire", "certificates", "decoded"]
 

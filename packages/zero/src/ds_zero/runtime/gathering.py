@@ -13,11 +13,9 @@ about 1 % of the time of a small transformer layer on a CPU.
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -33,67 +31,9 @@ from ds_zero.runtime.released import Keeper, keep, placeholder_of, unkeep
 from ds_zero.runtime.scattered import Copier
 from ds_zero.runtime.unit import Full, Unit
 
-__all__ = ["Gathering", "Helper"]
+__all__ = ["Gathering"]
 
 _log = getLogger(__name__)
-
-
-_PATIENCE_S = 0.02
-
-
-class Helper:
-    """Calls `help` while a `waiting` block lasts.
-
-    Args:
-        help_once: A bound method; only a weak reference to its object is kept. Runs on another thread, never at the same
-            time as code outside `waiting`.
-    """
-
-    def __init__(self, help_once: Callable[[], None]) -> None:
-        self._help = weakref.WeakMethod(help_once)
-        self._lock = threading.Lock()
-        self._since: float | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The block may wait for other ranks."""
-        if self._thread is None:
-            args = (weakref.ref(self), self._stop)
-            self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._since = None
-
-    def poll(self) -> None:
-        """Help once if a wait has lasted long."""
-        with self._lock:
-            if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
-                help_once = self._help()
-                if help_once is not None:
-                    help_once()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
-def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
-    while not stop.wait(_PATIENCE_S):
-        helper = owner()
-        if helper is None:
-            return
-        helper.poll()
-        del helper
 
 
 class Gathering(Keeper):
@@ -132,7 +72,6 @@ class Gathering(Keeper):
         self._strays: set[int] = set()
         self._told = False
         self._kept: frozenset[int] = frozenset()
-        self._helper = Helper(self._run_ahead)
 
     def _backward_sequence(self) -> list[int]:
         # Gradients flow through a frozen unit only if something before it is trained.
@@ -167,7 +106,6 @@ class Gathering(Keeper):
 
     def detach(self) -> None:
         """Take everything back. Units must not be released."""
-        self._helper.close()
         self.remove_hooks()
         for number in self.released:
             for param in self.units[number].params:
@@ -379,7 +317,7 @@ class Gathering(Keeper):
         self._push()
 
     def _push(self) -> None:
-        """Let gathers go on that others may wait for, see `nodes.py`."""
+        """Let gathers go on that others may wait for, see `seat.py`."""
         for route in self._routes:
             route.push()
 
@@ -416,12 +354,8 @@ class Gathering(Keeper):
             if not self.units[number].spec.trained and not self._calls[number]:
                 self._put_back(number)
 
-    def helping(self) -> AbstractContextManager[None]:
-        """Around a wait for other ranks' reductions inside a backward; see the note "two orders" in `sharding.py`."""
-        return self._helper.waiting() if self.released else nullcontext()
-
-    def _run_ahead(self) -> None:
-        """Called on another thread while this one waits for a reduction."""
+    def run_ahead(self) -> None:
+        """Start the next gather in order, before anyone here needs it; see the note "two orders" in `sharding.py`."""
         number = self._backward.run_ahead()
         if number is not None:
             self.units[number].start_unshard(again=True)

@@ -10,6 +10,8 @@ A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` 
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,65 @@ from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Reducing", "ZeroGrad"]
+__all__ = ["Helper", "Reducing", "ZeroGrad"]
+
+
+_PATIENCE_S = 0.02
+
+
+class Helper:
+    """Calls `help` while a `waiting` block lasts.
+
+    Args:
+        help_once: A bound method; only a weak reference to its object is kept. Runs on another thread, never at the same
+            time as code outside `waiting`.
+    """
+
+    def __init__(self, help_once: Callable[[], None]) -> None:
+        self._help = weakref.WeakMethod(help_once)
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block may wait for other ranks."""
+        if self._thread is None:
+            args = (weakref.ref(self), self._stop)
+            self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since = None
+
+    def poll(self) -> None:
+        """Help once if a wait has lasted long."""
+        with self._lock:
+            if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
+                help_once = self._help()
+                if help_once is not None:
+                    help_once()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
+    while not stop.wait(_PATIENCE_S):
+        helper = owner()
+        if helper is None:
+            return
+        helper.poll()
+        del helper
 
 
 _NAME = "zero_grad"
@@ -78,7 +138,7 @@ class Reducing:
     Args:
         units: In canonical order, the same on every rank.
         backward: Where the model's backward is.
-        gathering: Told of units whose gradients have all arrived, and helps while a reduction is waited for.
+        gathering: Told of units whose gradients have all arrived; gathers go on while a reduction is waited for.
         inflight_bytes: Gradient bytes that may be in unfinished reductions.
     Attributes:
         trained: Numbers of the units with gradients.
@@ -98,6 +158,7 @@ class Reducing:
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._helper = Helper(gathering.run_ahead)
 
     def attach(self) -> None:
         """Put a hook on every trained parameter."""
@@ -107,6 +168,7 @@ class Reducing:
 
     def detach(self) -> None:
         """Take the hooks back."""
+        self._helper.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -182,10 +244,11 @@ class Reducing:
         gradients.reduce()
         self._inflight.append(number)
         held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
+        helps = self._gathering.released and self._backward.task is not None
         while self._inflight and held > self.inflight_bytes:
             oldest = self.units[self._inflight.popleft()].gradients
             held -= oldest.full_bytes
-            with self._gathering.helping() if self._backward.task is not None else nullcontext():
+            with self._helper.waiting() if helps else nullcontext():
                 oldest.finish()
 
     def _gather_leftovers(self, number: int) -> None:

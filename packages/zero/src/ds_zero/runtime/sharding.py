@@ -35,7 +35,7 @@ from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
 from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_all
 from ds_zero.layout.precision import Precision
 from ds_zero.layout.units import DENSE, plan_units
-from ds_zero.offload.placement import room_refusal
+from ds_zero.offload.scratch import room_refusal
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering

@@ -28,10 +28,9 @@ from ds_zero.layout.elements import Piece, Slot, UnitLayout
 from ds_zero.layout.options import PLAIN, Messages
 from ds_zero.layout.plan import Storage, UnitPlan
 from ds_zero.offload.tiers import Tier, place_of
-from ds_zero.runtime.nodes import Route, Secondary
 from ds_zero.runtime.released import release, restore
 from ds_zero.runtime.scattered import is_scattered
-from ds_zero.runtime.seat import Seat
+from ds_zero.runtime.seat import Route, Seat, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ds_config.errors import UnsupportedError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import Fusion, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
@@ -68,17 +68,27 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     """What was asked can be done with this optimizer.
 
     Raises:
+        PlanError: it has parameters that the model does not have ("zero-foreign-parameters").
         UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
             ("zero-state-dtype").
     """
+    names = {id(p): name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [tuple(p.shape) for p in params if id(p) not in names]
+    if foreign:
+        raise PlanError(
+            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes {foreign[:5]}",
+            code="zero-foreign-parameters",
+            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
+        )
     if owns_reduction(optimizer) and options.residency.shard_optim:
         raise UnsupportedError(
             f"{type(optimizer).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
             code="optimizer-owns-reduction",
             fix="Use stage 0 with it.",
         )
-    names, precision = {id(p): name for name, p in model.named_parameters()}, Precision.of(options.precision)
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
+    precision = Precision.of(options.precision)
+    for param in params:
         dtypes = precision.resolve(param.dtype, names[id(param)])
         if dtypes.state is not None and not keeps_state(optimizer, dtypes):
             raise UnsupportedError(

@@ -18,18 +18,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ds_comm as comm
-from ds_comm import LocalShard
+from ds_comm import Group, LocalShard
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
-from ds_zero.layout.options import Habits, ShardOptions
-from ds_zero.layout.precision import ScaleState, next_scale
-from ds_zero.layout.units import DENSE
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.options import Habits, Messages, Nodes, Placement, ShardOptions
+from ds_zero.layout.precision import Precision, ScaleState, next_scale
+from ds_zero.layout.units import DENSE, Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.reducing import ZeroGrad
 from ds_zero.runtime.sharding import Sharding
@@ -38,7 +40,7 @@ from ds_zero.update.agreement import agree, first_nonfinite, weight_of
 from ds_zero.update.inner import Updater, check_inner, habits_of, owns_reduction
 from ds_zero.update.state import OptimizerState
 
-__all__ = ["ShardedOptimizer", "StepReport"]
+__all__ = ["ShardedOptimizer", "StepReport", "shard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,9 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
         self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
-        self._names = _names_of_groups(model, inner)
-        _check_known(model, inner)
         check_inner(model, inner, options)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
         self.inner, self.divisor = inner, 1.0
         self.last: StepReport | None = None
         self.extra: tuple[float, ...] = ()
@@ -260,17 +262,12 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
         self.sharding.adopt_edits()
-        for unit in units:
+        grads = [(unit, grad) for unit in units for grad in unit.gradients.sums or ()]
+        for unit, grad in grads:
             if (weight := weight_of(unit, self._divisor)) != 1.0:
-                for grad in unit.gradients.sums or ():
-                    grad.mul_(weight)
-        grads = [grad for u in units for grad in u.gradients.sums or ()]
-        if any(
-            (grad.dtype, grad.device) != (u.shard.dtype, u.shard.device)
-            for u in units
-            for grad in u.gradients.sums or ()
-        ):
-            for grad in grads:  # before it is cast: a loss scale may be more than the other format holds
+                grad.mul_(weight)
+        if any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads):
+            for _, grad in grads:  # before it is cast: a loss scale may be more than the other format holds
                 grad.mul_(factor)
             factor = 1.0
         for unit, absent in zip(units, unused, strict=True):
@@ -410,18 +407,48 @@ class ShardedOptimizer(Optimizer):
             group["params"] = []
 
 
-def _names_of_groups(model: nn.Module, inner: Optimizer) -> list[list[str]]:
-    """The parameters of each group, in the order in which the optimizer got them."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in inner.param_groups]
+class _Options(TypedDict, total=False):
+    stage: int | Residency
+    group: Group | dist.ProcessGroup | None
+    precision: Precision | str | None
+    clip: float | None
+    norm: Group | dist.ProcessGroup | None
+    overlap: bool
+    policy: UnitPolicy
+    strict: bool
+    layout: Kind | None
+    shard_size: int | None
+    nodes: Nodes | None
+    sparse: bool
+    memory: Literal["auto", "private", "shared"]
+    tier: str | Placement | Callable[[UnitSpec], str | Placement]
+    param_tier: str | Placement
+    wire: Messages
 
 
-def _check_known(model: nn.Module, inner: Optimizer) -> None:
-    known = {id(p) for p in model.parameters()}
-    strange = [tuple(p.shape) for g in inner.param_groups for p in g["params"] if id(p) not in known]
-    if strange:
-        raise PlanError(
-            f"the optimizer has {len(strange)} parameters that are not the model's, of shapes {strange[:5]}",
-            code="zero-foreign-parameters",
-            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
-        )
+@overload
+def shard(model: nn.Module, optimizer: Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer: ...
+@overload
+def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> Sharding: ...
+def shard(
+    model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
+) -> ShardedOptimizer | Sharding:
+    """Cut a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
+
+    Args:
+        model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
+        optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
+        options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
+            strict, layout, shard_size, nodes, sparse, memory, tier, param_tier, wire.
+    Returns:
+        A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
+    Raises:
+        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
+            ("zero-foreign-parameters"), or an option is not known.
+    Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
+    that keeps one clones it.
+    """
+    chosen = ShardOptions(**options)
+    if optimizer is None:
+        return Sharding(model, {}, chosen)
+    return ShardedOptimizer(model, optimizer, chosen)
