@@ -15,7 +15,7 @@ from ds_comm.watch.recorder import Recorder
 from ds_comm.watch.verdict import Finding
 from ds_config.errors import CommError
 
-__all__ = ["DONE", "Pending", "Work", "failed", "time_device_operations"]
+__all__ = ["DONE", "Chained", "Pending", "Work", "failed", "time_device_operations"]
 
 
 class Work(Protocol):
@@ -36,6 +36,26 @@ class _Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class Chained:
+    """An operation with something left to do on this rank at its end."""
+
+    __slots__ = ("_first", "_then", "_waits")
+
+    def __init__(self, first: Work, then: Callable[[], None], waits: bool = False) -> None:
+        self._first, self._waits = first, waits
+        self._then: Callable[[], None] | None = then
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._first.wait(timeout)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._then is None or (not self._waits and self._first.is_completed())
 
 
 # Where in the backend's sources an error was raised, and its guesses why.

@@ -47,6 +47,16 @@ class _OffloadConfig(StrictModel):
     pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
     buffer_count: Annotated[int, Field(ge=1)] = Field(default=4, description=_BUFFERS)
 
+    def _placement(self, io: IOSettings, share: float = 1.0, **files: Any) -> str | Placement:
+        if self.device == "none":
+            return "device"
+        if self.device == "cpu":
+            return Placement("host", pin=self.pin_memory, share=share)
+        # Several runs may be told the same path: none sees the other's files, which have no names.
+        folder = None if self.nvme_path is None else os.path.join(os.path.expanduser(self.nvme_path), "ds-zero")
+        buffers = max(2, self.buffer_count)
+        return Placement("file", folder, self.pin_memory, share=share, buffers=buffers, io=io, **files)
+
 
 class OffloadParamConfig(_OffloadConfig):
     """`zero_optimization.offload_param`: where parameters are between uses, at stage 3."""
@@ -60,12 +70,7 @@ class OffloadParamConfig(_OffloadConfig):
 
     def placement(self, io: IOSettings) -> str | Placement:
         """The same as `ds_zero.shard` takes it."""
-        if self.device == "none":
-            return "device"
-        if self.device == "cpu":
-            return Placement("host", pin=self.pin_memory)
-        count = max(2, self.buffer_count)
-        return Placement("file", _folder(self.nvme_path), self.pin_memory, buffers=count, near=self.max_in_cpu, io=io)
+        return self._placement(io, near=self.max_in_cpu)
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
@@ -96,20 +101,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     def placement(self, io: IOSettings) -> str | Placement:
         """The same as `ds_zero.shard` takes it."""
-        if self.device == "none":
-            return "device"
-        if self.device == "cpu":
-            return Placement("host", pin=self.pin_memory, share=self.ratio)
-        return Placement(
-            "file",
-            _folder(self.nvme_path),
-            self.pin_memory,
-            share=self.ratio,
-            buffers=max(2, self.buffer_count),
-            read_ahead=self.pipeline_read is not False,
-            write_behind=self.pipeline_write is not False,
-            io=io,
-        )
+        reads, writes = self.pipeline_read is not False, self.pipeline_write is not False
+        return self._placement(io, self.ratio, read_ahead=reads, write_behind=writes)
 
 
 class ZenFlowConfig(StrictModel):
@@ -169,11 +162,6 @@ class ZenFlowConfig(StrictModel):
         # An epoch may be shorter than an interval: then columns are chosen when it ends.
         steps = count if strategy == "step" else epochs and max(epochs, interval)
         return Importance(self.topk_ratio, steps, interval, self.auto_ratio, self.full_warm_up_rounds)
-
-
-def _folder(path: str | None) -> str | None:
-    """Several runs may be told the same path: none sees the other's files, which have no names."""
-    return None if path is None else os.path.join(os.path.expanduser(path), "ds-zero")
 
 
 class LeafModuleConfig(StrictModel):

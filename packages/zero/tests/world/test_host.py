@@ -125,7 +125,7 @@ def test_parameters_exist_once_and_steady_steps_take_nothing(stage):
         step()
     assert (pool.fresh, host.nbytes, [p.data_ptr() for p in net.parameters()]) == before
     assert host.edited() == []  # every page of every parameter is the host's one copy
-    assert all(u.storage.home.data_ptr() != u.full.data_ptr() and u.aliased for u in optimizer.sharding.units)
+    assert all(u.storage.home.data_ptr() != u.full.data_ptr() and u.plan.aliased for u in optimizer.sharding.units)
     optimizer.close()
 
 

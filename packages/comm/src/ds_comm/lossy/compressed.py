@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ds_comm.call import Call
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, GroupLike, as_group
 from ds_comm.lossy.hierarchy import Hierarchy
-from ds_comm.work import DONE, Work
+from ds_comm.work import DONE, Chained, Work
 from ds_config.errors import CommError
 from ds_ops.formats import QuantSpec, QuantTensor, Swizzle
 from ds_ops.quant import dequantize, quantize, quantize_with_feedback, reduce, reduce_quantized
@@ -214,29 +213,9 @@ class Quantized:
         return self._quantized(reduce(received, sources), 1, unit, received.rows // sources)
 
 
-class _Chained:
-    """An operation with something left to do on this rank at its end."""
-
-    __slots__ = ("_first", "_then", "_waits")
-
-    def __init__(self, first: Work, then: Callable[[], None], waits: bool) -> None:
-        self._first, self._waits = first, waits
-        self._then: Callable[[], None] | None = then
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._first.wait(timeout)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._then is None or (not self._waits and self._first.is_completed())
-
-
 def _then(work: Work, async_op: bool, then: Callable[[], None], waits: bool = False) -> Work:
     """`waits`: whether `then` communicates."""
-    chained = _Chained(work, then, waits)
+    chained = Chained(work, then, waits)
     if async_op:
         return chained
     chained.wait()

@@ -7,15 +7,16 @@ print(search.first)          # "blocks.3.mlp: output in forward" or "blocks.3.ml
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from ds_zero.runtime.autograd import tensors_in
 
 __all__ = ["Nonfinite", "NonfiniteSearch"]
 
@@ -95,11 +96,5 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _floats(value: Any) -> list[Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _floats(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _floats(item)]
-    return []
+def _floats(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(value) if tensor.is_floating_point())

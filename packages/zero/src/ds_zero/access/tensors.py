@@ -22,6 +22,7 @@ import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.scattered import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.sharding import Sharding, sharding_of
+from ds_zero.runtime.storage import parts_of
 from ds_zero.runtime.unit import Unit
 
 __all__ = [
@@ -326,12 +327,9 @@ def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The parameter in true shape, on every rank, in master format (fp32, if that of a frozen one is narrower); None if it is not
     part of a sharded model. Collective."""
-    return _get_full(param, _param, torch.promote_types(param.dtype, torch.float32) if _frozen(param) else None)
-
-
-def _frozen(param: Parameter) -> bool:
     place = _place(param)
-    return place is not None and not place.unit.spec.trained and param.is_floating_point()
+    frozen = place is not None and not place.unit.spec.trained and param.is_floating_point()
+    return _get_full(param, _param, torch.promote_types(param.dtype, torch.float32) if frozen else None)
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -407,11 +405,8 @@ def safe_update_full_grad_vectorized(
             continue
         shard = torch.cat(unit.gradients.sums)
         whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-        for segment in unit.layout.segments:
-            out = whole[segment.start : segment.start + segment.chunk * unit.layout.world]
-            comm.all_gather_single(
-                out, shard[segment.at : segment.at + segment.chunk], unit.seat.shards, unit=unit.spec.name
-            )
+        for (start, stop), part in zip(unit.layout.spans, parts_of(shard, unit.layout), strict=True):
+            comm.all_gather_single(whole[start:stop], part, unit.seat.shards, unit=unit.spec.name)
         for place in members:
             slot, param = unit.layout.slots[place.member], unit.params[place.member]
             factor = place.sharding.grad_factor(unit)

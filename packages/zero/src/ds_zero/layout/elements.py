@@ -124,6 +124,11 @@ class UnitLayout:
         """Ranges of the full buffer that belong to no parameter."""
         return gaps_between([(slot.offset, slot.offset + slot.numel) for slot in self.slots], self.numel)
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each segment in the full buffer."""
+        return tuple((s.start, s.start + s.chunk * self.world) for s in self.segments)
+
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """What `rank` holds, in order of its shard. Every element of every parameter is in exactly one rank's answer."""
         pieces = []

@@ -121,7 +121,7 @@ def _tensors(units: Sequence[Unit], state: Iterable[Tensor]) -> Mapping[str, lis
     return {
         "optimizer": [value for value in state if value.dim()],
         "parameters": [t for unit in units for t in (unit.full, unit.storage.sent) if t is not None],
-        "masters": [unit.shard for unit in units if not unit.aliased],
+        "masters": [unit.shard for unit in units if not unit.plan.aliased],
         "gradients": [t for unit in units for t in unit.gradients.tensors],
     }
 

@@ -95,7 +95,6 @@ class Tiered(Protocol):
     spec: UnitSpec
     layout: UnitLayout
     dtypes: Dtypes
-    rank: int
     params: list[Parameter]
     shard: Tensor
     parts: list[Part]

@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ import ds_comm as comm
 from ds_comm import Group
 from ds_comm.lossy.compressed import Feedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.work import Chained
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
@@ -192,28 +192,6 @@ def certificates() -> Certificates:
     return found
 
 
-class _Decoded:
-    """A gather of codes, with the decoding left to do at its end."""
-
-    __slots__ = ("_coded", "_every", "_first", "_out")
-
-    def __init__(self, first: comm.Work, coded: QuantTensor, every: QuantTensor, out: Tensor) -> None:
-        self._first, self._out = first, out
-        self._coded: QuantTensor | None = coded  # sent until the end
-        self._every: QuantTensor | None = every
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._first.wait(timeout)
-        if self._every is not None:
-            with torch.no_grad():
-                dequantize(self._every, out=self._out.view(self._every.rows, -1))
-        self._every = self._coded = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self._every is None or self._first.is_completed()
-
-
 def decoded(out: Tensor, mine: Tensor, spec: QuantSpec, gather: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
     """Start `gather(out, mine)` of codes of them. Every rank gets the same bits, also of its own part; `mine` is only read.
 
@@ -227,4 +205,11 @@ def decoded(out: Tensor, mine: Tensor, spec: QuantSpec, gather: Callable[[Tensor
         return gather(out, mine)
     coded = quantize(mine.view(1, n), spec)
     every = QuantTensor.empty(spec, out.numel() // n, n, like=out)
-    return _Decoded(gather(every.wire.view(-1), coded.wire.view(-1)), coded, every, out)
+
+    return Chained(gather(every.wire.view(-1), coded.wire.view(-1)), partial(_decode, coded, every, out))
+
+
+def _decode(sent: QuantTensor, every: QuantTensor, out: Tensor) -> None:
+    del sent  # has to be there until now
+    with torch.no_grad():
+        dequantize(every, out=out.view(every.rows, -1))

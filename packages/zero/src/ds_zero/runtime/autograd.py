@@ -10,6 +10,7 @@ mappings and records; a module that hides its results anywhere else is noticed b
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
 
-__all__ = ["Backward", "Call", "Phases", "Watcher", "tensors_in"]
+__all__ = ["Backward", "Call", "Watcher", "tensors_in"]
 
 
 class Watcher(Protocol):
@@ -126,25 +127,15 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(item, depth + 1)
 
 
-class Phases(Protocol):
-    """Who is told."""
-
-    def begin_backward(self) -> None: ...  # the outermost backward begins; what this raises ends it, and it never began
-    def end_backward(self) -> None: ...  # it is over
-    def abandon_backward(self) -> None: ...  # it raised: its progress is to be forgotten
-    def end_inner(self, units: set[int]) -> None: ...  # one inside it is over, in which modules of `units` were entered
-
-
-class Backward:
+class Backward(ABC):
     """Where one model is. `enter` is called by every event in a backward.
 
     Attributes:
         task: The number of the outermost backward that runs; None between backwards.
     """
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self) -> None:
         self.task: int | None = None
-        self._phases = phases
         self._inner: dict[int, set[int]] = {}
         self._end: Callable[[], _End | None] = lambda: None
 
@@ -156,7 +147,7 @@ class Backward:
         if self.task is not None and self._end() is None:
             self.abandon()
         if self.task is None:
-            self._phases.begin_backward()
+            self.begin_backward()
             self.task = task
             end = _End(self)
             self._end = weakref.ref(end)
@@ -176,9 +167,9 @@ class Backward:
         return self._inner.get(graph_task_id())
 
     def end(self) -> None:
-        """The outermost backward is over."""
+        """The outermost backward has done all it does."""
         self.task = None
-        self._phases.end_backward()
+        self.end_backward()
         self._inner.clear()
 
     def abandon(self) -> None:
@@ -186,10 +177,26 @@ class Backward:
         if self.task is not None:
             self.task = None
             self._inner.clear()
-            self._phases.abandon_backward()
+            self.abandon_backward()
 
     def _end_inner(self, task: int) -> None:
-        self._phases.end_inner(self._inner.pop(task, set()))
+        self.end_inner(self._inner.pop(task, set()))
+
+    @abstractmethod
+    def begin_backward(self) -> None:
+        """The outermost backward begins. What this raises ends it, and it never began."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """It is over."""
+
+    @abstractmethod
+    def abandon_backward(self) -> None:
+        """It has no end: its progress is to be forgotten."""
+
+    @abstractmethod
+    def end_inner(self, units: set[int]) -> None:
+        """A backward inside it is over, in which modules of `units` were entered."""
 
 
 class _End:

@@ -121,14 +121,10 @@ class Gathering(Keeper):
     def touched(self, param: Parameter, what: str) -> bool:
         """Keeper: gather a parameter that is used outside its module, if a forward or backward is running."""
         del what
-        number, _ = self._where[id(param)]
-        if graph_task_id() != -1:
-            self._in_backward.enter()
-            self._gather(number, self._backward)
-        elif self._forward is not None:
-            self._gather(number, self._forward)
-        else:
+        number, order = self._where[id(param)][0], self._phase()
+        if order is None:
             return False
+        self._gather(number, order)
         if torch.is_grad_enabled():
             self._share(number)
         else:
@@ -245,14 +241,7 @@ class Gathering(Keeper):
 
     def need(self, number: int) -> None:
         """A unit is needed now."""
-        order = self._phase()
-        if order is not None:
-            self._gather(number, order)
-            return
-        unit = self.units[number]
-        if unit.state in (Full.RELEASED, Full.STALE):
-            unit.start_unshard(channel=unit.seat.unforeseen())
-        unit.finish_unshard()
+        self._gather(number, self._phase())
 
     def spare(self, number: int) -> None:
         """A graph does not need a unit any more: it goes back, unless a call outside of the graph has it."""
@@ -282,13 +271,14 @@ class Gathering(Keeper):
         call.watch()
         return call
 
-    def _gather(self, number: int, order: GatherOrder) -> None:
+    def _gather(self, number: int, order: GatherOrder | None) -> None:
         unit = self.units[number]
-        if order.awaits(number):
+        if order is not None and order.awaits(number):
             for other in order.need(number):
                 self.units[other].start_unshard(again=True)
         elif unit.state in (Full.RELEASED, Full.STALE):
-            order.seen.append(number)
+            if order is not None:
+                order.seen.append(number)
             unit.start_unshard(channel=unit.seat.unforeseen())
         unit.finish_unshard()
 

@@ -10,8 +10,6 @@ Others say when gradients have arrived and when they are to be summed:
 *arena* is the flat buffer, as long as the unit; it is *open* while it holds gradients that were not reduced. *sums* are the reduced
 gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's `Way` makes them out
 of the arena; those of `reduction.py` out of the tensors that autograd made; then there are several ranges, else one.
-
-A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 """
 
 from __future__ import annotations
@@ -74,9 +72,10 @@ class Way:
     def start(self, outs: Sequence[Tensor], seat: Seat) -> None:
         """Start to sum into `outs`, one tensor a range."""
         (out,), arena, layout = outs, self._arena, self.layout
-        for segment in layout.segments if arena is not None else ():
-            inp = arena[segment.start : segment.start + segment.chunk * layout.world]  # type: ignore[index]
-            self._works.append(self._scatter(out[segment.at : segment.at + segment.chunk], inp, seat, segment.at))
+        for segment, (start, stop) in zip(layout.segments, layout.spans, strict=True):
+            if arena is not None:
+                mine = out[segment.at : segment.at + segment.chunk]
+                self._works.append(self._scatter(mine, arena[start:stop], seat, segment.at))
         if layout.world == 1:
             self._works += self._sum_whole(out, seat.replicas)
 

@@ -195,9 +195,8 @@ class Posting(_Direct):
     def _publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, flat.dtype, finish)
         places = []
-        for segment in self.layout.segments:
+        for segment, (_, end) in zip(self.layout.segments, self.layout.spans, strict=True):
             own = segment.start + self.rank * segment.chunk
-            end = segment.start + segment.chunk * self.layout.world
             places += self._rotated(segment.start, own, segment.start)
             places += self._rotated(own + segment.chunk, end, own + segment.chunk)
         copy_ranges(self._slot.mine, [(at, flat, start, n) for start, at, n in places])

@@ -25,6 +25,7 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import without_torch_function
+from ds_zero.runtime.autograd import tensors_in
 
 __all__ = ["Keeper", "Placeholder", "Released", "keep", "keeper_of", "placeholder_of", "release", "restore", "unkeep"]
 
@@ -158,7 +159,7 @@ class Released(Parameter):
             return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
         if func is torch._has_compatible_shallow_copy_type or (name == "data" and _stays(args)):
             return True  # model.to(device) of a model that is there already
-        touched = [p for p in _find(args) + _find(kwargs.values()) if type(p) is Released]
+        touched = [p for p in tensors_in((args, kwargs)) if type(p) is Released]
         for param in touched:
             if type(param) is Released and not _keeper(param).touched(param, name):
                 raise _refusal(name, _keeper(param).name_of(param), param.shape)
@@ -199,19 +200,6 @@ def _stays(args: tuple[Any, ...]) -> bool:
     return isinstance(value, Placeholder) and (value.dtype, value.device) == (param.dtype, param.device)
 
 
-def _find(values: Any) -> list[Any]:
-    # Arguments nest: torch.cat([p, q]), linear(x, weight=p).
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found.extend(_find(value))
-        elif isinstance(value, dict):
-            found.extend(_find(value.values()))
-    return found
-
-
 class Placeholder(Tensor):
     """Stands for the values of a released parameter. Made by `placeholder_of`.
 
@@ -227,7 +215,7 @@ class Placeholder(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not _faces(func) and not _reads(func):
-            found = [arg for arg in (*args, *kwargs.values(), *_inside(args)) if isinstance(arg, Placeholder)]
+            found = [t for t in tensors_in((args, kwargs)) if isinstance(t, Placeholder)]
             raise _refusal(_called(func), *(found[0].of if found else ("", ())))
         with without_torch_function():
             made = func(*args, **kwargs)
@@ -247,10 +235,6 @@ class Placeholder(Tensor):
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         plain = Parameter(empty, self.requires_grad) if getattr(self, "_is_param", False) else empty
         return plain.__reduce_ex__(protocol)
-
-
-def _inside(values: tuple[Any, ...]) -> list[Any]:
-    return [item for value in values if isinstance(value, list | tuple) for item in value]
 
 
 def placeholder_of(param: Tensor, name: str) -> Placeholder:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -147,11 +147,9 @@ class Secondary:
         """Start to fill the full buffer from the pieces of this node's ranks."""
         if self._piece is None:
             raise RuntimeError(f"unit {self._unit} has no secondary copy to gather from")
-        works, at = [], 0
-        for start, numel in self._segments():
-            own = numel // self._route.nodes.size
-            works.append(self._route.gather_inside(full[start : start + numel], self._piece[at : at + own], self._unit))
-            at += own
+        works = []
+        for start, stop, mine in self._pieces(self._piece):
+            works.append(self._route.gather_inside(full[start:stop], mine, self._unit))
         return works
 
     def keep(self, full: Tensor) -> None:
@@ -162,12 +160,9 @@ class Secondary:
             self._piece = torch.empty(
                 self._layout.numel // self._route.nodes.size, dtype=full.dtype, device=full.device
             )
-        at = 0
         with torch.no_grad():
-            for start, numel in self._segments():
-                own = numel // self._route.nodes.size
-                self._piece[at : at + own].copy_(full[start + self._route.inside.rank * own :][:own])
-                at += own
+            for start, _, mine in self._pieces(self._piece):
+                mine.copy_(full[start + self._route.inside.rank * mine.numel() :][: mine.numel()])
         self.valid = True
 
     def drop(self) -> int:
@@ -175,9 +170,11 @@ class Secondary:
         freed, self._piece, self.valid = self.nbytes, None, False
         return freed
 
-    def _segments(self) -> list[tuple[int, int]]:
-        # Start and length in the full buffer.
-        return [(segment.start, segment.chunk * self._layout.world) for segment in self._layout.segments]
+    def _pieces(self, kept: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop) of each segment in the full buffer, and this rank's piece of it."""
+        size = self._route.nodes.size
+        parts = kept.split([(stop - start) // size for start, stop in self._layout.spans])
+        return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

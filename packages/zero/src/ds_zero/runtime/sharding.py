@@ -49,7 +49,7 @@ from ds_zero.runtime.unit import Part, Unit
 __all__ = ["Runtime", "ShardOptions", "Sharding", "sharding_of"]
 
 
-class Runtime:
+class Runtime(Backward):
     """The hooks of one model.
 
     Args:
@@ -63,12 +63,12 @@ class Runtime:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], ahead_numel: int, inflight_bytes: int) -> None:
+        super().__init__()
         self.begun: Callable[[], None] = lambda: None
         self._keys = _keys(units)
         self._model, self._settled = model, False
-        backward = Backward(self)
-        self.gathering = Gathering(units, backward, ahead_numel)
-        self.reducing = Reducing(units, backward, self.gathering, inflight_bytes)
+        self.gathering = Gathering(units, self, ahead_numel)
+        self.reducing = Reducing(units, self, self.gathering, inflight_bytes)
         self.reducing.attach()
         self.gathering.attach(model)
 
@@ -89,24 +89,22 @@ class Runtime:
     # ---- phases of a backward
 
     def begin_backward(self) -> None:
-        """The outermost backward begins."""
         self.begun()
         self.reducing.begin_backward()
         self.gathering.begin_backward()
 
     def end_backward(self) -> None:
-        """It is over: every trained unit is reduced, every released unit goes back."""
+        """Every trained unit is reduced, every released unit goes back."""
         self.gathering.finish_backward()
         self.reducing.finish_backward()
         self.abandon_backward()
         self.gathering.release_all()
 
     def abandon_backward(self) -> None:
-        """It has no end: forget its progress. Gradients it left behind stay, as in torch."""
+        """Gradients it left behind stay, as in torch."""
         self.gathering.clear_backward()
 
     def end_inner(self, units: set[int]) -> None:
-        """A backward inside it is over."""
         self.gathering.end_inner(units)
 
     # ---- between steps
@@ -352,7 +350,7 @@ class Sharding:
     def pieces(unit: Unit) -> list[Piece]:
         """What this rank owns of a unit; an empty parameter is the first rank's."""
         owned = list(unit.owned)
-        if unit.rank == 0:
+        if unit.seat.shards.rank == 0:
             owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
         return owned
 

@@ -24,7 +24,7 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
-from ds_zero.layout.elements import Piece, Slot, UnitLayout
+from ds_zero.layout.elements import Piece, Slot, UnitLayout, gaps_between
 from ds_zero.layout.options import PLAIN, Messages
 from ds_zero.layout.plan import Storage, UnitPlan
 from ds_zero.offload.tiers import Tier, place_of
@@ -59,11 +59,8 @@ def parts_of(shard: Tensor, layout: UnitLayout) -> list[Tensor]:
 
 def clear_gaps(shard: Tensor, owned: Sequence[Piece]) -> None:
     """Zeros where a shard belongs to no parameter."""
-    end = 0
-    for piece in owned:
-        shard[end : piece.start].zero_()
-        end = piece.stop
-    shard[end:].zero_()
+    for gap in gaps_between([(piece.start, piece.stop) for piece in owned], shard.numel()):
+        shard[gap.start : gap.stop].zero_()
 
 
 class PrivateStorage:
@@ -134,8 +131,8 @@ class PrivateStorage:
     def _gather(self, channel: comm.Group | None, wire: Messages) -> None:
         route = self._unit.seat.route if channel is None else None
         start = partial(self._send, route if route is not None and route.nodes.two_steps else None, channel)
-        for segment, source in zip(self._layout.segments, self._sources(), strict=True):
-            out = self.full[segment.start : segment.start + segment.chunk * self._layout.world]
+        for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
+            out = self.full[begin:end]
             self._works.append(wire.gather(out, source.to(self.full.device, non_blocking=True), start))
 
     def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:

@@ -9,8 +9,6 @@ It holds sharded parameters and their `gradients`. It knows no ZeRO stage, no ho
 *full* is the flat buffer that all parameters are views of, in the format forward uses; `storage.py` says where it is between uses.
 *shard* is this rank's part of it in master format, the only thing an optimizer sees: a range of full where formats agree and full keeps
 its memory, else memory of its own, which may be elsewhere between updates (`tiers.py`).
-
-A buffer that a collective is using belongs to that collective's handle; every verb waits for it before touching the buffer.
 """
 
 from __future__ import annotations
@@ -100,11 +98,6 @@ class Unit:
         return self.plan.dtypes
 
     @property
-    def rank(self) -> int:
-        """Among those that share the unit's state."""
-        return self.seat.shards.rank
-
-    @property
     def device(self) -> torch.device:
         """Of its parameters, also while they are on meta."""
         param = self.params[0]
@@ -120,11 +113,6 @@ class Unit:
         """Whether full has no memory between uses."""
         return self.plan.storage is Storage.RELEASED
 
-    @property
-    def aliased(self) -> bool:
-        """Whether the shard is a range of what forward uses."""
-        return self.plan.aliased
-
     # ---- parameters
 
     def _adopt(self) -> None:
@@ -137,7 +125,7 @@ class Unit:
             with whole(param) as value:
                 # Values of meta parameters come later: `load_pretrained`.
                 flat = None if value.is_meta else value.reshape(-1)
-                for piece in pieces if not self.aliased else ():
+                for piece in pieces if not self.plan.aliased else ():
                     mine = self.shard[piece.start : piece.stop]
                     if flat is None:
                         mine.zero_()
@@ -209,7 +197,7 @@ class Unit:
         self.storage.publish()
         increment_version(self.params)
         self._versions = [param._version for param in self.params]
-        if self.state is Full.CURRENT and not (self.aliased and self.layout.world == 1):
+        if self.state is Full.CURRENT and not (self.plan.aliased and self.layout.world == 1):
             self.state = Full.STALE
 
     def adopt_edits(self) -> None:
@@ -228,7 +216,7 @@ class Unit:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, and so do a secondary copy and what gathers send."""
-        shard = 0 if self.aliased or self.tier.apart else self.shard.untyped_storage().nbytes()
+        shard = 0 if self.plan.aliased or self.tier.apart else self.shard.untyped_storage().nbytes()
         grads = {"grad_full": self.gradients.full_bytes, "grad_shard": self.gradients.shard_bytes}
         return {"full": self.storage.nbytes, "shard": shard, **grads}
 

@@ -48,7 +48,9 @@ def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
     """
     habits: dict[int, Habits] = {}
     for number, group in enumerate(optimizer.param_groups):
-        found = Habits(_declared(optimizer)) if owns_reduction(optimizer) else _habits(optimizer, group)
+        # The step of one that reduces is collective and depends on how far it is, so it is not asked to step.
+        declared: Kind = "flat" if getattr(optimizer, "elementwise", True) else "whole"
+        found = Habits(declared) if owns_reduction(optimizer) else _habits(optimizer, group)
         if found.layout == "whole" and asked not in (None, "whole"):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
@@ -111,11 +113,6 @@ def keeps_state(optimizer: Optimizer, dtypes: Dtypes) -> bool:
 def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
     """The format in which an optimizer keeps its state of a parameter."""
     return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
-
-
-def _declared(optimizer: Optimizer) -> Kind:
-    # Its step is collective and depends on how far it is, so it is not asked to step.
-    return "flat" if getattr(optimizer, "elementwise", True) else "whole"
 
 
 def _habits(optimizer: Optimizer, group: dict[str, Any]) -> Habits:
