@@ -27,6 +27,7 @@ __all__ = [
     "as_group",
     "drop_group",
     "new_group",
+    "node_groups",
     "part_group",
     "single_group",
     "twin_group",
@@ -195,6 +196,18 @@ def part_group(ranks: Sequence[int], name: str, backend: str | None = None) -> G
     number = made[members] = made.get(members, 0) + 1
     digest = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
     return Group(name, members, place, named_group(members, f"part-{digest}", name, backend, _timeout[0]))
+
+
+def node_groups(group: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
+    """The `size` neighbouring ranks of `group` around this one, and those with its place among every such neighbours. Collective.
+
+    Args:
+        size: Divides the ranks of the group.
+        names: Of the two.
+    """
+    number, place = divmod(group.rank, size)
+    inside = part_group(group.ranks[number * size : (number + 1) * size], names[0])
+    return inside, part_group(group.ranks[place::size], names[1])
 
 
 def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:

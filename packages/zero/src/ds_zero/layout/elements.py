@@ -160,13 +160,10 @@ def plan_layout(
     """
     if world < 1 or align < 1:
         raise ValueError(f"a layout needs world >= 1 and align >= 1, got {world} and {align}")
-    if kind == "flat":
-        return _flat(shapes, world, align)
-    if kind == "dim0":
-        return _dim0(shapes, world, align)
-    if kind == "whole":
-        return _whole(shapes, world, align)
-    raise ValueError(f"layout kind must be flat, dim0 or whole, got {kind!r}")
+    rules = {"flat": _flat, "dim0": _dim0, "whole": _whole}
+    if kind not in rules:
+        raise ValueError(f"layout kind must be flat, dim0 or whole, got {kind!r}")
+    return rules[kind](shapes, world, align)
 
 
 def _up(numel: int, align: int) -> int:

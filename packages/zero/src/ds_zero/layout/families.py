@@ -9,7 +9,6 @@ checkpoint holds; a parameter is a box of it.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,22 +19,13 @@ from torch import Tensor, nn
 import ds_comm as comm
 from ds_comm import Group, part_group, single_group
 from ds_comm.family import Assignment, Family, assignment_of
+from ds_comm.groups import node_groups
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
 from ds_zero.runtime.scattered import scatter_of
 
-__all__ = [
-    "Logical",
-    "Replicas",
-    "check_same",
-    "cut",
-    "family_name",
-    "find_families",
-    "logical_of",
-    "make_same",
-    "split_replicas",
-]
+__all__ = ["Logical", "Replicas", "check_same", "cut", "family_name", "find_families", "logical_of"]
 
 
 class Replicas(NamedTuple):
@@ -64,10 +54,8 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
         return Replicas(group, alone)
     if size == 1:
         return Replicas(alone, group)
-    number, place = divmod(group.rank, size)
-    shards = part_group(group.ranks[number * size : (number + 1) * size], "replica")
-    twins = part_group(group.ranks[place::size], "twins")
-    return Replicas(shards, twins, (shards, twins))
+    made = node_groups(group, size, ("replica", "twins"))
+    return Replicas(*made, made)
 
 
 def family_name(tensor: Tensor) -> str:
@@ -232,41 +220,3 @@ def _content(spec: UnitSpec, logical: Mapping[str, Logical]) -> tuple[Any, ...]:
     # A tied weight has other names, and other modules, on other stages; its logical name is the same.
     params = [(replace(p, name="", module=""), logical[p.name]) for p in spec.params]
     return (spec.family, spec.residency, "" if spec.family != DENSE else spec.module, params)
-
-
-def make_same(tensors: Sequence[Tensor], group: Group) -> None:
-    """Make `tensors` equal to those of the group's first rank. Compares digests first, so equal ranks send 16 bytes a tensor."""
-    if group.pg is None:
-        return
-    with torch.no_grad():
-        mine = _digests([t.detach() for t in tensors])
-        all_of = torch.empty(group.size * mine.numel(), dtype=torch.int64)
-        comm.all_gather_single(all_of, mine.flatten(), group, unit="shard")
-        table = all_of.view(group.size, -1, 2)
-        differs = (table != table[0]).flatten(2).any(2).any(0)
-        for i in differs.nonzero().flatten().tolist():
-            value = tensors[i].detach().contiguous()
-            comm.broadcast(value, group=group, group_src=0, unit="shard")
-            tensors[i].data.copy_(value)
-
-
-def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    # Two sums over the bit patterns of each, one of them weighted by position, so that permuted rows differ: [tensors, 2]. One
-    # pass over memory; the sums of all tensors are made together, because an operation on a few numbers takes long, too.
-    parts = [_row_sums(tensor) for tensor in tensors]
-    sums = torch.cat([torch.empty(0, dtype=torch.int64), *(part for pair in parts for part in pair)])
-    lengths = torch.tensor([sum(map(len, pair)) for pair in parts], dtype=torch.int64)
-    of = torch.repeat_interleave(lengths)
-    place = torch.arange(1, len(sums) + 1) - (lengths.cumsum(0) - lengths)[of]
-    return torch.zeros(len(parts), 2, dtype=torch.int64).index_add_(0, of, torch.stack([sums, sums * place], 1))
-
-
-def _row_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the rows of a square of its words, and the words that do not fill one."""
-    words = tensor.contiguous().view(-1).view(torch.uint8)
-    if pad := -words.numel() % 8:
-        words = torch.nn.functional.pad(words, (0, pad))
-    words = words.view(torch.int64)
-    width = max(1, math.isqrt(words.numel()))
-    square = words.numel() // width * width
-    return words[:square].view(-1, width).sum(1).cpu(), words[square:].cpu()

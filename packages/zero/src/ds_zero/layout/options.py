@@ -276,7 +276,7 @@ class ShardOptions:
         return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
 
     def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
-        """Where the parameters of units param_tier, in canonical order.
+        """Where the parameters of units are kept, in canonical order.
 
         Args:
             shards: Of each unit, over how many ranks it is cut.

@@ -40,7 +40,7 @@ class Storage(Enum):
     """Where a unit's parameters are between uses."""
 
     PRIVATE = "private"  # every rank keeps all of them
-    RELEASED = "released"  # every rank keeps its shard, and gathers the param_tier for a use
+    RELEASED = "released"  # every rank keeps its shard, and gathers the rest for a use
     SHARED = "shared"  # the ranks of a host keep one copy between them
 
 
@@ -169,7 +169,7 @@ class ZeroPlan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory on one rank: what param_tiers there, and what is on its way to and from files."""
+        """Bytes of host memory on one rank: what stays there, and what is on its way to and from files."""
         staged = 0
         for role in ("tier", "param_tier"):
             for place in {p for u in self.units if isinstance(p := getattr(u, role), Placement)}:

@@ -12,8 +12,10 @@ Parameters may share a unit when their *key* is equal: element format, optimizer
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_zero.layout.elements import Kind
 
@@ -223,28 +225,19 @@ def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:
     return stay
 
 
-@dataclass(slots=True)
-class _Node:
-    name: str
-    callable: bool
-    params: list[ParamInfo] = field(default_factory=list)
-    children: list[_Node] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return sum(p.numel for p in self.params) + sum(c.numel for c in self.children)
-
-    def all_params(self) -> list[ParamInfo]:
-        return [*self.params, *(p for c in self.children for p in c.all_params())]
-
-
 def _subtrees(
     params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, limits: tuple[int, frozenset[str]]
 ) -> list[UnitSpec]:
-    root = _tree(params, modules)
+    tree = _Tree({"": True}, {"": []}, defaultdict(list))
+    for info in modules:
+        if info.name:
+            tree.callable[info.name], tree.children[info.name] = info.callable, []
+            tree.children[info.name.rpartition(".")[0]].append(info.name)
+    for param in params:
+        tree.params[param.module].append(param)
     rank_of = {p.name: i for i, p in enumerate(params)}
     found: list[tuple[str, list[ParamInfo]]] = []
-    _split(root, limits, found)
+    _split(tree, "", limits, found)
     units: list[UnitSpec] = []
     limit, leaves = limits
     for module, members in found:
@@ -254,35 +247,35 @@ def _subtrees(
     return units
 
 
-def _tree(params: Sequence[ParamInfo], modules: Iterable[ModuleInfo]) -> _Node:
-    nodes = {"": _Node("", True)}
-    for info in modules:
-        if info.name:
-            nodes[info.name] = _Node(info.name, info.callable)
-            nodes[info.name.rpartition(".")[0]].children.append(nodes[info.name])
-    for param in params:
-        nodes[param.module].params.append(param)
-    return nodes[""]
+class _Tree(NamedTuple):
+    """By qualified name of a module."""
+
+    callable: dict[str, bool]
+    children: dict[str, list[str]]
+    params: defaultdict[str, list[ParamInfo]]
+
+    def below(self, name: str) -> list[ParamInfo]:
+        return [*self.params[name], *(p for child in self.children[name] for p in self.below(child))]
 
 
 def _split(
-    node: _Node, limits: tuple[int, frozenset[str]], found: list[tuple[str, list[ParamInfo]]]
+    tree: _Tree, name: str, limits: tuple[int, frozenset[str]], found: list[tuple[str, list[ParamInfo]]]
 ) -> list[ParamInfo]:
-    """Append (module, parameters) of units below `node`; return parameters that a caller's forward must cover."""
+    """Append (module, parameters) of units below module `name`; return parameters that a caller's forward must cover."""
     limit, leaves = limits
-    fits = node.callable and (node.numel <= limit or node.name in leaves)
-    if fits and node.name:
-        if members := node.all_params():
-            found.append((node.name, members))
+    members = tree.below(name)
+    if name and tree.callable[name] and (sum(p.numel for p in members) <= limit or name in leaves):
+        if members:
+            found.append((name, members))
         return []
-    left = list(node.params)
-    for child in node.children:
-        left.extend(_split(child, limits, found))
-    if node.callable:  # a container has no forward, so what it owns is its parent's to gather
-        if left:
-            found.append((node.name, left))
-        return []
-    return left
+    left = list(tree.params[name])
+    for child in tree.children[name]:
+        left.extend(_split(tree, child, limits, found))
+    if not tree.callable[name]:  # a container has no forward, so what it owns is its parent's to gather
+        return left
+    if left:
+        found.append((name, left))
+    return []
 
 
 def _by_key(params: Iterable[ParamInfo]) -> list[list[ParamInfo]]:

@@ -212,6 +212,7 @@ class Ring:
         extras: Slots beside the bounded number that are held now: whole access holds more units than an update does.
         reads, writes: Bytes so far.
         ahead: Records that are read before their use, oldest first.
+        numbers: Of records.
     """
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
@@ -225,12 +226,7 @@ class Ring:
         self.ahead: list[Record] = []
         self._after: dict[tuple[int, int], Record] = {}
         self._last = (-1, -1)
-        self._numbers = 0
-
-    def number(self) -> int:
-        """Of one more record."""
-        self._numbers += 1
-        return self._numbers - 1
+        self.numbers = count()
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least so many bytes; waits for the oldest write if all are being written."""
@@ -296,17 +292,12 @@ class Record:
     """
 
     def __init__(self, ring: Ring, nbytes: int) -> None:
-        self.ring, self.number = ring, ring.number()
+        self.ring, self.number = ring, next(ring.numbers)
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         self._offset = ring.scratch.reserve(self.nbytes)
         self._slot: Slot | None = None
         self._reading: Moving | None = None
         self._writing: Moving | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether a slot is taken for it."""
-        return self._slot is not None
 
     def begin(self) -> None:
         """Start to read, if it is not held and a slot is free."""

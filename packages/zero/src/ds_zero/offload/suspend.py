@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError, UnsupportedError
+from ds_zero.offload.scratch import host_bytes
 from ds_zero.runtime.released import Keeper, keep, release, restore, unkeep
 from ds_zero.runtime.unit import Full, Unit
 
@@ -82,7 +83,8 @@ def take_away(
             if storage.nbytes() == 0 or storage.data_ptr() in seen or not storage.resizable():
                 continue
             seen.add(storage.data_ptr())
-            gone.append(Away(kind, storage, _to_host(storage, tensor.device, pin_memory)))
+            host = host_bytes(storage.nbytes(), tensor.device, pin=pin_memory)
+            gone.append(Away(kind, storage, host.copy_(_bytes(storage, tensor.device))))
     for away in gone:
         away.storage.resize_(0)
     if {"masters", "parameters"} & set(kinds):
@@ -124,12 +126,6 @@ def _tensors(units: Sequence[Unit], state: Iterable[Tensor]) -> Mapping[str, lis
         "masters": [unit.shard for unit in units if not unit.plan.aliased],
         "gradients": [t for unit in units for t in unit.gradients.tensors],
     }
-
-
-def _to_host(storage: torch.UntypedStorage, device: torch.device, pin_memory: bool) -> Tensor:
-    pinned = pin_memory and device.type not in ("cpu", "mps", "meta")
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-    return host.copy_(_bytes(storage, device))
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

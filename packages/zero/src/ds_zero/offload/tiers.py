@@ -36,21 +36,7 @@ from ds_zero.layout.precision import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
 from ds_zero.offload.scratch import Record, Ring, host_bytes
 
-__all__ = [
-    "TIERS",
-    "FilePlace",
-    "FileTier",
-    "HostPlace",
-    "HostTier",
-    "Part",
-    "Sums",
-    "Tier",
-    "Tiered",
-    "kind_of",
-    "made",
-    "place_of",
-    "tier_of",
-]
+__all__ = ["TIERS", "Part", "Place", "Sums", "Tier", "Tiered", "kind_of", "made", "place_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -209,31 +195,23 @@ def place_of(placement: Placement | str, unit: Any, sender: Sender) -> Place:
     return HostPlace(placement) if placement.where == "host" else FilePlace(placement, unit, sender)
 
 
-class _Hosted(Place):
+class HostPlace(Place):
     """In memory of the host."""
 
     apart = True
-    placement: Placement
+
+    def __init__(self, placement: Placement, *unit: Any) -> None:
+        super().__init__(*unit)
+        self.placement = placement
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return host_bytes(numel * dtype.itemsize, device, pin=self.placement.pin).view(dtype)
 
 
-class HostTier(_Hosted, Tier):
+class HostTier(HostPlace, Tier):
     """In memory of the host, where the optimizer updates it."""
 
     resident = False
-
-    def __init__(self, placement: Placement, unit: Any) -> None:
-        super().__init__(unit)
-        self.placement = placement
-
-
-class HostPlace(_Hosted):
-    """In memory of the host."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
 
 
 class _Filed(Place, ABC):

@@ -263,9 +263,7 @@ class Split(Updater):
             state[WAITING] = torch.zeros_like(part.tensor, requires_grad=False)
         waiting = state[WAITING].view(-1)
         places = self._places_of(unit, part)
-        if self._step.choose:
-            for moment in moments:
-                moment[places.chosen] = 0
+        self._begin(moments, places)
         waiting += grad
         sign = -1.0 if group.get("maximize") else 1.0
         kept = []
@@ -291,17 +289,19 @@ class Split(Updater):
         state, value = inner.state.get(part.tensor, {}), part.tensor.detach().view(-1)
         moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor) if name in state]
         places = self._places_of(unit, part)
-        if self._step.choose:
-            for moment in moments:
-                moment[places.chosen] = 0
+        self._begin(moments, places)
         if not self._step.end or WAITING not in state or not state[WAITING].any():
             return []
         part.tensor.grad = (state[WAITING] / self._calendar.since).view_as(part.tensor)
         found = (places.always, places.chosen)
         return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
 
+    def _begin(self, moments: Sequence[Tensor], places: _Places) -> None:
+        if self._step.choose:
+            for moment in moments:
+                moment[places.chosen] = 0
+
     def finish(self) -> None:
-        """All units were stepped."""
         if self._step.end:
             self._calendar.ended()
 

@@ -47,6 +47,7 @@ class Gathering(Keeper):
         released: Numbers of the units that are released between uses.
         arrivals: Which gradients have arrived in this backward.
         hooked: What becomes of a function before it is put on a module. Set it while there are no hooks.
+        calls: Of each unit the calls whose backward is under way.
         running: How many calls of modules that own a unit run now; by its number.
     """
 
@@ -66,7 +67,7 @@ class Gathering(Keeper):
         self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
         self._backward = self._order(self._backward_sequence())
-        self._calls: list[set[Call]] = [set() for _ in units]
+        self.calls: list[set[Call]] = [set() for _ in units]
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
@@ -114,17 +115,16 @@ class Gathering(Keeper):
     # ---- released parameters
 
     def name_of(self, param: Parameter) -> str:
-        """Keeper: the qualified name of a parameter."""
         number, member = self._where[id(param)]
         return self.units[number].spec.params[member].name
 
     def touched(self, param: Parameter, what: str) -> bool:
-        """Keeper: gather a parameter that is used outside its module, if a forward or backward is running."""
+        """Gather a parameter that is used outside its module, if a forward or backward is running."""
         del what
-        number, order = self._where[id(param)][0], self._phase()
+        number, order = self._where[id(param)][0], self.phase()
         if order is None:
             return False
-        self._gather(number, order)
+        self.gather(number, order)
         if torch.is_grad_enabled():
             self._share(number)
         else:
@@ -132,7 +132,7 @@ class Gathering(Keeper):
         return True
 
     def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """Keeper: a placeholder, where no forward or backward is running."""
+        """A placeholder, where no forward or backward is running."""
         if graph_task_id() != -1 or self._forward is not None:
             return None
         if not self._told:
@@ -146,7 +146,7 @@ class Gathering(Keeper):
         return placeholder_of(param, self.name_of(param))
 
     def copied(self, param: Parameter) -> Parameter:
-        """Keeper: another parameter with the same values, of which this rank has the same part. Sends nothing."""
+        """Sends nothing."""
         unit, name = self.units[self._where[id(param)][0]], self.name_of(param)
         unit.tier.fetch()
         pieces = [piece for piece in unit.owned if piece.name == name]
@@ -173,12 +173,12 @@ class Gathering(Keeper):
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
                 for number in numbers:
-                    self._gather(number, self._backward)
+                    self.gather(number, self._backward)
             else:
                 order = self._enter(name)
                 for number in numbers:
                     self.running[number] += 1
-                    self._gather(number, order)
+                    self.gather(number, order)
             calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -193,7 +193,7 @@ class Gathering(Keeper):
                 self._sticky.update(self._shared.intersection(numbers))
             for number in numbers:
                 self.running[number] -= 1
-                self._put_back(number)
+                self.put_back(number)
             self._leave()
 
         return pre, post
@@ -224,29 +224,12 @@ class Gathering(Keeper):
         finally:
             self._leave()
 
-    # ---- asked for by compiled graphs, see `graphs.py`
-
-    def _phase(self) -> GatherOrder | None:
+    def phase(self) -> GatherOrder | None:
         """The order of the phase that runs; None outside of any."""
         if graph_task_id() == -1:
             return self._forward
         self._in_backward.enter()
         return self._backward
-
-    def expect(self, number: int) -> None:
-        """A unit will be needed soon: its gather begins."""
-        order = self._phase()
-        for other in () if order is None else order.expect(number):
-            self.units[other].start_unshard(again=True)
-
-    def need(self, number: int) -> None:
-        """A unit is needed now."""
-        self._gather(number, self._phase())
-
-    def spare(self, number: int) -> None:
-        """A graph does not need a unit any more: it goes back, unless a call outside of the graph has it."""
-        if not self._calls[number] and not self.running[number]:
-            self._put_back(number)
 
     def keep(self, numbers: Collection[int]) -> None:
         """These units stay gathered from the first use of a step until its update. The same on every rank, between steps."""
@@ -271,7 +254,8 @@ class Gathering(Keeper):
         call.watch()
         return call
 
-    def _gather(self, number: int, order: GatherOrder | None) -> None:
+    def gather(self, number: int, order: GatherOrder | None) -> None:
+        """Make a unit usable, in the order of a phase where one runs."""
         unit = self.units[number]
         if order is not None and order.awaits(number):
             for other in order.need(number):
@@ -282,7 +266,8 @@ class Gathering(Keeper):
             unit.start_unshard(channel=unit.seat.unforeseen())
         unit.finish_unshard()
 
-    def _put_back(self, number: int) -> None:
+    def put_back(self, number: int) -> None:
+        """A unit is not needed by what asked for it; it stays where something else keeps it."""
         if number not in self._sticky and number not in self._kept:
             self.units[number].reshard()
 
@@ -291,7 +276,7 @@ class Gathering(Keeper):
         if order is not None:
             self._finish(order)
         for number in self._strays:
-            self._put_back(number)
+            self.put_back(number)
         self._strays.clear()
         if self._kept and order is self._forwards[""]:  # every rank has them now, and until the update
             for held in (*self._forwards.values(), self._backward):
@@ -299,11 +284,11 @@ class Gathering(Keeper):
 
     def _finish(self, order: GatherOrder) -> None:
         for number in order.waiting:
-            self._put_back(number)
+            self.put_back(number)
         for number in order.finish():
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
-            self._put_back(number)
+            self.put_back(number)
         self._push()
 
     def _push(self) -> None:
@@ -325,24 +310,24 @@ class Gathering(Keeper):
     def clear_backward(self) -> None:
         """Forget the calls whose backward was under way, and the gradients that arrived in it."""
         self.arrivals.clear()
-        for calls in self._calls:
+        for calls in self.calls:
             calls.clear()
 
     def release_all(self) -> None:
         """Nothing is in use but what is sticky."""
         for number in self.released:
-            self._put_back(number)
+            self.put_back(number)
 
     def completed(self, number: int) -> None:
         """A unit's gradients have all arrived: it goes back unless a call still needs it."""
-        if self.units[number].releases and not self._calls[number]:
-            self._put_back(number)
+        if self.units[number].releases and not self.calls[number]:
+            self.put_back(number)
 
     def end_inner(self, numbers: set[int]) -> None:
         """A checkpointed segment is done: what it gathered and does not train is not needed for the next one."""
         for number in numbers:
-            if not self.units[number].spec.trained and not self._calls[number]:
-                self._put_back(number)
+            if not self.units[number].spec.trained and not self.calls[number]:
+                self.put_back(number)
 
     def run_ahead(self) -> None:
         """Start the next gather in order, before anyone here needs it; see the note "two orders" in `sharding.py`."""
@@ -358,19 +343,19 @@ class Gathering(Keeper):
         if torch.is_grad_enabled():  # create_graph: what this backward saves is guarded by nobody
             self._sticky.update(call.numbers)
         for number in call.numbers:
-            if call.inputs and call not in self._calls[number]:
+            if call.inputs and call not in self.calls[number]:
                 call.pending = call.inputs
-                self._calls[number].add(call)
+                self.calls[number].add(call)
             if inner is not None:
                 inner.add(number)
-            self._gather(number, self._backward)
+            self.gather(number, self._backward)
 
     def unpacked(self, numbers: tuple[int, ...]) -> None:
         """Watcher: autograd needs something a module saved. Its unit should be here by now."""
         for number in numbers:
             if self.units[number].state is not Full.CURRENT and graph_task_id() != -1:
                 self._in_backward.enter()
-                self._gather(number, self._backward)
+                self.gather(number, self._backward)
                 self._share(number)
 
     def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
@@ -384,9 +369,9 @@ class Gathering(Keeper):
     def left(self, call: Call) -> None:
         """Watcher: the gradients of all inputs of a call have arrived."""
         for number in call.numbers:
-            self._calls[number].discard(call)
-            if not self._calls[number] and (not self.units[number].spec.trained or self.arrivals.complete(number)):
-                self._put_back(number)
+            self.calls[number].discard(call)
+            if not self.calls[number] and (not self.units[number].spec.trained or self.arrivals.complete(number)):
+                self.put_back(number)
 
     # ---- between steps
 

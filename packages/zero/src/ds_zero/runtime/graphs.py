@@ -70,16 +70,20 @@ class Graphs:
 
     def expect(self, number: int) -> None:
         """A unit will be needed: its gather begins, after those that come before it. Collective over its ranks, as all of these."""
-        self._runtime.gathering.expect(number)
+        order = self._runtime.gathering.phase()
+        for other in () if order is None else order.expect(number):
+            self.units[other].start_unshard(again=True)
 
     def need(self, number: int) -> None:
         """A unit is needed: returns when its parameters are usable."""
-        self._runtime.gathering.need(number)
+        gathering = self._runtime.gathering
+        gathering.gather(number, gathering.phase())
 
     def spare(self, number: int) -> None:
-        """A unit is not needed any more in this graph."""
-        if self.units[number].releases:
-            self._runtime.gathering.spare(number)
+        """A unit is not needed any more in this graph: it goes back, unless a call outside of the graph has it."""
+        gathering = self._runtime.gathering
+        if self.units[number].releases and not gathering.calls[number] and not gathering.running[number]:
+            gathering.put_back(number)
 
     def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""

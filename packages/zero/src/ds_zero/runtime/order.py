@@ -49,17 +49,10 @@ class GatherOrder:
     def need(self, unit: int) -> list[int]:
         """Units to issue now, in order, so that `unit` can be used. Empty if it was issued early and is waiting."""
         self.seen.append(unit)
-        issue: list[int] = []
-        if self._waiting.get(unit):
-            self._take(unit)
-        else:
-            try:
-                place = self.sequence.index(unit, self._cursor)
-            except ValueError:
-                return [unit]  # it was issued: once more, on the spot
-            while self._cursor <= place:
-                issue.append(self._issue())
-            self._take(unit)
+        if not self.awaits(unit):
+            return [unit]  # it was issued: once more, on the spot
+        issue = self.expect(unit)
+        self._take(unit)
         while self._cursor < len(self.sequence) and self._fits(self.sequence[self._cursor]):
             issue.append(self._issue())
         return issue
@@ -68,10 +61,8 @@ class GatherOrder:
         """Units to issue now, in order, so that `unit` is under way before it is needed. Empty if it is, or was issued before."""
         if self._waiting.get(unit) or self._last.get(unit, -1) < self._cursor:
             return []
-        turn, issue = self.sequence.index(unit, self._cursor), []
-        while self._cursor <= turn:
-            issue.append(self._issue())
-        return issue
+        place = self.sequence.index(unit, self._cursor)
+        return [self._issue() for _ in range(self._cursor, place + 1)]
 
     def awaits(self, unit: int) -> bool:
         """Whether `unit` is still to be issued in this phase, or was issued early and not needed yet."""

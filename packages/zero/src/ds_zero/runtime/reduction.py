@@ -3,7 +3,7 @@
     posting    in memory that the ranks share: each *publishes* the elements of its gradients that others own, by copying them into its
                slot, and sums what it owns
     exchange   by messages: a rank sends a large run to its owner as it is, and short runs in one message a rank, the *pack*
-    rows       at stage 0: of an embedding only the rows that were looked up
+    rows       at stage 0: of an embedding only the rows that were looked up (`ds_comm.rows`)
 
 The first two sum out of the tensors that autograd made, and put a sum in the memory of one of its terms where they may. Which ranges
 those are is decided in `elements.py`. Every rank sends and receives the same whatever its gradients are like: one that is absent, not
@@ -17,17 +17,12 @@ every slot, whatever the unit, and pages that nobody writes are never taken.
 Note "nothing else lies there". Autograd hands the same memory to several tensors: where a parameter was viewed and added, its gradient
 is a view of the gradient that goes on to earlier layers. Such a gradient is read, and its sum is put elsewhere.
 
-Note "sums by rows". A step looks up few rows of an embedding; all others have zero gradient. All ranks learn the largest number of rows
-that one rank has, gather indices and values padded to it, and add them up in the order of the ranks. Where that would send more
-than an all-reduce of the table, the table is all-reduced; every rank knows the numbers, so all choose alike. Sends, for W ranks, k rows
-at most on a rank, D values of s bytes in a row: (W-1) k (8 + D s) bytes, against 2 (W-1)/W R D s of the dense sum of R rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -36,6 +31,7 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, Work
+from ds_comm.rows import Table, sum_rows
 from ds_ops.stream import copy_ranges
 from ds_ops.summing import sum_ranges, sum_sources
 from ds_zero._torch import foreach_copy, storage_uses
@@ -45,7 +41,7 @@ from ds_zero.runtime.gradients import Way
 from ds_zero.runtime.memory import HostMemory, Slot
 from ds_zero.runtime.seat import Seat
 
-__all__ = ["Exchange", "Posting", "Rows", "Table", "by_rows", "tables", "way_of"]
+__all__ = ["Exchange", "Posting", "Rows", "tables", "way_of"]
 
 LEAST_KEPT = 16384
 """Elements; in shared memory, copying fewer takes less time than the call that would spare it."""
@@ -322,20 +318,6 @@ class Exchange(_Direct):
         self._received = None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """An embedding in a flat buffer: `rows` x `width` elements from `offset`."""
-
-    offset: int
-    rows: int
-    width: int
-
-    @property
-    def stop(self) -> int:
-        """Where it ends."""
-        return self.offset + self.rows * self.width
-
-
 def tables(model: nn.Module) -> frozenset[str]:
     """Names of the weights of all nn.Embedding and nn.EmbeddingBag."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -343,59 +325,15 @@ def tables(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, param in model.named_parameters() if id(param) in owners)
 
 
-def by_rows(table: Table, most: int, world: int, itemsize: int) -> bool:
-    """Whether `most` rows a rank send fewer bytes than the whole table does. Pure."""
-    return world * most * (8 + table.width * itemsize) < 2 * table.rows * table.width * itemsize
-
-
 class Rows(Way):
-    """Sums `tables`, in the order of the unit, by rows, and the ranges between them as they are."""
+    """Sums embeddings by rows."""
 
     def __init__(self, plan: UnitPlan, seat: Seat, tables: Sequence[Table]) -> None:
         super().__init__(plan, seat)
         self.tables = tables
 
     def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
-        """Tables are done on return, the rest when the works are waited for."""
-        if group.size == 1:
-            return []
-        between = gaps_between([(table.offset, table.stop) for table in self.tables], flat.numel())
-        works = [
-            comm.all_reduce(flat[gap.start : gap.stop], group=group, async_op=True, unit=self.name) for gap in between
-        ]
-        with torch.no_grad():
-            views = [flat[table.offset : table.stop].view(table.rows, table.width) for table in self.tables]
-            used = [(view != 0).any(1).nonzero().view(-1) for view in views]
-            counts = self._counts(used, flat.device, group)
-            for table, view, rows, of_ranks in zip(self.tables, views, used, counts, strict=True):
-                if by_rows(table, max(of_ranks), group.size, flat.element_size()):
-                    self._add_rows(view, rows, of_ranks, group)
-                else:
-                    works.append(comm.all_reduce(view, group=group, async_op=True, unit=self.name))
-        return works
-
-    def _counts(self, used: Sequence[Tensor], device: torch.device, group: Group) -> list[list[int]]:
-        """How many rows each rank has, by table and rank."""
-        mine = torch.tensor([len(rows) for rows in used], dtype=torch.int64, device=device)
-        every = torch.empty(group.size * len(used), dtype=torch.int64, device=device)
-        comm.all_gather_single(every, mine, group=group, unit=self.name)
-        found: list[list[int]] = every.view(group.size, -1).t().tolist()
-        return found
-
-    def _add_rows(self, view: Tensor, rows: Tensor, of_ranks: Sequence[int], group: Group) -> None:
-        most, width = max(of_ranks), view.shape[1]
-        if most == 0:
-            return
-        index, values = rows.new_zeros(most), view.new_zeros(most, width)
-        index[: len(rows)], values[: len(rows)] = rows, view[rows]
-        indices, all_values = index.new_empty(group.size * most), values.new_empty(group.size * most * width)
-        comm.all_gather_single(indices, index, group=group, unit=self.name)
-        comm.all_gather_single(all_values, values.view(-1), group=group, unit=self.name)
-        view[rows] = 0
-        # Rank by rank: the order of the terms, and so the sum, is the same everywhere.
-        parts = zip(indices.view(group.size, -1), all_values.view(group.size, most, width), of_ranks, strict=True)
-        for where, what, count in parts:
-            view.index_add_(0, where[:count], what[:count])
+        return sum_rows(flat, self.tables, group, self.name)
 
 
 def way_of(plan: UnitPlan, seat: Seat) -> Way:

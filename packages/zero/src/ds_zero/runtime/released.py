@@ -114,11 +114,8 @@ _PROPERTIES = {
 def _called(func: Callable[..., Any]) -> str:
     """The name of what was called; of a property, the property's."""
     name: str = getattr(func, "__name__", "")
-    return getattr(getattr(func, "__self__", None), "__name__", name) if _is_property(name) else name
-
-
-def _is_property(name: str) -> bool:
-    return name in ("__get__", "__set__", "__delete__")
+    is_property = name in ("__get__", "__set__", "__delete__")
+    return getattr(getattr(func, "__self__", None), "__name__", name) if is_property else name
 
 
 def _faces(func: Callable[..., Any]) -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, drop_group, part_group, twin_group
+from ds_comm import Group, drop_group, groups, twin_group
 from ds_comm.family import Family
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError, UnsupportedError
@@ -407,6 +407,4 @@ def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group
             code="zero-nodes",
             fix=f"Use a divisor of {shards.size} above 1, or leave it out.",
         )
-    node, place = divmod(shards.rank, size)
-    inside = part_group(shards.ranks[node * size : (node + 1) * size], names[0])
-    return inside, part_group(shards.ranks[place::size], names[1])
+    return groups.node_groups(shards, size, names)

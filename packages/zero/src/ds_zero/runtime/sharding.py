@@ -28,9 +28,10 @@ import ds_comm as comm
 from ds_comm import Group, LocalShard, all_gather_json
 from ds_comm.family import Family
 from ds_comm.placement import Interval
+from ds_comm.same import make_same
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import Piece
-from ds_zero.layout.families import check_same, family_name, find_families, logical_of, make_same
+from ds_zero.layout.families import check_same, family_name, find_families, logical_of
 from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
 from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_all
 from ds_zero.layout.precision import Precision

@@ -227,9 +227,13 @@ class Unit:
     # ---- what the optimizer sees
 
     def _part(self, start: int, stop: int) -> Part:
-        members = {s.name: i for i, s in enumerate(self.layout.slots)}
-        inside = tuple(members[p.name] for p in self.owned if start <= p.start < stop)
+        numbers = self._numbers
+        inside = tuple(numbers[p.name] for p in self.owned if start <= p.start < stop)
         return Part(self._parameter(self.shard[start:stop]), start, stop, inside)
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return {s.name: i for i, s in enumerate(self.layout.slots)}
 
     def _parameter(self, view: Tensor) -> Parameter:
         made = Parameter(view)
@@ -239,8 +243,7 @@ class Unit:
 
     def split(self) -> list[Part]:
         """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
-        numbers = {s.name: i for i, s in enumerate(self.layout.slots)}
-        parts = []
+        numbers, parts = self._numbers, []
         for piece in self.owned:
             view = self.shard[piece.start : piece.stop]
             row = max(1, prod(piece.shape[1:]))

@@ -29,7 +29,7 @@ from ds_ops.optim import Fusion, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.options import Habits, ShardOptions, dtype_name
-from ds_zero.layout.precision import Dtypes, Precision
+from ds_zero.layout.precision import Precision
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
 
@@ -92,7 +92,7 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     precision = Precision.of(options.precision)
     for param in params:
         dtypes = precision.resolve(param.dtype, names[id(param)])
-        if dtypes.state is not None and not keeps_state(optimizer, dtypes):
+        if dtypes.state is not None and not _keeps(optimizer, dtypes.master, dtypes.state):
             raise UnsupportedError(
                 f"{names[id(param)]}: {type(optimizer).__name__} cannot keep its state in {dtype_name(dtypes.state)} beside a master "
                 f"in {dtype_name(dtypes.master)}",
@@ -101,13 +101,9 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
             )
 
 
-def keeps_state(optimizer: Optimizer, dtypes: Dtypes) -> bool:
-    """Whether an optimizer can keep its state in the format asked for."""
-    if dtypes.state is None:
-        return True
-    if isinstance(optimizer, OpsOptimizer):
-        return OpsOptimizer.keeps(dtypes.master, dtypes.state)
-    return dtypes.state == dtypes.master  # what torch's do anyway
+def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> bool:
+    """Whether an optimizer can keep its state in a format beside a master in another; what torch's do anyway is that of the master."""
+    return OpsOptimizer.keeps(master, state) if isinstance(optimizer, OpsOptimizer) else state == master
 
 
 def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:

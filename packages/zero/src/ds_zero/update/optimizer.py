@@ -250,8 +250,7 @@ class ShardedOptimizer(Optimizer):
     def _skips(self, culprit: str | None) -> bool:
         """Whether a step whose gradient is not finite leaves its update out."""
         rule = self.sharding.precision.scale
-        asked = self.judge is not None and (rule is None or rule.static is not None)
-        judged = self.judge(culprit) if asked and self.judge is not None else False
+        judged = self.judge is not None and (rule is None or rule.static is not None) and self.judge(culprit)
         return judged or self.sharding.precision.skip_nonfinite or self._scale is not None
 
     def _clip(self, norm: float | None) -> float:
@@ -438,8 +437,7 @@ def shard(
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
         optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
-        options: The fields of `ShardOptions`: stage, group, precision, clip, norm, overlap, policy,
-            strict, layout, shard_size, nodes, sparse, memory, tier, param_tier, wire.
+        options: The fields of `ShardOptions`.
     Returns:
         A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
     Raises:
