@@ -1,46 +1,31 @@
-"""How many floating-point operations a forward does, module by module, and what that says of speed.
-
-Counted by torch's own dispatcher counter: every matrix product, convolution and attention, also `@`, einsum and
-scaled_dot_product_attention, whoever calls them. A multiply-add is two operations. Elementwise work is not counted, nor is
-what is computed again in backward: the section's `recompute_fwd_factor` says how much that is, and it is told apart.
-"""
+"""What counted operations say of a model: the report of `flops_profiler`. What is counted, and how: `ds_engine.counting`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
+from ds_engine.counting import ModuleFlops
 from ds_engine.features import FlopsProfilerConfig
 
-__all__ = ["ForwardCounter", "ModuleFlops", "Profile", "profile_text"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleFlops:
-    """One module: its qualified name ("" for the model), class, elements of its parameters, operations of its forward."""
-
-    name: str
-    kind: str
-    numel: int
-    flops: int
-
-    @property
-    def depth(self) -> int:
-        """Levels below the model."""
-        return self.name.count(".") + 1 if self.name else 0
+__all__ = ["Profile", "profile_text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One forward, and how long the phases of its step took (seconds; empty where they were not timed)."""
+    """One microbatch, and how long the phases of its step took (seconds; empty where they were not timed).
+
+    Attributes:
+        modules: What its forward did, the model first.
+        backward: Operations of its backward; None where that was not watched.
+        again: Of the forward, computed again in backward.
+    """
 
     modules: tuple[ModuleFlops, ...]
     seconds: Mapping[str, float]
     samples: int = 0
+    backward: int | None = None
+    again: int = 0
 
     @property
     def flops(self) -> int:
@@ -48,66 +33,73 @@ class Profile:
         return self.modules[0].flops
 
 
-class ForwardCounter:
-    """Counts inside `watch`; `modules` is what the last watched forward did."""
-
-    def __init__(self) -> None:
-        self.modules: tuple[ModuleFlops, ...] = ()
-
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Count what `model` computes here. Slows it down several times; results are the same."""
-        counter = FlopCounterMode(display=False)
-        with counter:
-            yield
-        counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-        root = type(model).__name__
-        found = [ModuleFlops("", root, _numel(model), counter.get_total_flops())]
-        for name, module in model.named_modules():
-            if name:
-                found.append(ModuleFlops(name, type(module).__name__, _numel(module), counts.get(f"{root}.{name}", 0)))
-        self.modules = tuple(found)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
 def profile_text(profile: Profile, section: FlopsProfilerConfig) -> str:
-    """The report: totals, speeds, the largest modules of each level, and (if detailed) every module."""
+    """The report: totals, speeds, the largest classes of modules of each level, and (if detailed) every module."""
     forward = profile.flops
-    backward = forward * (2 + section.recompute_fwd_factor)
+    backward, again, how = _backward(profile, section)
     lines = [
         f"flops profile of step {section.profile_step}, one microbatch on rank 0",
         f"  parameters          {profile.modules[0].numel:,}",
         f"  forward             {_count(forward)}FLOPs ({_count(forward / 2)}MACs)",
-        f"  backward            {_count(backward)}FLOPs, of them computed again "
-        f"{_count(forward * section.recompute_fwd_factor)}FLOPs",
+        f"  backward            {_count(backward)}FLOPs, {how}; computed again {_count(again)}FLOPs",
     ]
-    for name, flops in (("forward", forward), ("backward", backward)):
+    for name, flops in (("forward", forward), ("backward", backward + again)):
         if seconds := profile.seconds.get(name):
             lines.append(f"  {name + ' speed':<19} {seconds * 1e3:.2f} ms, {_count(flops / seconds)}FLOPS")
     if profile.seconds and profile.samples:
         lines.append(f"  samples per second  {profile.samples / sum(profile.seconds.values()):.2f}")
     shown = [m for m in profile.modules if section.module_depth < 0 or m.depth <= section.module_depth]
-    lines += ["  largest by level:", *_largest(shown, section.top_modules)]
+    lines += ["  largest classes by level (parameters | operations | time):", *_largest(shown, section.top_modules)]
     if section.detailed:
-        lines += ["  every module:", *(_line(m, forward) for m in shown)]
+        lines += ["  every module (parameters, operations, time with the counting in it):"]
+        lines += [_line(m, profile.modules[0]) for m in shown]
     return "\n".join(lines)
 
 
+def _backward(profile: Profile, section: FlopsProfilerConfig) -> tuple[float, float, str]:
+    """Operations of backward, those computed again, and whether they were counted or are estimated."""
+    if profile.backward is not None:
+        return profile.backward, profile.again or profile.flops * section.recompute_fwd_factor, "counted"
+    return 2 * profile.flops, profile.flops * section.recompute_fwd_factor, "twice the forward"
+
+
 def _largest(modules: Sequence[ModuleFlops], count: int) -> list[str]:
+    """For each level the classes with the most parameters, operations and time, as sums over the level."""
     lines = []
     for depth in sorted({m.depth for m in modules}):
-        level = sorted((m for m in modules if m.depth == depth), key=lambda m: -m.flops)[:count]
-        lines.append(f"    {depth}: " + ", ".join(f"{m.name or m.kind} {_count(m.flops)}FLOPs" for m in level))
+        level = [m for m in modules if m.depth == depth]
+        columns: tuple[tuple[Callable[[ModuleFlops], float], Callable[[float], str]], ...] = (
+            (lambda m: m.numel, lambda v: f"{v:,.0f}"),
+            (lambda m: m.flops, lambda v: f"{_count(v)}FLOPs"),
+            (lambda m: m.seconds, lambda v: f"{v * 1e3:.2f} ms"),
+        )
+        told = (_ranked(level, value, text, count) for value, text in columns)
+        lines.append(f"    {depth}: " + " | ".join(told))
     return lines
 
 
-def _line(module: ModuleFlops, total: int) -> str:
-    share = f"{100 * module.flops / total:.1f} %" if total else "0 %"
+def _ranked(
+    level: Sequence[ModuleFlops], value: Callable[[ModuleFlops], float], text: Callable[[float], str], count: int
+) -> str:
+    sums: dict[str, float] = {}
+    for module in level:
+        sums[module.kind] = sums.get(module.kind, 0) + value(module)
+    largest = sorted(sums.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{kind} {text(total)}" for kind, total in largest)
+
+
+def _line(module: ModuleFlops, whole: ModuleFlops) -> str:
     name = f"{'  ' * module.depth}{module.name.rpartition('.')[2] or '(model)'}"
-    return f"    {name:<28} {module.kind:<24} {module.numel:>14,}  {_count(module.flops):>10}FLOPs  {share}"
+    speed = f"{_count(module.flops / module.seconds)}FLOPS" if module.seconds else "-"
+    return (
+        f"    {name:<28} {module.kind:<24} {module.numel:>14,} {_share(module.numel, whole.numel)}  "
+        f"{_count(module.flops):>10}FLOPs {_share(module.flops, whole.flops)}  "
+        f"{module.seconds * 1e3:>9.2f} ms {_share(module.seconds, whole.seconds)}  {speed}"
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:5.1f} %" if whole else "  0.0 %"
 
 
 def _count(value: float) -> str:

@@ -22,8 +22,9 @@ from torch import nn
 import ds_monitor
 from ds_accel.memory import MemoryStats
 from ds_comm.logger import CommsLogger
+from ds_engine.counting import ForwardCounter
 from ds_engine.plan import Telling
-from ds_engine.profiling import ForwardCounter, Profile, profile_text
+from ds_engine.profiling import Profile, profile_text
 from ds_engine.result import StepResult
 from ds_monitor import names, tell
 from ds_monitor.throughput import Rates, ThroughputMeter, Work
@@ -87,6 +88,7 @@ class Telemetry:
         self._memory_read_s = float("-inf")
         measured = telling.peak_flops_per_s is not None
         self.counter = ForwardCounter() if measured or (telling.flops is not None and lead) else None
+        self._counted: nn.Module | None = None  # whose backward is counted next
         self._steps = self._micro_steps = 0
         self._plain = not (telling.phases or telling.memory or self.counter)
 
@@ -98,12 +100,25 @@ class Telemetry:
     def _watched(self, name: str, model: nn.Module | None) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(ds_monitor.span(f"engine/{name}"))
-            if model is not None and self._counts():
-                stack.enter_context(self.counter.watch(model))  # type: ignore[union-attr]
+            if (watch := self._counting(name, model)) is not None:
+                stack.enter_context(watch)
             stack.enter_context(self._timers.time(name))
             yield
         if self._telling.memory:
             self._memory[name] = self._device.memory()
+
+    def _counting(self, name: str, model: nn.Module | None) -> AbstractContextManager[None] | None:
+        """What counts in a phase: the first forward that is due, and the backward after it."""
+        counter = self.counter
+        if counter is None:
+            return None
+        if model is not None and self._counts():
+            self._counted = model
+            return counter.watch(model)
+        if name == "backward" and self._counted is not None:
+            model, self._counted = self._counted, None
+            return counter.watch_backward(model)
+        return None
 
     def _counts(self) -> bool:
         counter, flops = self.counter, self._telling.flops
@@ -208,7 +223,9 @@ class Telemetry:
                 text = f"memory after each phase of step {result.step}: {used}; peak {peak / _GIB:.2f} GiB"
                 tell(_log, f"[Rank 0] {text}")
         if flops is not None and counter is not None and counter.modules and result.step == flops.profile_step:
-            text = profile_text(Profile(counter.modules, result.timings, result.samples), flops)
+            backward = counter.backward if counter.has_backward else None
+            profile = Profile(counter.modules, result.timings, result.samples, backward, counter.again)
+            text = profile_text(profile, flops)
             if flops.output_file is None:
                 tell(_log, f"[Rank 0] {text}")
             else:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ds_config.errors import UnsupportedError
+from ds_engine.counting import ForwardCounter
 from ds_engine.features import FlopsProfilerConfig
-from ds_engine.profiling import ForwardCounter, Profile, profile_text
+from ds_engine.profiling import Profile, profile_text
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
 
@@ -56,19 +57,9 @@ class FlopsProfiler:
         return int(self.get_total_params())
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Count from here on. Slows the model down several times.
-
-        Raises:
-            UnsupportedError: `ignore_list`: operations are counted where torch dispatches them ("compat-argument").
-        """
-        if ignore_list:
-            raise UnsupportedError(
-                "start_profile(ignore_list=...): operations are counted by torch's dispatcher, whichever module asks",
-                code="compat-argument",
-                fix="Leave it out, and subtract the modules' own rows of the profile.",
-            )
+        """Count from here on, but not in modules of the classes of `ignore_list`. Slows the model down several times."""
         self.reset_profile()
-        self._open.enter_context(self._counter.watch(self.model))
+        self._open.enter_context(self._counter.watch(self.model, ignore_list or ()))
         self.started, self._begun = True, time.perf_counter()
 
     def stop_profile(self) -> None:
@@ -89,7 +80,7 @@ class FlopsProfiler:
         self.reset_profile()
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations; a multiply-add is two."""
+        """Operations of the forward; a multiply-add is two."""
         flops = self._counter.modules[0].flops if self._counter.modules else 0
         return f"{_short(flops)}FLOPs" if as_string else flops
 
@@ -120,7 +111,10 @@ class FlopsProfiler:
             recompute_fwd_factor=self.recompute_fwd_factor,
         )
         samples = self.ds_engine.train_micro_batch_size_per_gpu() if self.ds_engine is not None else 0
-        text = profile_text(Profile(self._counter.modules, {"forward": self._seconds}, samples), section)
+        counter = self._counter
+        backward = counter.backward if counter.has_backward else None
+        profile = Profile(counter.modules, {"forward": self._seconds}, samples, backward, counter.again)
+        text = profile_text(profile, section)
         if output_file is None:
             _log.info("%s", text)
         else:
@@ -144,7 +138,7 @@ def get_model_profile(
         warm_up: Calls before the one that is counted.
         mode: "forward", or "generate" for `model.generate`.
     Raises:
-        UnsupportedError: `ignore_modules`, another mode ("compat-argument").
+        UnsupportedError: another mode ("compat-argument").
     """
     if mode not in ("forward", "generate"):
         raise UnsupportedError(
