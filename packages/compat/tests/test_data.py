@@ -222,7 +222,7 @@ def test_batches_by_tokens_of_an_engine(tmp_path: Path) -> None:
     assert MMapIndexedDataset(str(tmp_path / "n" / "n_metric_value"))[0].tolist() == [12]
 
 
-def test_every_pass_over_training_data_has_upstreams_order():
+def test_every_pass_over_training_data_has_upstreams_order(tmp_path):
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
     net, rows = nn.Linear(1, 1), [torch.tensor([float(i)]) for i in range(7)]
     engine, _, loader, _ = deepspeed.initialize(
@@ -235,4 +235,6 @@ def test_every_pass_over_training_data_has_upstreams_order():
     assert len(loader) == 4
     kept = engine.deepspeed_io(rows, batch_size=3, route="eval")
     assert [batch.flatten().tolist() for batch in kept] == [[0, 1, 2], [3, 4, 5], [6]]
+    engine.save_checkpoint(str(tmp_path), tag="here")  # without the place in the data, which this loader does not know
+    assert engine.load_checkpoint(str(tmp_path))[0]
     engine.destroy()

@@ -92,7 +92,8 @@ def contents_of(run: Run, client: Mapping[str, Any], *, frozen: bool = True, buf
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
         "onebit": getattr(_inner(run), "error_numels", {}),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
-        "data": None if loader is None else loader.state_dict() | {"taken": counters["taken"]},
+        # None of torch's DataLoader and of others that do not know where they stand: a resumed run begins their order again.
+        "data": loader.state_dict() | {"taken": counters["taken"]} if hasattr(loader, "state_dict") else None,
     }
     still = [n for n, p in run.module.named_parameters() if not p.requires_grad]
     left_out = set() if frozen else {f"param/{run.sharding.logical[n].name}" for n in still}
@@ -224,7 +225,7 @@ def _restore(run: Run, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
     run.sharding.refresh()
     if "scheduler" in parts and run.lr_scheduler is not None and meta["scheduler"] is not None:
         run.lr_scheduler.load_state_dict(meta["scheduler"])
-    if "data" in parts and run.training_dataloader is not None and meta["data"] is not None:
+    if "data" in parts and hasattr(run.training_dataloader, "load_state_dict") and meta["data"] is not None:
         run.training_dataloader.load_state_dict(meta["data"])
     if "run" in parts:
         run.set_progress(meta["counters"])
