@@ -77,7 +77,6 @@ def test_a_dict_text_file_and_base64_are_the_same(written: Write) -> None:
     [
         ("tensor_parallel", {"autotp_size": 2, "tp_overlap_comm": True}, None),
         ("amp", {"enabled": True}, {"enabled": False}),
-        ("autotuning", {"enabled": True, "fast": False}, {"fast": False}),
     ],
 )
 def test_what_is_not_built_is_an_error_only_when_asked_for(section: str, on: Any, off: Any) -> None:
@@ -131,7 +130,6 @@ def test_every_key_has_a_description_or_a_reason() -> None:
         key.path
         for key in keys(Config)
         if key.model.__module__.startswith("ds_engine.")
-        and not key.model.__module__.endswith("autotuning")
         and retired(key.model.model_fields[key.field]) is None
         and not key.model.model_fields[key.field].description
         and key.path[-1] not in ("type", "params")

@@ -33,6 +33,7 @@ from ds_engine.engine import Engine
 from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
+from ds_engine.measuring import Place, is_trial, watch_of
 from ds_engine.parts import OptimizerLike, Parts, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.placing import placed
@@ -126,6 +127,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
     accelerator.set_device(index)
     device = accelerator.device(index)
+    watch = watch_of(plan, model, Place(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
     loader, sinks, comms = together(mesh["world"], lambda: _beside(plan, mesh, parts))
     with (
         placed(model, device, plan.casting.buffers),
@@ -136,6 +138,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     if site.sharding is None:
         raise RuntimeError("a plan without ZeRO")
     plan = replace(plan, zero=site.sharding.plan)
+    sinks = sinks if watch is None else (*sinks, watch)
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
@@ -154,7 +157,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         activations=site.activations,
         executor=site.executor,
         applied=applied,
-        followers=tuple(site.followers),
+        followers=(*site.followers, *([] if watch is None else [watch])),
         sinks=sinks,
         health=HealthWatch(plan.health, site.model, mesh["world"], partial(_samples, loader)),
     )

@@ -22,7 +22,7 @@ from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
 from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, examine, explain, keys, validate
 from ds_config.checking import Auto
 from ds_config.errors import ConfigError
-from ds_config.reading import Source, read_all
+from ds_config.reading import Source, read, read_all
 from ds_data.config import CurriculumConfig, DataEfficiencyConfig
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import BatchRequest
@@ -34,6 +34,7 @@ from ds_engine.model_sections import (
     SparseAttentionConfig,
     WeightQuantizationConfig,
 )
+from ds_engine.orders import laid_over, order_here
 from ds_engine.sections import OptimizerSection, SchedulerSection
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
@@ -164,7 +165,9 @@ class Config(MonitorConfig):
         default=CompileConfig(),
         description="Put gathers, releases and reductions into the graphs of `engine.compile()`.",
     )
-    autotuning: Annotated[AutotuningConfig | None, Unbuilt("ds plan, which computes what fits")] = None
+    autotuning: AutotuningConfig | None = Field(
+        default=None, description="Measure a few steps and end the process; what `ds tune` and --autotuning look for."
+    )
     elasticity: ElasticityConfig = ElasticityConfig()
     aio: AioConfig = AioConfig()
 
@@ -241,6 +244,8 @@ def source_of(
 ) -> Source:
     """Which configuration `initialize` was given: `config`, its old name `config_params`, or `args.deepspeed_config`.
 
+    In a trial of `ds tune` it is a copy with what the trial changes.
+
     Raises:
         ConfigError: none was given, or more than one ("config-source").
     """
@@ -260,4 +265,5 @@ def source_of(
             fix="Pass config= (a dict or a path), or start the script with --deepspeed_config FILE.",
         )
     source: Source = next(iter(given.values()))
-    return source
+    order = order_here()
+    return source if order is None or not order.changes else laid_over(read(source).data, order.changes)

@@ -12,6 +12,7 @@ from ds_comm import MeshSpec
 from ds_comm.config import CommsLoggerConfig
 from ds_config.sizes import bytes_text
 from ds_data.schedules import Schedule
+from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import Batch
 from ds_engine.compiling.compiling import Compiling
 from ds_engine.config import Config
@@ -190,6 +191,7 @@ class Plan:
         foreign: Whether checkpoints are written in DeepSpeed's layout.
         answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
         compiling: Passes over the graphs of the model, once it is compiled; None: graphs have no actions in them.
+        tuning: What is measured before the process ends, and how a tuner looks for more; None: this is a run.
     """
 
     config: Config
@@ -216,6 +218,7 @@ class Plan:
     foreign: bool = False
     answer_tokens: int | None = None
     compiling: Compiling | None = None
+    tuning: AutotuningConfig | None = None
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -287,9 +290,14 @@ def _rows(plan: Plan) -> dict[str, str]:
             else {}
         ),
         **({} if plan.compiling is None else {"passes": plan.compiling.passes, "graphs": plan.compiling.handling}),
+        **({} if plan.tuning is None else {"tuning": _tuning_text(plan.tuning)}),
         "memory": f"{bytes_text(memory.total_bytes)} a rank: parameters {bytes_text(memory.params_bytes)}, gradients "
         f"{bytes_text(memory.grads_bytes)}, master {bytes_text(memory.master_bytes)}, optimizer {bytes_text(memory.optimizer_bytes)}; and up to {bytes_text(memory.passing_bytes)} within a step",
     }
+
+
+def _tuning_text(section: AutotuningConfig) -> str:
+    return f"steps {section.start_profile_step} to {section.end_profile_step} are measured, then every process ends"
 
 
 def _compared_text(plan: Plan) -> str:

@@ -96,6 +96,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         transforms=transforms,
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
+        tuning=asked if (asked := config.autotuning) is not None and asked.enabled else None,
         compiling=compiling_of(config.compile, config.zero_optimization.stage),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )

@@ -1,0 +1,61 @@
+"""What to write in the configuration: what fits and is fastest, predicted from facts and measured in short trials.
+
+    ds tune train.py --config ds.json
+
+Decisions are pure (`candidates_of`, `predict`, `following`, `chosen`); `ds_tune.tuning` does what they say. Names are loaded when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_tune.asking import Asked, asked_by_section, asked_of
+    from ds_tune.deciding import Budget, Result, Step, chosen, following, halving, standing
+    from ds_tune.predicting import Calibration, Prediction, Trial, calibrate, predict
+    from ds_tune.space import Candidate, LeftOut, Limits, Task, candidates_of
+
+__all__ = [
+    "Asked",
+    "Budget",
+    "Calibration",
+    "Candidate",
+    "LeftOut",
+    "Limits",
+    "Prediction",
+    "Result",
+    "Step",
+    "Task",
+    "Trial",
+    "asked_by_section",
+    "asked_of",
+    "calibrate",
+    "candidates_of",
+    "chosen",
+    "following",
+    "halving",
+    "predict",
+    "standing",
+]
+
+_HOMES = {
+    "asking": ("Asked", "asked_by_section", "asked_of"),
+    "deciding": ("Budget", "Result", "Step", "chosen", "following", "halving", "standing"),
+    "predicting": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
+    "space": ("Candidate", "LeftOut", "Limits", "Task", "candidates_of"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,173 @@
+"""A whole tuning: decide, try, read, until nothing is left to try; then write what was found."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ds_config.errors import LaunchError, PlanError
+from ds_engine import Shapes
+from ds_engine.trials import Measured, write_json
+from ds_tune.asking import Asked
+from ds_tune.deciding import Result, Standing, Step, chosen, following, standing
+from ds_tune.space import Candidate, LeftOut, Task, candidates_of
+from ds_tune.trials import Job, command_of, results_on_disk, run_trial
+from ds_tune.writing import best_text, rows_of, summary_text, tuned
+
+__all__ = ["Found", "Tuning"]
+
+NO_SHAPES = Shapes((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known now.
+
+    Attributes:
+        candidates, left: What is looked at, and what is not, with reasons.
+        results: In the order they were made.
+        known: Predictions; `left` of it is what they leave out.
+        best: The choice and what was measured of it; None: nothing was measured.
+    """
+
+    candidates: list[Candidate]
+    left: list[LeftOut]
+    results: list[Result]
+    known: Standing
+    best: tuple[Candidate, Measured] | None = field(default=None)
+
+
+class Tuning:
+    """One question, asked of one job.
+
+    Args:
+        told: Called before each trial with it, and after it with its result.
+        shapes: Of the model, if they are known before the first trial.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        job: Job,
+        world: int,
+        *,
+        told: Callable[[Step, Result | None], None],
+        shapes: Shapes | None = None,
+    ) -> None:
+        self._asked, self._job, self._told = asked, job, told
+        self._world, self._shapes = world, shapes
+        self._results: list[Result] = []
+
+    def resume(self) -> int:
+        """Read the results of an earlier tuning of the same question; how many there are."""
+        self._results = results_on_disk(self._job)
+        return len(self._results)
+
+    def forget(self) -> None:
+        """Take earlier trials away, and nothing else that is in those folders."""
+        for order in list(self._job.results.glob("*/order.json")):
+            (self._job.exps / f"{order.parent.name}.json").unlink(missing_ok=True)
+            shutil.rmtree(order.parent)
+        self._results = []
+
+    def found(self) -> Found:
+        """Everything that follows from the results. Pure but for what was read."""
+        facts = next(
+            (r.measured for r in self._results if r.measured is not None and r.measured.shapes is not None), None
+        )
+        shapes = facts.shapes if facts is not None else self._shapes
+        world = self._world if facts is None else facts.world
+        task = Task(self._asked.config, shapes or NO_SHAPES, world, self._asked.model_ranks)
+        space = self._asked.space(world, () if facts is None else facts.layers)
+        candidates, left = candidates_of(task, space, self._asked.limits)
+        names = {c.name for c in candidates}
+        results = [r for r in self._results if r.name in names]
+        known = standing(candidates, results, self._asked.limits)
+        return Found(candidates, left, results, known, chosen(candidates, results, self._asked.metric))
+
+    def run(self) -> Found:
+        """Try until nothing is left to try. An interruption keeps what ended; `resume` goes on from there.
+
+        Raises:
+            PlanError: no candidate fits what was asked ("tune-none-fits").
+            LaunchError: the script does not train, or nothing could be measured ("tune-script"); results cannot be written ("tune-results").
+        """
+        while True:
+            found = self.found()
+            if not found.candidates:
+                raise _none_fits(found)
+            step = following(
+                found.candidates,
+                found.results,
+                self._asked.limits,
+                self._asked.budget,
+                tuner=self._asked.tuner,
+                metric=self._asked.metric,
+            )
+            if step is None:
+                break
+            self._told(step, None)
+            result = run_trial(self._job, step, len(self._results))
+            self._results.append(result)
+            self._told(step, result)
+            if result.outcome not in ("measured", "memory") and not any(r.measured for r in self._results):
+                raise _does_not_train(result, self._job)
+        if found.best is None:
+            raise _nothing_measured(found)
+        return found
+
+    def write(self, found: Found) -> dict[str, str]:
+        """The files of a result, by what they are."""
+        if found.best is None:
+            raise _nothing_measured(found)
+        candidate, measured = found.best
+        folder, metric = self._job.results, self._asked.metric
+        config = tuned(self._asked.config, candidate)
+        optimal, best = folder / "ds_config_optimal.json", folder / "ds_config_best.json"
+        write_json(optimal, config)
+        best.write_text(best_text(self._job.config, candidate, measured, found.results))
+        command = shlex.join(command_of(self._job, str(optimal.resolve()), candidate.settings))
+        (folder / "cmd_optimal.txt").write_text(command + "\n")
+        (folder / "summary.txt").write_text(summary_text(found.candidates, found.results, metric))
+        first = next(
+            (r.measured for r in found.results if r.measured is not None and r.measured.shapes is not None), None
+        )
+        if first is not None and first.shapes is not None:
+            trained = sum(p.numel for p in first.shapes.params if p.group is not None)
+            facts = {"num_params": first.shapes.numel, "trainable_num_params": trained, "rank": 0,
+                     "activation_mem_per_gpu": first.saved_bytes}  # fmt: skip
+            write_json(folder / "profile_model_info" / "model_info.json", facts)
+        write_json(folder / "trials.json", {"trials": rows_of(found.candidates, found.results, found.known, metric)})
+        return {"best": str(best), "optimal": str(optimal), "command": str(folder / "cmd_optimal.txt")}
+
+
+def _none_fits(found: Found) -> PlanError:
+    reasons = dict.fromkeys(f"{one.code}: {one.reason}" for one in found.left)
+    return PlanError(
+        f"none of {len(found.left)} configurations fits:\n  " + "\n  ".join(list(reasons)[:8]),
+        code="tune-none-fits",
+        fix="Widen the limits, or what is looked at (--try KEY=VALUE,VALUE).",
+    )
+
+
+def _does_not_train(result: Result, job: Job) -> LaunchError:
+    how = {
+        "time limit": f"did not reach its last measured step within {job.time_limit_s:g} s",
+        "no steps": "ended before it had made the steps that are measured",
+    }.get(result.outcome, "failed")
+    return LaunchError(
+        f"{job.script} {how}. The last it said:\n{result.message or '(nothing)'}",
+        code="tune-script",
+        fix=f"Run it once with `ds run`; give its arguments after it, more time with --time-limit; all it said is in {job.results}.",
+    )
+
+
+def _nothing_measured(found: Found) -> LaunchError:
+    told = ", ".join(f"{r.name}: {r.outcome}" for r in found.results)
+    return LaunchError(
+        f"no trial could be measured ({told})",
+        code="tune-script",
+        fix="Look at higher ZeRO stages or smaller microbatches (--try), or give more memory.",
+    )

@@ -1,0 +1,220 @@
+"""The doer: trials as jobs, what is kept of them, and the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ds_config.errors import ConfigError, LaunchError
+from ds_engine import load_config, shapes_of
+from ds_engine.trials import Measured, write_json
+from ds_launcher.cli import main as ds
+from ds_tune.cli import HELP
+from ds_tune.picture import draw
+from ds_tune.trials import Job, command_of, ended, script_words
+
+# What an engine does of a trial, without one: a step of this machine takes 1 ms, and 2 ms for each microbatch.
+SCRIPT = """
+import json, os, sys
+if "--say" in sys.argv:
+    sys.exit(sys.argv[sys.argv.index("--say") + 1])
+order = json.load(open(os.environ["DS_TRIAL"]))
+measured = json.load(open("template.json"))
+steps = order["end_step"] - order["start_step"] + 1
+micro, accumulation = order["changes"]["train_micro_batch_size_per_gpu"], order["changes"]["gradient_accumulation_steps"]
+measured |= {"micro": micro, "accumulation": accumulation, "steps_s": [0.001 + 0.002 * accumulation] * steps, "peak_bytes": 10**8 + micro}
+if not order["detail"]:
+    measured["shapes"] = None
+for path, found in ((order["out"], measured), (order["metric_path"], {"throughput": 1.0})):
+    open(path, "w").write(json.dumps(found))
+"""
+REAL = """
+import argparse, torch, ds_engine
+from torch import nn
+args = ds_engine.add_config_arguments(argparse.ArgumentParser()).parse_args()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+engine, *_ = ds_engine.initialize(args=args, model=model)
+for _ in range(500):
+    loss = engine(torch.randn(engine.plan.batch.micro, 64)).square().mean()
+    engine.backward(loss)
+    engine.step()
+"""
+CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with torch.device("meta"):
+        shapes = shapes_of(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
+    template = Measured(1, 1, 1, (0.1,), 0.001, 0.001, 0.0005, 0.0, 10**8, 10**7, 10**6, "cpu", 10**5, shapes=shapes)
+    write_json(tmp_path / "template.json", template)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def _job(*arguments: str, **more: object) -> Job:
+    return Job(CONFIG, ("ds.json",), ("--nproc", "2"), "train.py", arguments, Path("r"), Path("e"), **more)  # type: ignore[arg-type]
+
+
+# ---- words
+
+
+def test_a_trial_is_the_same_command_with_another_file() -> None:
+    job = _job("--lr", "1", "--deepspeed_config", "ds.json")
+    assert command_of(job, "/x/t.json", {}) == (
+        sys.executable, "-m", "ds_launcher", "run", "--nproc", "2", "train.py", "--lr", "1", "--deepspeed_config", "/x/t.json",
+    )  # fmt: skip
+
+
+def test_options_of_the_script_follow_the_configuration() -> None:
+    job = _job("--bs", "1", "--acc=2", mappings={"a": "--bs", "b": "--acc ", "c": "--new", "d": "--none"})
+    assert script_words(job, "t", {"a": 8, "b": 4, "c": 3}) == ("--bs", "8", "--acc=4", "--new", "3")
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "outcome"),
+    [
+        (None, "still going", "time limit"),
+        (0, "done", "no steps"),
+        (137, "", "memory"),
+        (1, "RuntimeError: DefaultCPUAllocator: can't allocate memory", "memory"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory.", "memory"),
+        (2, "error: unrecognized arguments", "failed"),
+    ],
+)
+def test_what_a_job_died_of(status: int | None, told: str, outcome: str) -> None:
+    assert ended(status, told)[0] == outcome
+
+
+def test_another_question_has_another_sign() -> None:
+    assert _job().sign == _job().sign
+    assert len({_job().sign, _job("--x").sign, _job(memory_bytes=1).sign}) == 3
+
+
+# ---- commands
+
+
+def test_a_tuning_ends_with_files_and_goes_on_from_the_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", "--config", "ds.json", "--nproc", "1", "--trials", "2", "--steps", "2", "--micro", "4:8", "--json"]
+    assert ds([*words, "train.py"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    results = folder / "autotuning_results"
+    assert len(said["trials"]) == 2
+    assert {row["outcome"] for row in said["trials"]} == {"measured"}
+    best = load_config(results / "ds_config_best.json")
+    assert best.train_batch_size == 8
+    assert load_config(results / "ds_config_optimal.json").model_dump() == best.model_dump()
+    assert "train.py" in (results / "cmd_optimal.txt").read_text()
+    assert "tuning_space" in (results / "summary.txt").read_text()
+    assert json.loads((results / "profile_model_info" / "model_info.json").read_text())["num_params"] == 3 * (
+        64 * 64 + 64
+    )
+    names = {row["name"] for row in said["trials"]}
+    assert {path.stem for path in (folder / "autotuning_exps").glob("*.json")} == names
+    first = next(iter(names))
+    assert {
+        "ds_config.json",
+        "exp.json",
+        "cmd.txt",
+        "stdout.log",
+        "stderr.log",
+        "metrics.json",
+        "measured.json",
+        "outcome.json",
+    } <= {path.name for path in (results / first).iterdir()}
+    # The same command starts nothing: everything is on the disk.
+    (folder / "train.py").write_text("raise SystemExit('started again')")
+    assert ds([*words, "train.py"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == said["best"]
+    assert ds([*words[:-1], "--explain", first, "train.py"]) == 0
+    assert "forward and backward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_is_tuned_on_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "real.py").write_text(REAL)
+    words = ["tune", "--config", "ds.json", "--nproc", "2", "--trials", "3", "--steps", "2", "--json", "real.py"]
+    assert ds(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in said["trials"]] == ["measured"] * 3
+    assert all(row["predicted_bytes"] > 0 for row in said["trials"])
+
+
+def test_a_script_that_does_not_train_is_an_error_and_its_trial_is_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "tune",
+        "--config",
+        "ds.json",
+        "--nproc",
+        "1",
+        "--micro",
+        "4:8",
+        "train.py",
+        "--say",
+        "needs a --data argument",
+    ]
+    assert ds(words) == 1
+    told = capsys.readouterr().err
+    assert "LaunchError" in told
+    assert "needs a --data argument" in told
+    kept = json.loads(next((folder / "autotuning_results").glob("*/outcome.json")).read_text())
+    assert kept["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.py"], "no configuration"),
+        (["--config", "ds.json", "none.py"], "no script"),
+        (["--config", "ds.json", "--micro", "8:4", "train.py"], "LOW:HIGH"),
+        (["--config", "ds.json", "--trials", "0", "train.py"], "more than 0"),
+        (["--config", "ds.json", "--memory", "much", "train.py"], "is no size"),
+        (["--config", "ds.json", "--nproc", "2", "--micro", "3:3", "train.py"], "none of 4 configurations fits"),
+        (
+            ["--config", "ds.json", "--nproc", "1", "--micro", "4:4", "--keep", "zero_optimization.stage", "train.py"],
+            "nothing is left",
+        ),
+    ],
+)
+def test_bad_input_is_told(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert ds(["tune", *words]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_no_space_for_results_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_tune import trials
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trials, "write_json", full)
+    with pytest.raises(LaunchError, match="no space") as caught, trials._writing(folder):
+        full()
+    assert caught.value.code == "tune-results"
+
+
+def test_a_picture_has_a_point_for_each_trial(tmp_path: Path) -> None:
+    row = {"name": "z0", "predicted_ms": 1.0, "measured_ms": 2.0, "predicted_bytes": 1 << 20, "measured_bytes": 1 << 21}
+    pytest.importorskip("matplotlib")
+    text = draw([row, {**row, "measured_ms": None}], tmp_path / "t.svg").read_text()
+    assert "<svg" in text
+
+
+def test_autotuning_asks_for_a_configuration() -> None:
+    from ds_tune.upstream import autotune
+
+    with pytest.raises(ConfigError) as caught:
+        autotune("tune", (), "train.py", ())
+    assert caught.value.code == "tune-config"
+    assert HELP
