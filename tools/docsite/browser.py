@@ -34,6 +34,7 @@ PAGES = (
     "getting-started.html",
     "tutorials/index.html",
     "tutorials/first-training.html",
+    "tutorials/generate-and-serve.html",
     "concepts/architecture.html",
     "concepts/schedules.html",
     "benchmarks/zero.html",
@@ -170,7 +171,7 @@ class Check:
         self.driver.execute_script("document.querySelector('#__search').checked = true")
         links = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
         # What is typed while the index is still being read is lost: type again, as people do.
-        for seconds in (4.0, 8.0, 20.0):
+        for seconds in (4.0, 8.0, 20.0, 40.0):
             box.clear()
             box.send_keys(term)
             try:

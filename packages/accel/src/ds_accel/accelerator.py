@@ -108,7 +108,7 @@ class Accelerator:
         self._verb("set_device")(index)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lives on this kind of device."""
+        """Whether a tensor is on this kind of device."""
         return tensor.device.type == self.facts.torch_type
 
     # --- order of work

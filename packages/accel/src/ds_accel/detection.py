@@ -69,7 +69,7 @@ def _order(others: Collection[str]) -> tuple[str, ...]:
 def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Facts:
     """The facts of a known device: those of a third party's entry point of this name, or of the table.
 
-    An entry point that cannot be imported gives facts whose device does not load, so that the reason is told where the
+    An entry point that cannot be imported gives facts whose device does not load, so that the reason is given where the
     device is asked for, and other devices are not held up.
 
     Args:

@@ -235,7 +235,7 @@ class PinnedPool:
             self._changed()
 
     def _forget(self, size: int) -> None:
-        """A buffer was dropped without release. Views of it may live on, so its block is never lent again."""
+        """A buffer was dropped without release. Views of it may still exist, so its block is never lent again."""
         with self._lock:
             self._lent -= size
             self._num_lent -= 1
@@ -259,7 +259,7 @@ class PinnedPool:
 
 
 def _page_block(nbytes: int) -> torch.Tensor:
-    # Anonymous mappings start on a page, come zeroed and lazily, and go back to the system when the tensor dies.
+    # Anonymous mappings start on a page, come zeroed and lazily, and go back to the system when the tensor is freed.
     if nbytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
     # A transfer past the page cache pins every page of its memory: huge ones are 1.5x as fast (docs/benchmarks/io.md).

@@ -1,7 +1,7 @@
 """Rules applied to one machine: verdicts with their reasons.
 
 A probe is a plain function of facts, a device module and an index, so that a fake module tests it. The devices that one process
-sees are taken to be alike: index 0 speaks for all unless another is given.
+sees are taken to be alike: index 0 stands for all unless another is given.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def comm_backend(facts: Facts, platform: str = sys.platform) -> str:
 
 
 def present(facts: Facts, environ: Mapping[str, str] = os.environ) -> Verdict:
-    """Whether the vendor's software for the device is there, as far as can be told without importing or starting it."""
+    """Whether the vendor's software for the device is there, as far as can be known without importing or starting it."""
     if facts.vendor_package and not find_package(facts.vendor_package):
         return Verdict(False, f"{facts.name}: the package {facts.vendor_package} is not installed")
     missing = [name for name in facts.needs_env if name not in environ]

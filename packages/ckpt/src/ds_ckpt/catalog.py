@@ -87,7 +87,7 @@ def inspect(path: str | os.PathLike[str] | At) -> Manifest:
 def list_tags(root: str | os.PathLike[str] | Storage) -> list[str]:
     """Tags of the complete checkpoints below `root`, oldest first. Complete: a sound manifest, every file of its size.
 
-    One that is not complete is left out and told as the event `ckpt.skipped`.
+    One that is not complete is left out and reported as the event `ckpt.skipped`.
     """
     storage = open_storage(root)
     return [tag for tag in _by_age(storage) if _complete(storage, tag)]
@@ -119,7 +119,7 @@ def remove(path: str | os.PathLike[str] | At) -> None:
     """Delete one checkpoint, and the blocks that no other refers to. Readers see all of it or none.
 
     Raises:
-        CheckpointError: "ckpt-held": somebody reads it.
+        CheckpointError: "ckpt-held": it is being read.
     """
     at = locate(path)
     if at.tag in at.storage.held():
@@ -136,7 +136,7 @@ def remove(path: str | os.PathLike[str] | At) -> None:
 def prune(root: str | os.PathLike[str] | Storage, keep: int) -> list[str]:
     """Remove all but the `keep` newest complete checkpoints below `root`; the removed tags, oldest first.
 
-    Checkpoints that are not complete are not counted and not touched. One that somebody reads stays until the next time. Blocks that a
+    Checkpoints that are not complete are not counted and not touched. One that is being read stays until the next time. Blocks that a
     checkpoint refers to stay as long as it does.
     """
     if keep < 1:
@@ -158,7 +158,7 @@ def shared_files(at: At) -> set[str]:
     """Files beside the checkpoints that one refers to; none when there is no such checkpoint.
 
     Raises:
-        CheckpointError: its manifest cannot be read, so nobody knows.
+        CheckpointError: its manifest cannot be read, so that is not known.
     """
     try:
         top = read_top(at)

@@ -1,4 +1,4 @@
-"""Typed access to what a manifest says: every failure names the file and the place. What nobody could read back has no name here."""
+"""Typed access to what a manifest says: every failure names the file and the place. What could not be read back has no name here."""
 
 from __future__ import annotations
 

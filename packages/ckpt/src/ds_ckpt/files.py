@@ -121,7 +121,7 @@ class Files:
             handle.file.close()
 
     def _saw(self, handle: _Handle, nbytes: int) -> None:
-        """Count what was looked at; when it is much, let go of every file as soon as nobody uses it."""
+        """Count what was looked at; when it is much, close every file as soon as it is not used."""
         with self._lock:
             handle.viewed += nbytes
             self._viewed += nbytes

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody reads are not removed: a small file in `.readers/` of the root says which, and until when."""
+"""Checkpoints that are being read are not removed: a small file in `.readers/` of the root says which, and until when."""
 
 from __future__ import annotations
 

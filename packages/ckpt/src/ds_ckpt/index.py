@@ -156,7 +156,7 @@ def entry_of(leaf: Leaf, name: str, data: bytes) -> LeafEntry:
 
 
 def entry_json(entry: LeafEntry) -> Json:
-    """An entry as a rank tells it to the one that writes the index."""
+    """An entry as a rank sends it to the one that writes the index."""
     zones = [[z.first, z.last, z.shape, z.bounds] for z in entry.zones]
     return [entry.name, entry.nbytes, entry.crc32, entry.files, zones]
 

@@ -159,7 +159,7 @@ class LocalWriteFile:
         try:
             if io is not None:
                 io.close()
-        except OSError as late:  # nobody relies on this file; what failed first is being raised
+        except OSError as late:  # this file is not needed; what failed first is being raised
             ds_monitor.event("ckpt.abandoned", path=self._path, why=str(late))
         finally:
             if fd >= 0:
@@ -399,7 +399,7 @@ class LocalStorage:
         try:
             fd = self.disk.lock(path)
         except (BlockingIOError, FileNotFoundError):
-            return  # its owner lives, or has just finished
+            return  # its owner runs, or has just finished
         if fd < 0:
             return  # no locks here: better a leftover than someone's draft
         try:

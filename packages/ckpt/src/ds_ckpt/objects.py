@@ -1,10 +1,10 @@
 """Checkpoints below an fsspec URL.
 
 Object storage has no rename. Data objects get names of their own (the token), and the manifest, one atomic put, is the
-commit. What no manifest names is removed after the next commit, unless somebody reads there. Requests that fail are made again
+commit. What no manifest names is removed after the next commit, unless a reader has announced itself. Requests that fail are made again
 (see `retrying`); what comes back short is asked for again.
 
-Somebody who reads says so by an object in `.readers/`, named after the checkpoint and the time until which it is held.
+A reader announces itself by an object in `.readers/`, named after the checkpoint and the time until which it is held.
 """
 
 from __future__ import annotations

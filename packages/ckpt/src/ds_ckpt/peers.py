@@ -203,7 +203,7 @@ class PeerSnapshots:
         return self._folder / f"holder-{holder:05d}" / f"owner-{owner:05d}"
 
     def _found(self) -> dict[int, dict[int, Path]]:
-        """Snapshots on this host, whoever holds them: owner -> step -> where."""
+        """Snapshots on this host, in whichever process: owner -> step -> where."""
         out: dict[int, dict[int, Path]] = {}
         for place in sorted(self._folder.glob("holder-*/owner-*")):
             for tag in list_tags(place):
@@ -244,7 +244,7 @@ class PeerSnapshots:
         return read, record
 
     def _moved(self, giver: int, read: Mapping[int, _Snapshot], record: Mapping[str, Json]) -> Tensor:
-        """This rank's snapshot, from whoever read it."""
+        """This rank's snapshot, from the rank that read it."""
         rank = self._ranks.rank
         works = []
         if giver == rank:

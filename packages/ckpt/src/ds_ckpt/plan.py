@@ -38,7 +38,7 @@ __all__ = [
     "plan_save",
 ]
 
-_WRITERS: Final = 16  # of what many ranks hold: whoever reads it reads the leaves of all its writers
+_WRITERS: Final = 16  # of what many ranks hold: a reader of it reads the leaves of all its writers
 SHOWN: Final = 10  # names listed in an error before "and N more"
 
 

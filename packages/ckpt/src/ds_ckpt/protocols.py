@@ -90,13 +90,13 @@ class Storage(Protocol):
 
     def remove_shared(self, names: Collection[str]) -> None: ...
     def hold(self, tag: str, seconds: float) -> Callable[[], None]:
-        """Ask that nobody removes a checkpoint for so long; what is returned says that it is over.
+        """Keep a checkpoint from being removed for so long; the returned function ends that earlier.
 
-        A storage that one may only read is not told.
+        A storage that is read-only is left as it is.
         """
 
     def held(self) -> set[str]:
-        """Tags that somebody has asked not to remove."""
+        """Tags that must not be removed now."""
 
     def where(self, tag: str) -> str:
         """The tag as a user would write it, for messages."""

@@ -111,7 +111,7 @@ class Job:
     def write(self, stream: Stream, copy: Copy | None = None) -> Leaf | None:
         """Write and sync this rank's file; what it holds, None when there is nothing to write.
 
-        `copy` fills the stream here; without it somebody else does.
+        `copy` fills the stream here; without it the caller does.
         """
         if not self.items:
             return None

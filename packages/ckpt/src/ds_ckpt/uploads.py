@@ -71,12 +71,12 @@ class PlainFile(_InOrder):
         discard = getattr(self._file, "discard", None)
         if discard is not None:
             discard()
-        with contextlib.suppress(AttributeError):  # files that cannot be told; the others would upload when collected
+        with contextlib.suppress(AttributeError):  # a file without the flag; with it none uploads when collected
             self._file.closed = True
 
 
 class PartsFile(_InOrder):
-    """An object in parts of S3. `nbytes`: how many will come, or 0 where nobody knows."""
+    """An object in parts of S3. `nbytes`: how many will come, or 0 where that is not known."""
 
     def __init__(self, fs: Any, retries: Retries, path: str, nbytes: int) -> None:
         super().__init__(path)

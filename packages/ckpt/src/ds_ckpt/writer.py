@@ -4,10 +4,10 @@ Words: the file is a *stream* of bytes: safetensors header, then the entries end
 the stream, at a multiple of that, in page-aligned memory that is kept between saves (so its pages are there). A
 *segment* is the part of a slab that belongs to one checksum block of one entry.
 
-Whoever owns the tensors calls `fill`: copies segments into free slabs and checksums them on the way. Whoever writes calls
+The owner of the tensors calls `fill`: copies segments into free slabs and checksums them on the way. The writer calls
 `drain`: begins the writing of slabs, as many as there are, and gives them back when they are written. The pool of slabs is
 all that is between the two: with a pool as large as the state, `fill` is a snapshot and never waits; with a small one it
-proceeds at the speed of the disk, in bounded memory. `through` does both on one thread, where nobody trains meanwhile: each
+proceeds at the speed of the disk, in bounded memory. `through` does both on one thread, where no training goes on meanwhile: each
 slab's writing begins when it is copied, and handing slabs from thread to thread would cost a tenth of the disk's speed.
 """
 
@@ -119,7 +119,7 @@ class Pool:
             self._changed.notify_all()
 
     def acquire(self, stop: Callable[[], bool]) -> mmap.mmap | None:
-        """A free slab; None when `stop()` says that nobody will drain."""
+        """A free slab; None when `stop()` says that the writer has ended."""
         with self._changed:
             while not stop():
                 if (slab := self._take()) is not None:
@@ -259,7 +259,7 @@ class Stream:
                 break
             if entry is not None:
                 self._pool.release(entry[1])
-        self._queue.put(None)  # whoever waits for a slab learns that none comes
+        self._queue.put(None)  # a wait for a slab ends: none comes
 
     def _copy(self, part: _Range, slab: mmap.mmap, copy: Copy) -> None:
         view = memoryview(slab)

@@ -114,7 +114,7 @@ def validate(
 def examine(
     model: type[_M], source: Source | Document, *, auto: Auto | None = None
 ) -> tuple[_M | None, ConfigError | None]:
-    """What of a document is right, and the error of `validate` about the rest: for who has more to say about the former.
+    """What of a document is right, and the error of `validate` about the rest: for a caller that checks more of the former.
 
     A value that is wrong, or whose key is unknown, counts as left out; None where nothing valid is left.
     """
@@ -405,7 +405,7 @@ def _close_values(found: Sequence[Option], value: Any) -> list[str]:
 
 
 def _record_defaults(model: BaseModel, path: KeyPath, record: Provenance) -> None:
-    """What nobody set has the origin "default", also inside sections that a file has."""
+    """What is not set has the origin "default", also inside sections that a file has."""
     for name in type(model).model_fields:
         here, value = (*path, name), getattr(model, name)
         if name not in model.model_fields_set:

@@ -24,7 +24,7 @@ class KeyReport:
 
     Attributes:
         path: Where it stands.
-        kind: What becomes of it. "off": it speaks of what is not built, and does not ask for it.
+        kind: What becomes of it. "off": it concerns what is not built, and does not ask for it.
         why: The new place, the reason, or what to use instead; "" where it is used.
         origin: File and line.
     """

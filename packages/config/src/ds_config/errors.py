@@ -2,7 +2,7 @@
 
 Words: a *code* is a short stable name (`mesh-size`) that is also a section of docs/reference/errors.md; the *message*
 says what was asked and what was found, with values; the *fix* says what to do next; the *place* is the rank that raised,
-told once per process by whoever knows it (`set_place`), so that a line in a log of 1,000 ranks names its origin.
+set once per process where it is known (`set_place`), so that a line in a log of 1,000 ranks names its origin.
 """
 
 from __future__ import annotations

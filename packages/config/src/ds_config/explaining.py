@@ -18,7 +18,7 @@ _WIDEST = 64
 
 
 def values(model: BaseModel, under: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, bool]]:
-    """Every leaf of a model: (path, value, whether somebody set it). Retired fields are left out."""
+    """Every leaf of a model: (path, value, whether it was set). Retired fields are left out."""
     for name, field in type(model).model_fields.items():
         if retired(field) is None:
             yield from _leaves((*under, name), getattr(model, name), name in model.model_fields_set)
@@ -43,7 +43,7 @@ def explain(model: BaseModel, provenance: Provenance | None = None, *, defaults:
     Args:
         model: Any model; sections are followed.
         provenance: What `validate` filled. Without it the origins are only "given" and "default".
-        defaults: Whether to show what nobody set.
+        defaults: Whether to show what was not set.
     Returns:
         One line per value: dotted path, value as in JSON, origin (file:line, "dict", "derived: why", "default").
     """

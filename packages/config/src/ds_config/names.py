@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
         if not plain or candidate == name:
             continue
         limit = max(1, max(len(wanted), len(plain)) // 3)
-        # The underscored form tells real edits apart, the plain form forgives where underscores went.
+        # The underscored form counts real edits; the plain form ignores where underscores are.
         edits = 0 if wanted == plain else min(distance(wanted, plain, limit), distance(folded, other, limit))
         if edits <= limit and edits < len(plain):
             ranked.append((0, edits, -_shared_ends(folded, other), candidate))

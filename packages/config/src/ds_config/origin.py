@@ -1,7 +1,7 @@
 """Where values come from.
 
 Words: an *origin* says who set one value: a line of a file, a dict, the code that derived it (with the reason), the default.
-A *provenance* is a record of origins by path. It travels beside a frozen model, never inside, and whoever derives a value
+A *provenance* is a record of origins by path. It is kept beside a frozen model, never inside, and code that derives a value
 adds a line to it.
 """
 

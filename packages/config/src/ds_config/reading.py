@@ -65,7 +65,7 @@ def read(source: Source | Document) -> Document:
 
 
 def read_all(source: Source | Document) -> Document:
-    """Like `read`, but duplicate keys are left in `Document.issues` for whoever reports everything at once."""
+    """Like `read`, but duplicate keys are left in `Document.issues` for a caller that reports everything at once."""
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):

@@ -1,4 +1,4 @@
-"""What a script sees that has not configured logging: warnings, errors, and what its configuration asked to be told.
+"""What a script sees that has not configured logging: warnings, errors, and what its configuration asked to have logged.
 
 Every ds package logs to the logger of its import name. `speak(name)` gives that logger a handler of last resort: as long as no other
 handler would get a record, rank 0 writes it to standard error, each warning once; other ranks write errors only. As soon as the job
@@ -40,7 +40,7 @@ class Once(logging.Filter):
 
 
 class LastResort(logging.Handler):
-    """Writes what nobody else listens to; see the top of this file."""
+    """Writes records that no other handler takes; see the top of this file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def _others(name: str) -> bool:
 
 
 def speak(*names: str) -> None:
-    """Let the loggers `names` be heard where nobody has configured logging."""
+    """Let the loggers `names` be written where logging is not configured."""
     for name in names:
         logger = logging.getLogger(name)
         if _LAST_RESORT not in logger.handlers:
@@ -80,7 +80,7 @@ def speak(*names: str) -> None:
 
 
 def tell(logger: logging.Logger, text: str) -> None:
-    """Say what the configuration asked to be told: an INFO record, written to standard error of rank 0 where INFO goes nowhere."""
+    """Write what the configuration asked to have logged: an INFO record, written to standard error of rank 0 where INFO goes nowhere."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     elif this_rank() == 0:

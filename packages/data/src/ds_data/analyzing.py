@@ -9,7 +9,7 @@ write chunks, by several workers, each in several processes; to *reduce* is to w
     <metric>_index_to_sample_percentile_merged   the same samples in about a hundred items
     <metric>_metric_value                        of a metric that is added up
 
-These are the files of DeepSpeed's analyzer, in its table of formats. Chunks have the same bounds whoever maps them, and get their
+These are the files of DeepSpeed's analyzer, in its table of formats. Chunks have the same bounds on every worker, and get their
 names when they are complete: a map that was interrupted goes on, with any number of workers and processes.
 """
 

@@ -4,7 +4,7 @@
     megatron      u8  i8  i16  i32  i64  f64  f32  u16
     deepspeed     u8  i8  i16  i32  i64  u16  u32  u64
 
-An index does not say which table it was written by. `choose` tells them apart by what fits the file: an item of n values ends
+An index does not say which table it was written by. `choose` decides by what fits the file: an item of n values ends
 where the next begins. Both readings of 7 take 4 bytes; it is read as u32, since tokens are integers.
 """
 
@@ -27,7 +27,7 @@ TABLES: Mapping[Table, Mapping[int, DType]] = {
     "megatron": {c: np.dtype(n) for c, n in {**_SHARED, 6: "<f8", 7: "<f4", 8: "<u2"}.items()},
     "deepspeed": {c: np.dtype(n) for c, n in {**_SHARED, 6: "<u2", 7: "<u4", 8: "<u8"}.items()},
 }
-# What a code most probably means when nothing else tells: tokens are integers, and 16 bits hold most vocabularies.
+# What a code most probably means when nothing else decides: tokens are integers, and 16 bits hold most vocabularies.
 _LIKELY = {6: "deepspeed", 7: "deepspeed", 8: "megatron"}
 
 

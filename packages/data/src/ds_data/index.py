@@ -42,7 +42,7 @@ class Index:
         dtype: Format of the values.
         sizes: int64 [n], values of each item.
         starts: int64 [n], place of each item's first value, counted in values.
-        documents: int64 [d], items at which documents begin, and n at the end; d may be 0 or 1 where nobody said.
+        documents: int64 [d], items at which documents begin, and n at the end; d may be 0 or 1 where documents are not known.
         modes: int8 [n] of a multimodal file, or None.
     """
 
@@ -146,7 +146,7 @@ def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> Index:
     size = _LEGACY_HEAD.size + 16 * (items + 1) + 8 * dims + 8 * bounds
     if len(raw) != size:
         raise _short(name, size, len(raw), f"{items} items, {dims} dimensions and {bounds} document bounds")
-    # The older writers had a third table: theirs is told by the width of a value that stands beside the code.
+    # The older writers had a third table: theirs is recognised by the width of a value that stands beside the code.
     names = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: {2: "<u2", 4: "<f4", 8: "<f8"}.get(width),
              7: {4: "<u4", 8: "<f8"}.get(width), 8: {2: "<u2", 8: "<u8"}.get(width)}  # fmt: skip
     if (found := names.get(code)) is None or np.dtype(found).itemsize != width:

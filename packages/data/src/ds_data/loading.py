@@ -28,7 +28,7 @@ class Batches(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What tells it from other data."""
+        """What distinguishes it from other data."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -47,9 +47,9 @@ class TokenLoader:
         threads: That read; 0 reads when asked.
         ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
         pin_memory: Into page-locked memory, for copies to a device that do not wait.
-        device: Where the tensors are handed out, as int64: what the data has as int32 is widened there. None leaves them as they are.
+        device: Where the tensors are returned, as int64: what the data has as int32 is widened there. None leaves them as they are.
     Attributes:
-        taken: Samples handed out so far, over all ranks. Set it to go anywhere, at no cost.
+        taken: Samples returned so far, over all ranks. Set it to go anywhere, at no cost.
         waited_s: Seconds that the caller has waited for data.
     Raises:
         ConfigError: there are no sequences ("data-empty").
@@ -97,7 +97,7 @@ class TokenLoader:
                 for each in range(count):
                     waiting -= 1
                     at += row
-                    self.taken = at  # counted when handed out, not when read
+                    self.taken = at  # counted when returned, not when read
                     own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
                     yield self._there({name: rows[own] for name, rows in batch.items()})
         finally:

@@ -26,7 +26,7 @@ class Mixed:
         seed: Of everything.
     Attributes:
         mixture: Which place is which source's.
-        fingerprint: What tells this mixture from others.
+        fingerprint: What distinguishes this mixture from others.
     Raises:
         ConfigError: weights that say nothing, or sequences of different length ("data-mixture").
     """

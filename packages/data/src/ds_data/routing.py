@@ -99,7 +99,7 @@ class RouterConfig:
         """From a section `data_efficiency.data_routing.random_ltd` of DeepSpeed's configuration.
 
         Raises:
-            ConfigError: a key is missing or unknown, or asks for what nobody has built ("data-routing").
+            ConfigError: a key is missing or unknown, or asks for what is not built ("data-routing").
         """
         try:
             schedule = dict(section["random_ltd_schedule"])

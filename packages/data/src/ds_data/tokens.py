@@ -110,7 +110,7 @@ class TokenFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this data from other data: a hash of the index, the size, and the first and last 64 KiB of values."""
+        """What distinguishes this data from other data: a hash of the index, the size, and the first and last 64 KiB of values."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype} {self._data_bytes}".encode())
         for part in (self.sizes, self.index.starts, self.index.bounds):

@@ -1,4 +1,4 @@
-"""Batch arithmetic: how many samples make a step, and who runs them. Pure.
+"""Batch arithmetic: how many samples make a step, and which rank runs them. Pure.
 
     train = micro x accumulation x ranks
 

@@ -164,7 +164,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
 
 
 def _samples(loader: ResumableLoader | None) -> Sequence[int]:
-    """Of the microbatch that was handed out last."""
+    """Of the microbatch that the loader returned last."""
     return () if loader is None else loader.samples
 
 
@@ -186,7 +186,7 @@ def _following(site: Site, loader: ResumableLoader | None) -> Any:
 def _beside(
     plan: Plan, mesh: Mesh, parts: Parts
 ) -> tuple[ResumableLoader | None, tuple[ds_monitor.Sink, ...], CommsLogger | None]:
-    """What leaves the model alone: the data, and where things are told."""
+    """Parts that do not change the model: the data, and the sinks of metrics."""
     loader = _loader(plan, mesh, parts)
     comms = None if plan.telling.comms is None else CommsLogger(plan.telling.comms)
     return loader, (*make_sinks(plan.config, rank=mesh.rank), *([] if comms is None else [comms])), comms

@@ -36,7 +36,7 @@ class Components:
         loader: The training data; None when the caller brings it.
         mesh: The groups of this rank.
         device: Where the model is.
-        telemetry: Tells of steps.
+        telemetry: Reports steps.
         checkpointer: Saves at once, or behind the next steps.
         activations: How calls are checkpointed.
         executor: Runs the program of this rank.

@@ -1,6 +1,6 @@
-"""How many floating-point operations a model does, module by module, forward, backward and computed again told apart.
+"""How many floating-point operations a model does, module by module, forward, backward and recomputation counted separately.
 
-Counted where torch dispatches an operation, so whoever calls it: `@`, einsum, `nn.functional`, transformers' own kernels. Matrix products
+Counted where torch dispatches an operation, whatever code calls it: `@`, einsum, `nn.functional`, transformers' own kernels. Matrix products
 (grouped ones, too), convolutions and attention are counted, a multiply-add as two; elementwise work is not, nor what a kernel of ds-ops
 does outside of torch's dispatcher. Attention is counted whole,
 not halved for a causal mask, as the literature does. What a checkpointed module computes again in backward is neither its forward nor
@@ -152,7 +152,7 @@ class _Count:
 
 
 class _Operations(TorchDispatchMode):
-    """Tells the operations of every call that torch dispatches."""
+    """Counts the operations of every call that torch dispatches."""
 
     supports_higher_order_operators = True
 

@@ -41,7 +41,7 @@ __all__ = ["Engine"]
 
 
 class Engine(EngineState):
-    """Runs a plan on a model. Made by `ds_engine.initialize`. What it holds, saves and tells is in `EngineState`."""
+    """Runs a plan on a model. Made by `ds_engine.initialize`. What it holds, saves and reports is in `EngineState`."""
 
     # ---- the loop of three calls
 
@@ -228,7 +228,7 @@ class Engine(EngineState):
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
 
     def _passes(self) -> Passes:
-        """What this engine lends its executor."""
+        """What its executor uses of this engine."""
         return _Passes(self)
 
     @contextmanager
@@ -303,7 +303,7 @@ def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Non
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What an engine lends its executor; see `executing.Passes`."""
+    """What an executor uses of its engine; see `executing.Passes`."""
 
     engine: Engine
 

@@ -1,4 +1,4 @@
-"""Who runs the actions of one step on this rank: the seat of pipelines. A model that is not cut takes `OneStage`.
+"""The executor of one step's actions on this rank: the seat of pipelines. A model that is not cut takes `OneStage`.
 
 Words: *actions* are this rank's row of the plan's program; a *pass* is a forward or a backward of one microbatch; a pass
 is *open* between its forward and its backward. Any number may be open.
@@ -19,7 +19,7 @@ __all__ = ["Executor", "OneStage", "Passes"]
 
 
 class Passes(Protocol):
-    """What an engine lends an executor. Whatever runs through it is timed, cast, scaled and averaged as the plan says."""
+    """What an executor uses of its engine. Whatever runs through it is timed, cast, scaled and averaged as the plan says."""
 
     def call(self, batch: Any) -> Any:
         """Run this rank's module on a microbatch (a mapping: keywords; a tuple or list: positions; else one argument)."""
@@ -35,7 +35,7 @@ class Passes(Protocol):
         """Backwards inside accumulate gradients, and reduce them where the action says so. Collective if it does."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """For who runs parts of the module by itself: forwards inside are cast and checkpointed as the plan says."""
+        """For an executor that runs parts of the module itself: forwards inside are cast and checkpointed as the plan says."""
 
     def place(self, value: Any, inputs: bool) -> Any:
         """`value` on the device; inputs of the model in the plan's format."""

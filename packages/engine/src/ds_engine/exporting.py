@@ -70,7 +70,7 @@ def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
 def _join(module: nn.Module, sharding: Sharding, copies: dict[int, Tensor]) -> dict[str, str]:
     """Put wholes in the place of parts, in `copies`. Returns what names become. Collective over all ranks of the model.
 
-    One rank of those that hold the same part gives it; nobody needs to know by which axis a tensor was cut.
+    One rank of those that hold the same part gives it; the axis by which a tensor was cut does not matter.
     """
     parts, everyone = _parts(module), sharding.everyone
     held: dict[str, list[nn.Parameter]] = {}

@@ -29,7 +29,7 @@ class FlopsProfilerConfig(StrictModel):
 
 
 class LayerDropConfig(StrictModel):
-    """`progressive_layer_drop`: Zhang and He, arXiv:2010.13369. The model drops layers; the engine tells it how many to keep.
+    """`progressive_layer_drop`: Zhang and He, arXiv:2010.13369. The model drops layers; the engine passes it how many to keep.
 
     The forward gets `progressive_layer_drop=True` and `pld_theta`, the share of layers to keep.
     """

@@ -92,7 +92,7 @@ class Feed:
         return self._stream
 
     def samples(self) -> int | None:
-        """Samples that the own loader handed out since the last complete step, where their number differs from step to step."""
+        """Samples that the engine's loader returned since the last complete step, where their number differs from step to step."""
         if isinstance(self.own, PackedLoader) and self.own.taken > self.taken:
             return self.own.samples_between(self.taken, self.own.taken)
         return None

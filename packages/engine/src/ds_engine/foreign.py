@@ -133,13 +133,13 @@ def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]
 
 
 def _on_one(work: Callable[[], None], group: Group, what: str) -> None:
-    """Do it on rank 0; every rank learns how it ended, so that nobody waits for one that failed."""
+    """Do it on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
     told: list[str | None] = [None]
     failed: Exception | None = None
     if group.rank == 0:
         try:
             work()
-        except Exception as error:  # told to all ranks, whatever it is
+        except Exception as error:  # sent to all ranks, whatever it is
             told, failed = [f"{type(error).__name__}: {error}"], error
     broadcast_object_list(told, group=group, group_src=0)
     if told[0] is not None:

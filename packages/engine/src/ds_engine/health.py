@@ -133,7 +133,7 @@ class HealthWatch:
         health: The policy.
         model: Searched for the first tensor that is not finite.
         group: All ranks of the run.
-        samples: Dataset indices of the microbatch that was handed out last; empty where they are not known.
+        samples: Dataset indices of the microbatch that was returned last; empty where they are not known.
     Attributes:
         step_number: Of the step that is being made.
     """
@@ -193,7 +193,7 @@ class HealthWatch:
         return policy != "warn"
 
     def step(self, result: StepResult) -> None:
-        """A step is over. Reads its loss where somebody listens or the policy asks for it.
+        """A step is over. Reads its loss where a sink is attached or the policy asks for it.
 
         Raises:
             TrainingError: on every rank: the gradient was not finite and the policy is to stop ("training-nonfinite"), too many steps

@@ -43,11 +43,11 @@ class ResumableLoader:
         order: Of the samples.
         options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, `pin_memory`, ...).
     Attributes:
-        taken: Samples handed out so far, over all ranks and epochs.
+        taken: Samples returned so far, over all ranks and epochs.
         samples: Dataset indices of the microbatch that this rank was given last.
         waited_s: Seconds that the caller has waited for data.
         post_process: Called with each microbatch and where the order stands ("consumed_samples" and, in a curriculum,
-            "current_difficulties", ...); what it returns is handed out.
+            "current_difficulties", ...); what it returns is the batch.
     Raises:
         UnsupportedError: an iterable dataset ("data-iterable"): it cannot go on where it stopped.
         ConfigError: no samples, or none left after the cut ("data-empty").
@@ -153,7 +153,7 @@ class ResumableLoader:
 
     def _hand_out(self, row: Row) -> None:
         self.samples = row.samples
-        self.taken = row.taken  # counted when handed out, not when sampled: workers read ahead
+        self.taken = row.taken  # counted when returned, not when sampled: workers read ahead
 
 
 class CurriculumLoader(ResumableLoader):
@@ -201,7 +201,7 @@ class CurriculumLoader(ResumableLoader):
         return total is not None and self.taken + self._train > total
 
     def _rows(self) -> Iterator[Row]:
-        self.curriculum.load_state_dict(self._before)  # what was drawn ahead, and never handed out, is drawn again
+        self.curriculum.load_state_dict(self._before)  # what was drawn ahead, and never returned, is drawn again
         return self.curriculum.rows(self.lane, self._train, self.taken)
 
     def _hand_out(self, row: Row) -> None:

@@ -228,7 +228,7 @@ def check_scheduler(section: SchedulerSection) -> None:
 
 
 def _classes(where: ModuleType, base: type) -> dict[str, Any]:
-    """Classes of a module of torch that derive from `base`, by name in lower case: names are told in any case."""
+    """Classes of a module of torch that derive from `base`, by name in lower case: names are accepted in any case."""
     found = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
     return {kind.__name__.lower(): kind for kind in found if kind is not base}
 

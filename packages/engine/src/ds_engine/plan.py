@@ -94,7 +94,7 @@ class ShardPlan:
         strict: Raise if the ranks of a step used different parameters.
         shard_size: Ranks that share one copy of what is sharded; None: all.
         sparse: Send only the rows of embedding gradients that are not zero.
-        near: Neighbouring ranks that keep what was gathered until the next update; 1: nobody does.
+        near: Neighbouring ranks that keep what was gathered until the next update; 1: none do.
         two_steps: Gather across nodes first, then inside; nodes are of `near` ranks, else as the launcher says.
         tier: Where masters and optimizer state are between updates.
         param_tier: Where parameters are between uses.
@@ -128,7 +128,7 @@ class Telling:
         state: Log the plan at the start.
         level: Of the library's loggers; None leaves them alone.
         memory: Report memory in use after each phase.
-        flops: Which step's operations are counted, and how they are told; None counts none.
+        flops: Which step's operations are counted, and how they are reported; None counts none.
         comms: Which collectives are counted; None counts none.
         peak_flops_per_s: What a device does at best; None where utilisation is not reported.
     """
@@ -181,8 +181,8 @@ class Plan:
         sums: Whether gradients are added up over ranks instead of averaged.
         predivide: What gradients are divided by before they are added up over ranks; the rest is divided after.
         managed: Whether the program says where a step of the three-call loop ends; otherwise every `step()` is an end.
-        layer_drop: What the forward is told about layers to drop; None tells nothing.
-        curriculum: Length of sequences that the forward is told at each step; None tells nothing.
+        layer_drop: What the forward is passed about layers to drop; None passes nothing.
+        curriculum: Length of sequences that the forward is passed at each step; None passes nothing.
         reading: How training data are read.
         telling: What is logged and timed.
         health: What is done about numbers that go wrong.

@@ -1,6 +1,6 @@
 """`model.save_pretrained(folder)` of a model whose parameters are cut: it writes whole weights, as before the model was cut.
 
-transformers, PEFT and diffusers give models this method. It takes `state_dict=` from who has gathered one, or asks the model for its own,
+transformers, PEFT and diffusers give models this method. It takes `state_dict=` from a caller that has gathered one, or asks the model for its own,
 which here holds parts. Programs call it on all ranks, on one with a state dict, or on all with a state dict on one: no rank knows which
 it is. So each leaves a word about its call. One that has a state dict goes on at once; one that has none waits for the words of all, and
 then either all gather the weights, or those that have none leave the writing to those that have.
@@ -95,7 +95,7 @@ class SavesWhole:
             barrier(engine.mesh["world"])
 
     def _writes(self, engine: Cut, folder: str, has: bool, main: bool) -> bool | None:
-        """Whether this rank writes what all gather: the first of those on a host that would write; None: nobody gathers."""
+        """Whether this rank writes what all gather: the first of those on a host that would write; None: no rank gathers."""
         world = engine.mesh["world"]
         if world.size == 1:
             return not has and bool(main)

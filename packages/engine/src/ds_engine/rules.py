@@ -39,7 +39,9 @@ class Rule:
 
 
 AXES = ("pipe", "sequence", "tensor", "expert")
-_WORLDS = tuple(n * 2**power for n in (1, 3, 5, 7) for power in range(11))  # tried where nobody says how many ranks
+_WORLDS = tuple(
+    n * 2**power for n in (1, 3, 5, 7) for power in range(11)
+)  # tried where the number of ranks is not given
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -235,7 +237,7 @@ def _hpz(config: Config) -> int:
 
 
 def _near(config: Config) -> str:
-    """What speaks of nodes; empty for nothing."""
+    """The keys that concern nodes; empty where there are none."""
     if _hpz(config) > 1:
         return f"zero_optimization.zero_hpz_partition_size = {_hpz(config)}"
     return "zero_optimization.mics_hierarchical_params_gather = true" if _two_steps(config) else ""
@@ -342,7 +344,7 @@ def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: 
 
 
 def lasting_problems(config: Config) -> Sequence[DsError]:
-    """What is illegal about `config` however many ranks there are, as it is told for the first number tried."""
+    """What is illegal about `config` however many ranks there are, in the words for the first number tried."""
     one = broken_rules(config, 1, AXES)[1]
     others = [{error.code for error in broken_rules(config, world, AXES)[1]} for world in _WORLDS]
     return [error for error in one if all(error.code in codes for codes in others)]

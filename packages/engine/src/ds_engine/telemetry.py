@@ -1,4 +1,4 @@
-"""What an engine tells about its steps: gauges to the monitor's sinks, and lines on rank 0 where the configuration asks for them.
+"""What an engine reports about its steps: gauges to the monitor's sinks, and lines on rank 0 where the configuration asks for them.
 
 Lines have the form that DeepSpeed's users know and parse:
 

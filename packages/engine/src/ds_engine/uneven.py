@@ -1,4 +1,4 @@
-"""Ranks whose data do not end together: what the others do is a policy, agreed before every step, and nobody waits for nobody.
+"""Ranks whose data do not end together: what the others do is a policy, agreed before every step, so that no rank waits for one that has ended.
 
 The engine's own loader always gives every rank as many microbatches. Iterators of the caller may not: files of unequal length,
 filtered samples, packed sequences.

@@ -2,7 +2,7 @@
 
 Words: a *block* is memory for the keys and values of `size` consecutive tokens of one sequence. A block may be held by several
 sequences whose tokens are the same up to its end (a shared prompt); each counts as one *hold*. The *print* of a full block
-says which tokens are in it and before it, so a new sequence finds blocks that hold its beginning. A block that nobody holds keeps its print until
+says which tokens are in it and before it, so a new sequence finds blocks that hold its beginning. A block that no sequence holds keeps its print until
 it is needed for something else, the longest unused first.
 """
 
@@ -47,7 +47,7 @@ class BlockPool:
         self._holds = [0] * count
         self._print: list[bytes | None] = [None] * count
         self._blank = list(range(count - 1, -1, -1))  # hold nothing; the lowest number is taken first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody holds them, their content may be wanted again
+        self._kept: OrderedDict[int, None] = OrderedDict()  # no sequence holds them, their content may be wanted again
         self._by_print: dict[bytes, int] = {}
 
     @property
@@ -91,7 +91,7 @@ class BlockPool:
                     self._kept[block] = None
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more hold of each block, which somebody holds already."""
+        """One more hold of each block, which is held already."""
         for block in blocks:
             if self._holds[block] < 1:
                 raise ValueError(f"block {block} is shared and nobody holds it")

@@ -1,4 +1,4 @@
-"""A Hugging Face decoder that nobody declared runs through its own forward, with our cache, batches and sampling.
+"""A Hugging Face decoder of no declared family runs through its own forward, with our cache, batches and sampling.
 
 Its keys and values are learnt from one token at the start. A step's chunks are put together by their length; each group is one
 forward of the module, whose past is what our blocks hold, put at the right end and masked on the left. The new keys and values go into

@@ -68,7 +68,7 @@ def load(
         own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
             parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
     Raises:
-        UnsupportedError: nobody declared this kind of model, and it does not run through its own forward either
+        UnsupportedError: this family of models is not declared, and it does not run through its own forward either
             ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); the folder's codes are
             of an unknown packing ("inference-packed").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").

@@ -170,7 +170,7 @@ def build_hf_engine(
     """The ragged engine of a Hugging Face folder or module.
 
     Raises:
-        UnsupportedError: nobody can run the model ("inference-family", "inference-foreign").
+        UnsupportedError: the model cannot be run ("inference-family", "inference-foreign").
         PlanError: `tp_size` is neither 1 nor the number of ranks ("inference-ranks"). All of them put the same.
     """
     config = engine_config or RaggedConfig()

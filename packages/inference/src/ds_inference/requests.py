@@ -66,7 +66,7 @@ class Request:
         blocks: For the computed tokens, in order.
         preempted: How often it lost its blocks.
         prints: Of its full blocks, as far as they were asked for.
-        printed: Blocks that the pool was told the content of.
+        printed: Blocks whose content the pool knows.
     """
 
     identity: int

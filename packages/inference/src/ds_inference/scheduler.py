@@ -34,7 +34,7 @@ class Scheduler:
     """Requests, blocks, and the next step. `plan` and `commit` alternate; `add`, `fork` and `cancel` come between them.
 
     Args:
-        pool: The cache's blocks; nobody else takes any.
+        pool: The cache's blocks; only the scheduler takes any.
         budget: Of a step.
         share: Whether blocks with equal content are shared between requests.
     """

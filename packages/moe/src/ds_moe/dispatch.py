@@ -34,7 +34,7 @@ class Rows:
     """Which rows are whose.
 
     Attributes:
-        ends: int64 [local experts], on the rows' device: where the rows of each end. Rows past the last are nobody's.
+        ends: int64 [local experts], on the rows' device: where the rows of each end. Rows past the last belong to no expert.
         bounds: The same numbers on the host, where they are known.
     """
 
@@ -166,7 +166,7 @@ def _check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Gr
 def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     local = counts.numel() // group.size
-    # Two columns more say what a rank's rows are, so that ranks that differ are told so and do not wait for bytes.
+    # Two columns more say what a rank's rows are, so that ranks that differ raise an error and do not wait for bytes.
     facts = counts.new_tensor([rows.shape[1], rows.element_size()]).expand(group.size, 2)
     told = torch.cat((counts.view(group.size, local), facts), 1)
     got = torch.empty_like(told)

@@ -69,7 +69,7 @@ class Places:
         data: Hold the same experts.
         holders: Sum gradients of experts.
         tensor: Have the same tokens.
-        made: What was made for this and nobody else uses.
+        made: What was made for this alone.
         windows: Memory that the ranks of `expert` share, where they can.
     """
 
@@ -82,7 +82,7 @@ class Places:
 
     @property
     def family(self) -> Family:
-        """What ds-zero is told of the experts."""
+        """What ds-zero needs to know of the experts."""
         return Family(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
 
     def local(self, experts: int) -> range:

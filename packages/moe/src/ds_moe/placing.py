@@ -36,7 +36,7 @@ class Placed:
 def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = False) -> Placed:
     """Give every MoE layer of `model` its ranks, and tell what its experts are to ds-zero and to checkpoints.
 
-    Parameters are told their family (who holds them, who sums their gradients) and the name of the logical tensor: of
+    Parameters get their family (which ranks hold them and sum their gradients) and the name of the logical tensor: of
     the copies of an `Experts` that is their name with the number among all experts, so that checkpoints do not
     depend on the ranks.
 

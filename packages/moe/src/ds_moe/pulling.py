@@ -28,7 +28,7 @@ __all__ = ["Pulls", "Windows", "pull_home", "pull_rows", "pull_tokens", "pulls_o
 
 @dataclass(frozen=True, slots=True)
 class Pulls:
-    """Who takes which rows from whom, from the place of one rank. Pure numbers.
+    """Which rows one rank takes from which others, and they from it. Pure numbers.
 
     Attributes:
         inward: What this rank's experts take: (source rank, its first row there, first row here, how many), here by expert, then source.

@@ -29,7 +29,7 @@ class Found:
         name: Of what is replaced: the experts of a packed block, the whole of a listed one.
         experts: Their number.
         family: What it is of; None for a user's pattern.
-        rule: How its router chooses; None if nobody knows, which only replay asks.
+        rule: How its router chooses; None if that is unknown; only replay needs it.
         router: Name of the router.
         parts: Of a listed block; None for packed experts.
     """
@@ -50,7 +50,7 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
         required: Whether it is an error if there is none.
 
     Raises:
-        PlanError: there is none, a block has something that cannot be cut, or the configuration speaks of another router than the
+        PlanError: there is none, a block has something that cannot be cut, or the configuration names another router than the
             family has ("moe-model", "moe-router").
     """
     config: Any = getattr(model, "config", None)

@@ -117,7 +117,7 @@ def build(todo: Plan, *, force: bool = False, say: Say = lambda _line: None) -> 
 
     Args:
         force: Build even if it is there.
-        say: Told one line about each step.
+        say: Called with one line about each step.
     Raises:
         KernelError: "ops-build-failed" with the compiler's first error and the place of the log; "ops-build-missing" if
             the sources define no such module; "ops-build-cache" if the cache folder cannot be written.

@@ -27,7 +27,7 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     if spec.rule is Rule.ADAM and _fusable(spec, tensors):
         _fused_adam(spec, tensors)
         return _leave(spec, tensors)
-    if spec.rule not in _FORMULAS:  # AdamW's step taken back: nobody's hot path
+    if spec.rule not in _FORMULAS:  # AdamW's step taken back: rarely called
         return reference.update(spec, tensors)
     p, g, states = _wide(tensors.params), _gradients(spec, tensors), [_wide(s) for s in tensors.states]
     _store(tensors.params, _FORMULAS[spec.rule](spec.coefficients, p, g, states))

@@ -14,7 +14,7 @@ Formulas, all in fp32 (x a group's elements, c their codes, r rounding):
 
 Division by the scale is a multiplication by its rounded inverse; a scale is at least 2^-126. Codes are clamped to the
 format's range. Exact zero stays exact zero in every format, with stochastic rounding too. A group that holds an infinity
-or a NaN comes back as NaN throughout, so that an overflow is seen by whoever looks at the result.
+or a NaN comes back as NaN throughout, so that an overflow is seen in the result.
 Sources: OCP 8-bit and MX formats (e4m3fn, e5m2, e3m2, e2m3, e2m1); ZeRO++ (Wang et al. 2023) for groups and swizzle.
 """
 
@@ -201,7 +201,7 @@ class QuantTensor:
         spec: how the rows were quantized.
         cols: elements of one row.
         shape: of the tensor that `dequantize` returns; its numel is rows * cols.
-        dtype: of the tensor that `dequantize` returns unless told otherwise.
+        dtype: of the tensor that `dequantize` returns by default.
 
     Raises:
         KernelError: "quant-wire" if the wire has another dtype, size or layout.

@@ -243,7 +243,7 @@ class GdsEngine:
             torch.cuda.set_device(job.memory.keep.device)
         at, end = start, min(start + self._block, job.memory.nbytes)
         failed = None
-        # Blocks before one that failed go on: the first byte that failed is what is told.
+        # Blocks before one that failed go on: the first byte that failed is what is reported.
         while at < end and not failed and not (job.failed and job.failed[1] <= job.offset + at):
             moved = self._library.move(job.handle, job.memory.address + at, end - at, job.offset + at, job.write)
             if moved == -errno.EINTR:

@@ -51,7 +51,7 @@ class Transfer:
     def __init__(self, flight: _Flight, path: str, span: tuple[int, int], write: bool) -> None:
         self._flight, self.path, self.write = flight, path, write
         self.offset, self.nbytes = span
-        self._told = False  # a failure is raised to whoever waits first, and not again at close
+        self._told = False  # a failure is raised by the first wait, and not again at close
 
     def done(self) -> bool:
         """Whether the transfer ended, well or badly. Never blocks."""
@@ -72,7 +72,7 @@ class Transfer:
             raise _failure(self, code, at)
 
     def forgettable(self) -> bool:
-        """Ended, and nobody has to hear of it any more."""
+        """Ended, and its failure, if any, was raised."""
         return self.done() and (self._told or not self._flight.outcome()[0])
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class AsyncIO:
             raise failures[0]
 
     def close(self) -> None:
-        """Wait for what is under way and end the workers. Failures nobody waited for are raised."""
+        """Wait for what is under way and end the workers. Failures that no wait has raised are raised."""
         try:
             self.wait_all()
         finally:
@@ -164,7 +164,7 @@ class AsyncIO:
             raise
         transfer = Transfer(flight, name, (offset, view.nbytes), mode.write)
         with self._lock:
-            # What ended well is forgotten here; a failure stays until somebody waits for it.
+            # What ended well is forgotten here; a failure stays until a wait raises it.
             self._active = [t for t in self._active if not t.forgettable()]
             self._active.append(transfer)
         return transfer

@@ -120,7 +120,7 @@ def aligned_bytes(nbytes: int) -> torch.Tensor:
     Memory that was pinned page by page cost a third of the bandwidth.
     """
     (memory,) = zeros_huge([nbytes + 4096], torch.uint8)
-    # numpy tells the address without private names; the view keeps the whole alive.
+    # numpy gives the address without private names; the view keeps the whole alive.
     start = -memory.numpy().ctypes.data % 4096
     return memory[start : start + nbytes].fill_(1)
 

@@ -59,7 +59,7 @@ class MappedFile:
         return memoryview(self._map)[offset : offset + nbytes]
 
     def cached(self, offset: int, nbytes: int) -> bool:
-        """Whether these bytes are in the page cache, as far as 16 samples show. True where nobody can tell. Reads nothing."""
+        """Whether these bytes are in the page cache, as far as 16 samples show. True where that cannot be known. Reads nothing."""
         native = _native.load("_cpu").module
         if native is None or self._map is None:
             return True

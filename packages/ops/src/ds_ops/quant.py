@@ -219,7 +219,7 @@ def _rows_after(q: QuantTensor, sources: int) -> int:
 
 
 def native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
-    """What a kernel is told of a format. The order of native/include/ds/quant_arguments.h."""
+    """The arguments of a kernel that describe a format. The order of native/include/ds/quant_arguments.h."""
     f = spec.format
     stochastic = spec.rounding is Rounding.STOCHASTIC
     format_part = (f.bits, f.mantissa, f.bias, f.max_code, f.maximum)

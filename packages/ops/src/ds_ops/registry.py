@@ -42,7 +42,7 @@ class Obstacle(str):
 
     Attributes:
         fix: The command or the sentence that changes it; empty if nothing does.
-        elsewhere: The backend is for another kind of device, so nobody has to hear of it.
+        elsewhere: The backend is for another kind of device, so it is not reported.
     """
 
     __slots__ = ("elsewhere", "fix")

@@ -28,7 +28,7 @@ class Segment:
     that takes over what other memory held, whose pages the system can then hand on.
 
     Raises:
-        CommError: the token's process is gone, belongs to another user, or lives in another namespace ("shm-attach").
+        CommError: the token's process has ended, belongs to another user, or is in another namespace ("shm-attach").
     """
 
     __slots__ = ("_map", "fd", "nbytes")

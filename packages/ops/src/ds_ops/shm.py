@@ -1,8 +1,8 @@
 """Memory shared by the ranks of one host, and collectives over it: the native half of ds-comm's `shm` backend.
 
 Words: a *segment* is a file without a name, mapped by all ranks; its *token* is a text that lets another process of the same user open
-it while the maker lives, and nothing of it has a name in the file system, so nothing is left behind whoever dies. A
-*channel* is one rank's end of a segment made for collectives. An *arena* is a segment that tensors are born in.
+it while the maker lives, and nothing of it has a name in the file system, so nothing is left behind whichever process dies. A
+*channel* is one rank's end of a segment made for collectives. An *arena* is a segment in which tensors are allocated.
 
 Results are the same bits on every rank and in every run: sums are made in rank order, half types in fp32. Measured costs
 and the comparison with gloo: docs/benchmarks/comm.md. Protocol: native/include/ds/shm.h.
@@ -220,7 +220,7 @@ class Channel:
         return self._kept(Task(self, job, (data,), f"receive from rank {source}"))
 
     def _kept(self, task: Task) -> Task:
-        """The task, whose tensors are kept until it ended, also when nobody else keeps it."""
+        """The task, whose tensors are kept until it ended, also when the caller drops them."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         self._under_way.append(task)
@@ -316,7 +316,7 @@ class Counters:
         return int(_call.native().shm_counters_bytes(world))
 
     def advance(self) -> int:
-        """This rank's next number; what it wrote before is there for whoever sees it."""
+        """This rank's next number; what it wrote before is visible to a rank that sees the number."""
         self._native.advance()
         self.value += 1
         return self.value

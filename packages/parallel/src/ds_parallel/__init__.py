@@ -1,6 +1,6 @@
 """Activation checkpointing; `tensor`, `sequence` and `tiling` hold tensor and sequence parallelism and tiles.
 
-`ds_parallel.config` holds the sections of the configuration; it is imported by whoever needs it.
+`ds_parallel.config` holds the sections of the configuration; it is not imported here.
 """
 
 from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current

@@ -181,7 +181,7 @@ class ActivationCheckpointing:
             inputs[at].register_hook(partial(end, at))
 
     def boundary(self) -> None:
-        """Wait for the device, if calls are to be told apart."""
+        """Wait for the device, if calls are timed one by one."""
         if self.keeping.synchronize:
             self._keeper.accelerator.synchronize()
 

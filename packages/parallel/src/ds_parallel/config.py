@@ -23,7 +23,7 @@ __all__ = [
 class ActivationCheckpointingConfig(StrictModel):
     """`activation_checkpointing`: what checkpointed calls keep of their inputs, and where.
 
-    It speaks of the modules named here, and of calls of `ds_parallel.checkpoint` in the model's own forward.
+    It concerns the modules named here, and of calls of `ds_parallel.checkpoint` in the model's own forward.
     """
 
     partition_activations: bool = Field(

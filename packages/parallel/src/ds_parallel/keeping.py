@@ -77,7 +77,7 @@ class Account:
 
     def __init__(self) -> None:
         self.device = self.host = self.peak_device = self.peak_host = 0
-        self._lock = threading.RLock()  # graphs die on autograd's threads, and inside any line of this one
+        self._lock = threading.RLock()  # graphs are freed on autograd's threads, and inside any line of this one
 
     def add(self, on_host: bool, nbytes: int) -> None:
         """So many bytes are kept more, or (negative) less."""
@@ -252,7 +252,7 @@ class Keeper:
                 comm.all_gather_single(whole, piece, group=self.group, unit="checkpointed input")
                 piece = whole
             elif piece is kept.piece:
-                piece = piece.clone()  # the slot may be lent again before the recomputed graph is done with it
+                piece = piece.clone()  # the slot may be used again before the recomputed graph is done with it
             return piece.as_strided(kept.shape, kept.stride)
 
     # ---- inside
@@ -285,7 +285,7 @@ class Keeper:
 
     def _allocator(self, tensor: Tensor, away: bool) -> Callable[[int], Tensor]:
         dtype, device = tensor.dtype, tensor.device
-        buffers: list[PinnedBuffer] = []  # lives as long as the slots do
+        buffers: list[PinnedBuffer] = []  # kept as long as the slots are
 
         def allocate(numel: int) -> Tensor:
             if not away:

@@ -1,4 +1,4 @@
-"""Ties: which ranks hold a parameter together, and equal values to start from; and what ds-zero and checkpoints are told of it."""
+"""Ties: which ranks hold a parameter together, and equal values to start from; and what ds-zero and checkpoints need to know of it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Make the module. `log` tells what is made."""
+        """Make the module. `log` is called with what is made."""
         if log:
             tell(_log, f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)

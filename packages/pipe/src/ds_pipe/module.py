@@ -96,7 +96,7 @@ class PipelineModule(nn.Module):
         self._build()
         self._staged = self._stages()
 
-    # ---- who has what
+    # ---- which rank has what
 
     def _partition(self, method: str | Sequence[float], parts: int) -> tuple[int, ...]:
         if not isinstance(method, str):

@@ -81,7 +81,7 @@ class ReducingOptimizer(Protocol):
 
 
 class Reducing(Protocol):
-    """Whoever reduces gradients while backwards run: an engine's passes, or an optimizer."""
+    """What reduces gradients while backwards run: an engine's passes, or an optimizer."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Around what adds to gradients of weights; `action.reduce` says whether they are reduced inside."""

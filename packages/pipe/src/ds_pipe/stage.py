@@ -118,6 +118,6 @@ def _cut(leaf: Any) -> Any:
 
 
 def _matched(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs with their gradients; without those that nobody used, unless it is the loss."""
+    """Outputs with their gradients; without those that were not used, unless it is the loss."""
     pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None or t.numel() == 1]
     return [t for t, _ in pairs], [g for _, g in pairs]

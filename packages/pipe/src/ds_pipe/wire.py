@@ -1,4 +1,4 @@
-"""How values travel between stages: any pytree as tensors on a channel, its structure told once.
+"""How values travel between stages: any pytree as tensors on a channel, its structure sent once.
 
 Words: a *signature* is everything about a value but the numbers in its tensors; a *link* is the two directions between two stages:
 values go forward, their gradients come back. `ds_comm.channels` carries tensors and settles their dtypes and shapes; a link adds

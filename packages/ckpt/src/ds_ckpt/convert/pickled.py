@@ -79,7 +79,7 @@ _WRITTEN: Final[Mapping[type, str]] = {
 
 
 class _Naming(pickle._Pickler):
-    """Writes the classes above under the names they have there. The pickler in C lets nobody choose a name."""
+    """Writes the classes above under the names they have there. The pickler in C does not let a name be chosen."""
 
     def save_global(self, obj: object, name: str | None = None) -> None:
         there = _WRITTEN.get(obj) if isinstance(obj, type) else None

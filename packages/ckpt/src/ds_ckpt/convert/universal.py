@@ -67,7 +67,7 @@ def write_universal(source: Source, out: str | os.PathLike[str], tag: str, *, al
 
 
 def _check_part(name: str) -> None:
-    """Raise unless `name` is one part of a path: names come from whoever wrote the checkpoint."""
+    """Raise unless `name` is one part of a path: names come from the checkpoint, which may be written by anyone."""
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise CheckpointError(
             f"{name!r} would be the name of a folder, and leads out of it",

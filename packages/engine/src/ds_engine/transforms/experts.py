@@ -1,4 +1,4 @@
-"""Expert parallelism: blocks with experts are recognised and cut over ranks; MoE layers that were built for several ranks are told which."""
+"""Expert parallelism: blocks with experts are recognised and cut over ranks; MoE layers that were built for several ranks get their groups."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class SparseAttention(Transform[Sparse, "_Wrapped"]):
 
 
 class _Wrapped:
-    """What stands in transformers' registry while the engine lives."""
+    """The entry of transformers' registry, as long as the engine exists."""
 
     def __init__(self, model: nn.Module, what: Sparse) -> None:
         modeling = importlib.import_module("transformers.modeling_utils")

@@ -139,7 +139,7 @@ def _here(weight: Any) -> bool:
 
 
 def _chosen(section: WeightQuantizationConfig, shapes: Shapes) -> list[Coded]:
-    """Frozen matrices that the section speaks of: by name, or all of them."""
+    """Frozen matrices that the section selects: by name, or all of them."""
     found = []
     for param in shapes.params:
         name, _, kind = param.name.rpartition(".")

@@ -92,7 +92,7 @@ def _steps_of_an_epoch(site: Site) -> int | None:
 
 
 def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
-    """Which ranks are close to each other: as many as were told to keep copies, else those of a host."""
+    """Which ranks are close to each other: as many as the configuration lets keep copies, else those of a host."""
     if sharding.near > 1:
         return Nodes(sharding.near, two_steps=sharding.two_steps, secondary=True)
     return Nodes(local, two_steps=True) if sharding.two_steps else None

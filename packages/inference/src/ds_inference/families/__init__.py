@@ -21,7 +21,7 @@ def family_of(config: Config) -> Family:
     """The declaration for a configuration.
 
     Raises:
-        UnsupportedError: nobody declared it ("inference-family").
+        UnsupportedError: it is not declared ("inference-family").
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:

@@ -315,5 +315,5 @@ def _alike(grads: Sequence[Tensor | None]) -> bool:
 
 
 def _like(p: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in its parameter's memory order: autograd may hand out another one (an expanded or transposed view)."""
+    """The gradient in its parameter's memory order: autograd may give another one (an expanded or transposed view)."""
     return grad.contiguous() if p.is_contiguous() and not grad.is_contiguous() else grad

@@ -26,7 +26,7 @@ from ds_parallel.sequence.ulysses import deal, to_heads, to_sequence
 __all__ = ["SUPPORTED", "SequenceRanks", "UlyssesAttention", "document_mask", "register_with_transformers"]
 
 SUPPORTED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_MASKED = ("sdpa",)  # what is told by a mask; the others are told by positions and windows
+_MASKED = ("sdpa",)  # takes a mask; the others take positions and windows
 _HEADS, _SEQUENCE = 1, 2  # transformers' layout inside attention: [batch, heads, sequence, head size]
 
 

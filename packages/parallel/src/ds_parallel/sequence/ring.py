@@ -102,7 +102,7 @@ class RingAttention:
     """Attention of this rank's queries to the whole sequence: [batch, part, heads, head size] in and out.
 
     Args:
-        plan: Who has which tokens.
+        plan: Which rank has which tokens.
         group: The ranks, in the plan's order.
         causal: No query sees a later key.
         scale: Factor of scores; 1 / sqrt(head size) by default.

@@ -80,7 +80,7 @@ class _HeadArguments:
 def sum_over(param: nn.Parameter, group: Group, slot: int = 0, slots: int = 1) -> list[RemovableHandle]:
     """Sum a parameter's gradient over the ranks that hold the same of `slots` stretches, and use it for their own activations.
 
-    A hook on the parameter: it sees the whole gradient of a backward once, before whoever accumulates or shards it.
+    A hook on the parameter: it sees the whole gradient of a backward once, before it is accumulated or sharded.
     """
     return [param.register_hook(_Sum(group, slot, slots))] if param.requires_grad else []
 

@@ -31,7 +31,7 @@ class TensorOptions:
         specs: The user's own rules; they come first.
         preset: A family's rules by name; None: by the model's type.
         defaults: Whether preset, the model's own plan and its structure are asked at all.
-        heads: Names of last layers, cut by vocabulary if no rule speaks of them.
+        heads: Names of last layers, cut by vocabulary if no rule matches them.
         rules: More rules, asked last: what an analysis of the model's structure found.
         grain: Elements that stay together where a dim is cut evenly.
         strict: A linear layer that no rule matches is an error.

@@ -1,4 +1,4 @@
-"""Rules from a model's own structure, for models that nobody has described: which linear layer feeds which, by a trace of each block.
+"""Rules from a model's own structure, for models without a description: which linear layer feeds which, by a trace of each block.
 
 The last source of rules, and never a guess. A module with linear layers is traced with torch.fx; what does not trace gives no rule.
 
@@ -8,7 +8,7 @@ column layers: each element of what lies between belongs to one feature, so feat
 *Attention*: in a module that says how many heads it has and how wide they are, layers that read the module's input and whose outputs are
 heads (queries, or keys and values) are column layers, cut by whole heads; the one layer that reads what was made of them, as
 wide as all query heads, is the row layer. It must be all the module does: one output, one attention. A module with another number of its own that
-equals a head count gives no rule: nobody would tell that number of the cut.
+equals a head count gives no rule: that number would stay uncut.
 
 Everything else stays whole: fused weights (how their parts lie is not in a trace), layers that are called twice, embeddings, heads.
 """
@@ -52,7 +52,7 @@ def rules_of_structure(
 
     Args:
         heads: Of attention modules by name: query heads, key-value heads, elements of a head.
-        known: Names of attributes of such modules that are told of the cut, or are of one head.
+        known: Names of attributes of such modules that are changed by the cut, or are of one head.
     Cost: a symbolic trace of each module that has linear layers.
     """
     found: dict[str, Rule] = {}
