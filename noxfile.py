@@ -162,6 +162,24 @@ def sinks(session: nox.Session) -> None:
 
 
 @nox.session
+def clusters(session: nox.Session) -> None:
+    """Jobs through real sshd, pdsh, Slurm, Open MPI, MPICH, torchrun and Ray, on hosts that are namespaces of this machine.
+
+    Needs root. What is not installed is skipped by name: apt-get install openssh-server pdsh slurm-wlm openmpi-bin mpich. Its own
+    environment is for Ray. Arguments go to pytest.
+    """
+    python = developing(session)
+    builder = developing(session, "wheels")
+    needed = projects.closure(["ds-engine", "ds-launcher"], PACKAGES)
+    put_into(session, "-c", CONSTRAINTS, *projects.group("clusters"), *projects.third_party(needed, PACKAGES))
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    wheels = wheelhouse.ensure_wheels(["ds-engine", "ds-launcher"], builder)
+    put_into(session, "--no-deps", "--no-index", again, *map(str, wheels))
+    there = {"DS_CLUSTERS": "1", "DS_RAY_PYTHON": str(Path(session.bin) / "python")}
+    session.run(python, "-m", "pytest", "tests-integration/clusters", "-rs", *session.posargs, env=there, external=True)
+
+
+@nox.session
 def conformance(session: nox.Session) -> None:
     """DeepSpeed's own unit tests on the facade: nox -s conformance -- TESTS_DIR. Writes docs/reference/conformance.md.
 

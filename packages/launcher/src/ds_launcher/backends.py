@@ -76,7 +76,18 @@ def _ssh(job: Job) -> tuple[Process, ...]:
     # BatchMode: a question for a password would wait for ever. Keep-alives notice a dead host within a minute.
     _, secrets = split_secrets(job.exports)
     flags = ("--stop-on-eof", *(["--secrets-on-stdin"] if secrets else []))
-    base = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3", *port)
+    base = (
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ServerAliveInterval=15",
+        "-o",
+        "ServerAliveCountMax=3",
+        "-o",
+        "ConnectTimeout=10",
+        *port,
+    )
     return tuple(
         Process(
             f"host {host.name}",

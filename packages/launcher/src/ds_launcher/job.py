@@ -11,9 +11,10 @@ from ds_config.errors import ConfigError
 from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.cores import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
+from ds_launcher.heartbeat import LAUNCHER
 from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select
 from ds_launcher.options import RunOptions, node_options, parse_nnodes
-from ds_launcher.plan import Launch, Process
+from ds_launcher.plan import Launch, Process, Watch
 from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
 
 __all__ = ["MANY_HOSTS_PORT", "SECRET", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
@@ -61,13 +62,29 @@ def make_launch(options: RunOptions, facts: Facts) -> Launch:
     Raises:
         ConfigError: what was asked contradicts itself or does not fit this host or the inventory.
     """
+    watch = None
     if is_elastic(options):
         processes: tuple[Process, ...] = (_elastic(options, facts),)
     elif remote := remote_hosts(options, facts):
-        processes = BACKENDS[options.launcher].build(_remote_job(options, facts, remote))
+        job = _remote_job(options, facts, remote)
+        processes = BACKENDS[options.launcher].build(job)
+        port = options.master_port or MANY_HOSTS_PORT
+        key = job.exports.get(SECRET) or facts.run_id
+        watch = _watch(options, remote, LAUNCHER, (options.master_addr or remote[0].name, port, key))
     else:
         processes = _local(options, facts)
-    return Launch(processes, options.grace, options.stop_on_eof)
+        inventory, node_rank = world_of(options, facts)
+        address = options.master_addr or inventory[0].name
+        key = facts.env.get(SECRET) or options.run_id or f"{address}:{facts.port}"
+        watch = _watch(options, inventory, node_rank, (address, facts.port, key))
+    return Launch(processes, options.grace, options.stop_on_eof, watch)
+
+
+def _watch(options: RunOptions, hosts: Inventory, member: int, centre: tuple[str, int, str]) -> Watch | None:
+    """How the hosts notice each other's end; a host that is alone has nobody to notice."""
+    if not options.host_timeout or (len(hosts) == 1 and not options.world_info and member != LAUNCHER):
+        return None
+    return Watch(member, tuple(host.name for host in hosts), *centre, options.host_timeout)
 
 
 # -- this host

@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from ds_launcher.blame import closing_lines, exit_status, explain, first_failure
+from ds_launcher.blame import Ending, closing_lines, exit_status, explain, first_failure
 from ds_launcher.child import HANDLED, Child, Stream, start_child
+from ds_launcher.heartbeat import CENTRE, Line, Message, Told
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
 from ds_launcher.plan import Launch
@@ -66,6 +67,8 @@ class Keeper:
         self._signal = 0  # the first one that asked us to stop
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
+        self._told: Told | None = None  # why the job ends, by the host that knew first
+        self._line = _line(launch, self._say)
         self._adopts = False  # whether orphans become our children; then nobody can be missed
 
     def run(self) -> int:
@@ -73,6 +76,8 @@ class Keeper:
         self._adopts = adopt_orphans()
         self._watch(self._control, self._on_control)
         self._watch(self._caught[0], self._on_own_signal)
+        if self._line is not None:
+            self._watch(self._line.socket, self._on_datagram)
         if self._launch.stop_on_eof:
             self._watch(sys.stdin, self._on_stdin)
         self._start_all()
@@ -80,11 +85,13 @@ class Keeper:
         while not self._finished():
             self._dispatch(self._patience_s())
             self._reap()
+            self._beat()
             self._advance()
         # Nobody can write any more: each pipe comes to its end. Who stopped us does not wait for a screen nobody reads.
         while self._open_streams and not (self._signal and self._screen.full) and self._dispatch(1.0):
             pass
         status = self._report()
+        self._part(status)
         self._show_rest()
         return status
 
@@ -149,6 +156,26 @@ class Keeper:
             self._selector.unregister(sys.stdin)
             self._on_signal(signal.SIGTERM)
 
+    def _on_datagram(self) -> None:
+        for message in self._line.listen(time.monotonic()) if self._line is not None else ():
+            if message.told is not None:
+                self._on_told(message.told, last=message.bye)
+
+    def _beat(self) -> None:
+        if self._line is not None:
+            now_s = time.monotonic()
+            self._line.speak(now_s)
+            if (told := self._line.beats.lost(now_s)) is not None:
+                self._on_told(told)
+
+    def _on_told(self, told: Told, *, last: bool = False) -> None:
+        """Another host failed or was lost: so does the job, here too. The last word says how the job ended: mpirun may not."""
+        if last and self._told is None and self._state is _State.STOPPING:
+            self._told = told
+        if self._told is None and self._state in (_State.RUNNING, _State.SETTLING) and self._first() is None:
+            self._told = told
+            self._stop(signal.SIGTERM)
+
     def _on_signal(self, number: int) -> None:
         self._signal = self._signal or number
         if self._state in (_State.RUNNING, _State.SETTLING):
@@ -190,11 +217,34 @@ class Keeper:
     def _stop(self, number: int) -> None:
         """Ask every process to end."""
         self._enter(_State.STOPPING)
+        self._tell_others()
         for child in self._running():
             child.asked = True
             with contextlib.suppress(ProcessLookupError):
                 # Not reaped, so the id is still this child's, and so is the group of that number, which it leads.
                 (os.killpg if child.process.group else os.kill)(child.popen.pid, number)
+
+    def _tell_others(self) -> None:
+        """The network may be whole where a host is not: who hears it need not wait for silence."""
+        watch = self._launch.watch
+        if self._line is None or watch is None:
+            return
+        here, first = "" if watch.member < 0 else watch.names[watch.member], self._first()
+        told = self._told
+        if told is None and first is not None and here:
+            name = self._children[first.index].process.name
+            told = Told(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
+        if told is None and self._signal:
+            where = f"on host {here}" if here else "where `ds run` was started"
+            told = Told("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
+        if told is not None:
+            self._line.tell(Message(watch.member, told))
+
+    def _part(self, status: int) -> None:
+        watch = self._launch.watch
+        if self._line is not None and watch is not None and (status == 0 or watch.member == CENTRE):
+            told = Told("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
+            self._line.tell(Message(watch.member, told, bye=True))
 
     def _leave(self) -> None:
         """All ended well: a clean job leaves nothing running either."""
@@ -237,7 +287,8 @@ class Keeper:
 
     def _patience_s(self) -> float:
         watched = all(child.pidfd is not None for child in self._children)
-        return 1.0 if self._state is _State.RUNNING and watched and self._running() else _TICK_S
+        long_s = 1.0 if self._line is None else min(1.0, self._line.beats.period_s)
+        return long_s if self._state is _State.RUNNING and watched and self._running() else _TICK_S
 
     def _finished(self) -> bool:
         if self._state is not _State.KILLING:
@@ -257,13 +308,24 @@ class Keeper:
             self._dispatch(_TICK_S)
         self._screen.finish(_LAST_WORDS_S)
 
+    def _first(self) -> Ending | None:
+        """Which of those that ended failed first. At the start of a job of many hosts, of what they told."""
+        endings = [child.ending(index) for index, child in enumerate(self._children) if not child.running]
+        if self._told is not None and self._told.host:
+            named = f"host {self._told.host}"
+            endings = [e for e in endings if self._children[e.index].process.name == named] or endings
+        return first_failure(endings)
+
     def _report(self) -> int:
-        endings = [child.ending(index) for index, child in enumerate(self._children)]
-        first = first_failure(endings)
+        first = self._first()
         if self._status is not None:
             return self._status
         if first is None:
-            if not any(ending.code for ending in endings):
+            # A host that failed counts though those here ended well; so does what mpirun says, which may end with 0 all the same.
+            if self._told is not None and (self._told.host or self._signal or any(c.code for c in self._children)):
+                self._say(self._told.text)
+                return self._told.status
+            if not any(child.code for child in self._children):
                 return 0  # also after a signal: ranks that save and end well did what was asked
             self._say(f"stopped by {signal.Signals(self._signal).name}")
             return 128 + self._signal
@@ -280,6 +342,16 @@ class Keeper:
 
     def _say(self, text: str) -> None:
         self._screen.line("err", b"ds run: ", text.encode(errors="replace"))
+
+
+def _line(launch: Launch, say: Callable[[str], None]) -> Line | None:
+    try:
+        return Line(launch.watch) if launch.watch is not None else None
+    except socket.gaierror:  # a name that only ssh's settings know; ranks that need it say so themselves
+        return None
+    except OSError as error:
+        say(f"the hosts cannot notice each other's end: {error.strerror} (UDP port {launch.watch.port})")  # type: ignore[union-attr]
+        return None
 
 
 def _ids(processes: list[Proc]) -> str:

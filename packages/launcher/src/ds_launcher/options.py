@@ -46,6 +46,7 @@ class RunOptions:
     secrets_on_stdin: bool = False
     bind_cores: bool = False
     core_list: str = ""
+    host_timeout: float = 30.0
 
 
 # Options of DeepSpeed's launcher that are known and not built, and what to do without them.
@@ -145,6 +146,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="ARGS",
         help="more arguments for ssh, pdsh, srun or mpirun",
     )
+    hosts.add_argument(
+        "--host-timeout", type=float, default=30.0, metavar="S",
+        help="end the job when a host is silent for so long (30; 0: never)",
+    )  # fmt: skip
     hosts.add_argument("--ssh-port", "--ssh_port", type=int, default=-1, metavar="PORT", help="port of the ssh servers")
     hosts.add_argument(
         "--no-ssh", "--no_ssh", action="store_true", help="start this host's ranks only; do the same on each host"
@@ -208,6 +213,8 @@ def _check(options: RunOptions) -> None:
         problems.append("--include/--exclude and --nproc/--nnodes are both given; each says how many ranks run where")
     if options.grace < 0:
         problems.append(f"--grace is {options.grace}; it cannot be negative")
+    if options.host_timeout < 0:
+        problems.append(f"--host-timeout is {options.host_timeout}; it cannot be negative")
     if options.max_restarts < 0:
         problems.append(f"--max-restarts is {options.max_restarts}; it cannot be negative")
     if not 0 <= options.master_port < 65536:
@@ -251,4 +258,5 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
     flags += ["--core-list", options.core_list] if options.core_list else []
     log_dir = ["--log-dir", options.log_dir] if options.log_dir else []
     where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
-    return (*where, "--grace", str(options.grace), *log_dir, *flags)
+    ends = ("--grace", str(options.grace), "--host-timeout", str(options.host_timeout))
+    return (*where, *ends, *log_dir, *flags)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from ds_launcher.exports import is_secret
 
-__all__ = ["Launch", "Process", "describe", "from_json", "to_json"]
+__all__ = ["Launch", "Process", "Watch", "describe", "from_json", "to_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,39 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """How the hosts of a job watch each other; see `ds_launcher.heartbeat`.
+
+    Attributes:
+        member: node rank of this host; -1: the `ds run` that started them.
+        names: of the hosts.
+        address, port: of node 0.
+        key: of the digests.
+        lost_after_s: silence after which a host is lost.
+    """
+
+    member: int
+    names: tuple[str, ...]
+    address: str
+    port: int
+    key: str
+    lost_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """All processes of a job on this host.
 
     Attributes:
         grace_s: seconds between asking the processes to end and killing them.
         stop_on_eof: also stop when our own standard input ends (we are the remote end of an `ssh`).
+        watch: how this host and the others notice each other's end; None: there are no others.
     """
 
     processes: tuple[Process, ...]
     grace_s: float = 5.0
     stop_on_eof: bool = False
+    watch: Watch | None = None
 
 
 def to_json(launch: Launch) -> str:
@@ -73,7 +95,9 @@ def from_json(text: str) -> Launch:
         Process(**{**process, "argv": tuple(process["argv"]), "cores": tuple(process["cores"])})
         for process in raw.pop("processes")
     )
-    return Launch(processes, **raw)
+    if watch := raw.pop("watch"):
+        watch = Watch(**{**watch, "names": tuple(watch["names"])})
+    return Launch(processes, **raw, watch=watch)
 
 
 def describe(launch: Launch) -> str:

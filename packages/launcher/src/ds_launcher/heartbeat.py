@@ -1,0 +1,168 @@
+"""The hosts of a job tell each other that they live, and why they end: so that none goes on alone.
+
+A connection that is cut says nothing for hours, and a batch system or ssh may not notice, so the keepers do it themselves. Words: the
+*centre* is the keeper of node 0, which every host can reach because rank 0 is there; *members* are the other nodes by number, and
+`ds run` that started them (LAUNCHER). A member sends a datagram to the centre, which answers: UDP, on the number of rank 0's port, which
+TCP leaves free. Who was heard once and then not for `lost_after_s` is lost, on both sides. Who was never heard is not missed: a firewall
+may be between. A member that fails says so and the centre passes it on, so no host waits for the deadline where the network is whole.
+Each datagram carries a keyed digest, since one can end a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_launcher.plan import Watch
+
+__all__ = ["CENTRE", "LAUNCHER", "Heartbeats", "Line", "Message", "Told", "decode_message", "encode_message"]
+
+CENTRE, LAUNCHER = 0, -1
+_DIGEST_BYTES = 16
+_REPEATS = 3  # of what is said once: a datagram may be lost
+_LEAST_PERIOD_S, _PARTS = 0.2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Why a job ends, as its first host to know says it.
+
+    Attributes:
+        host: which failed; empty: none of them (a signal).
+        text: one line.
+        status: exit status.
+    """
+
+    host: str
+    text: str
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One datagram: a sign of life, with `told` a failure, with `bye` the last one of a member."""
+
+    member: int
+    told: Told | None = None
+    bye: bool = False
+
+
+def encode_message(message: Message, key: str) -> bytes:
+    """Digest and JSON."""
+    told = message.told
+    words = [told.host, told.text[:800], told.status] if told else None
+    body = json.dumps({"from": message.member, "told": words, "bye": message.bye}).encode()
+    return _digest(body, key) + body
+
+
+def decode_message(data: bytes, key: str) -> Message | None:
+    """What `encode_message` made with this key; None for anything else."""
+    digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if not hmac.compare_digest(digest, _digest(body, key)):
+        return None
+    found = json.loads(body)
+    return Message(found["from"], Told(*found["told"]) if found["told"] else None, found["bye"])
+
+
+def _digest(body: bytes, key: str) -> bytes:
+    return hmac.new(key.encode(), body, hashlib.sha256).digest()[:_DIGEST_BYTES]
+
+
+class Heartbeats:
+    """Who was heard when. Pure: the caller brings the time."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._heard_s: dict[int, float] = {}
+        self._sent_s = float("-inf")
+
+    @property
+    def period_s(self) -> float:
+        """How often a member speaks: often until the centre has answered once, since hosts do not start at the same time."""
+        return max(_LEAST_PERIOD_S, self._watch.lost_after_s / _PARTS if self._heard_s else 0.0)
+
+    def due(self, now_s: float) -> bool:
+        """Whether a member has to speak now; then it has."""
+        if self._watch.member == CENTRE or now_s - self._sent_s < self.period_s:
+            return False
+        self._sent_s = now_s
+        return True
+
+    def heard(self, message: Message, now_s: float) -> None:
+        """A sign of life; none is expected after a bye."""
+        if message.bye:
+            self._heard_s.pop(message.member, None)
+        else:
+            self._heard_s[message.member] = now_s
+
+    def lost(self, now_s: float) -> Told | None:
+        """Who was heard and fell silent, the longest silent first."""
+        member = min(self._heard_s, key=self._heard_s.__getitem__, default=None)
+        if member is None or now_s - self._heard_s[member] <= self._watch.lost_after_s:
+            return None
+        del self._heard_s[member]
+        name = "" if member == LAUNCHER else self._watch.names[member]
+        who = f"host {name}" if name else "the host of `ds run`"
+        here = "" if self._watch.member == LAUNCHER else f" on host {self._watch.names[self._watch.member]}"
+        silent = f"{self._watch.lost_after_s:g} s"
+        return Told(name, f"{who} was lost: nothing heard from it for {silent}{here} (--host-timeout)", 1)
+
+
+class Line:
+    """The socket of one keeper.
+
+    Raises:
+        OSError: the port is in use, or the centre's name means nothing here.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.beats, self._watch = Heartbeats(watch), watch
+        self._centre: tuple[object, ...]
+        family, _, _, _, self._centre = socket.getaddrinfo(watch.address, watch.port, type=socket.SOCK_DGRAM)[0]
+        self.socket = socket.socket(family, socket.SOCK_DGRAM)
+        if watch.member == CENTRE:
+            self.socket.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", watch.port))
+        self.socket.setblocking(False)
+        self._members: dict[int, tuple[object, ...]] = {}  # where they speak from; the centre's to know
+
+    def speak(self, now_s: float) -> None:
+        """Send a sign of life when it is time."""
+        if self.beats.due(now_s):
+            self._send(Message(self._watch.member), {CENTRE: self._centre})
+
+    def listen(self, now_s: float) -> list[Message]:
+        """Take what came; return those that tell something."""
+        told = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    data, sender = self.socket.recvfrom(4096)
+                except ConnectionError:  # a port that nobody listens on: the centre has not started, or has ended
+                    continue
+                message = decode_message(data, self._watch.key)
+                if message is None or (message.member == CENTRE) == (self._watch.member == CENTRE):
+                    continue
+                self.beats.heard(message, now_s)
+                if self._watch.member == CENTRE:
+                    self._members[message.member] = sender
+                    if message.told is None and not message.bye:
+                        self._send(Message(CENTRE), {message.member: sender})
+                if message.told is not None:
+                    told.append(message)
+        return told
+
+    def tell(self, message: Message) -> None:
+        """Say something last: to the centre, or as the centre to all."""
+        for _ in range(_REPEATS):
+            self._send(message, self._members if self._watch.member == CENTRE else {CENTRE: self._centre})
+
+    def _send(self, message: Message, to: Mapping[int, tuple[object, ...]]) -> None:
+        data = encode_message(message, self._watch.key)
+        for address in to.values():
+            with contextlib.suppress(OSError):  # no network just now: that is what silence is for
+                self.socket.sendto(data, address)
