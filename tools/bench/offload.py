@@ -70,6 +70,37 @@ def file_rates(folder: str, nbytes: int = 64 << 20, rounds: int = 7) -> dict[str
     return {kind: statistics.median(rates) for kind, rates in found.items()}
 
 
+def overlap(config: str, folder: str) -> dict[str, list]:
+    """When two steps of rank 0 compute, read and write: stage 3, a file, shared memory."""
+    ranks = Ranks([sys.executable, str(WORKER), "timeline@shm", config, folder], 2, interactive=False)
+    try:
+        return ranks.answers()[0]
+    finally:
+        ranks.end()
+
+
+def drawing(found: dict[str, list]) -> str:
+    """The same as SVG: three rows over time."""
+    end = max(to for _, _, to in found["computes"] + found["moves"])
+    at = lambda ms: 90 + 650 * ms / end  # noqa: E731
+    colours = {"forward": "#9fa8da", "backward": "#5c6bc0", "update": "#283593", "read": "#00897b", "write": "#ef6c00"}
+    text = "<text x='{}' y='{}' font-family='sans-serif' font-size='12' fill='#1f2430'>{}</text>"
+    parts = [text.format(16, 24, "Two steps of stage 3 whose optimizer state is in a file (rank 0)")]
+    for number, row in enumerate(("computes", "read", "write")):
+        y = 40 + 34 * number
+        parts.append(text.format(16, y + 17, row + ("s" if row != "computes" else "")))
+        rows = found["computes"] if row == "computes" else [m for m in found["moves"] if m[0] == row]
+        for what, begin, to in rows:
+            wide = max(0.5, at(to) - at(begin))
+            parts.append(f"<rect x='{at(begin):.1f}' y='{y}' width='{wide:.1f}' height='24' fill='{colours[what]}' fill-opacity='0.8'>"
+                         f"<title>{what}, {begin:.1f} to {to:.1f} ms</title></rect>")  # fmt: skip
+            if row == "computes":
+                parts.append(text.format(f"{at(begin) + 3:.1f}", y + 16, what).replace("#1f2430", "#ffffff"))
+    parts += [text.format(90, 158, "0 ms"), text.format(690, 158, f"{end:.0f} ms")]
+    head = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 760 170' role='img' aria-label='Computing, reads and writes over time'>"
+    return "\n".join([head, "<rect width='760' height='170' rx='8' fill='#ffffff'/>", *parts, "</svg>"]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- offload", description=__doc__)
     parser.add_argument(
@@ -104,6 +135,8 @@ def main() -> None:
                       + (f", {statistics.median(beside):.2f} of DeepSpeed's" if beside else "")
                       + ("" if alike else ", LOSSES DIFFER"), flush=True)  # fmt: skip
             lines.append(line)
+        times = overlap(args.config, folder)
+    (DATA.parents[1] / "img" / "offload-overlap.svg").write_text(drawing(times))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     DATA.write_text(
         json.dumps(

@@ -1,5 +1,7 @@
 """One engine of the offload benchmark on one rank: `offload.py ENGINE[@BACKEND] CONFIG FOLDER`. It takes turns, see `turns.py`.
 
+`offload.py timeline CONFIG FOLDER` says instead when one step of stage 3 with a file computes, reads and writes.
+
 ENGINE is `ours` or `deepspeed`, its ZeRO stage, where the optimizer's state is (`device`, `host`, `file`) and `bf16` for mixed precision,
 as `ours3-file-bf16`. The model and the data are those of `zero.py`. Gradients are clipped. The first line says the losses of four steps
 and what the state's folder is asked to move.
@@ -11,6 +13,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 
 import torch
@@ -62,6 +65,66 @@ def deepspeed(config: Config, model: nn.Module, stage: int, where: str, bf16: bo
     return step
 
 
+def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str, float, float]]]:
+    """What one step did when, in milliseconds from its begin: (what, from, to)."""
+    import ds_zero
+    from ds_zero.offload.scratch import Moving, Scratch
+
+    model = config.model()
+    place = ds_zero.Placement("file", folder)
+    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=3, clip=CLIP, tier=place)
+    under_way: list[list] = []  # (what, from, to, transfer)
+    started = Scratch._moving
+
+    def noted(self: Scratch, start: object) -> Moving:
+        moving = started(self, start)
+        under_way.append([kind[0], time.perf_counter(), None, moving])
+        return moving
+
+    kind = ["read"]
+    read, write = Scratch.read, Scratch.write
+
+    def named(name: str, act: object) -> object:
+        def call(self: Scratch, *args: object) -> Moving:
+            kind[0] = name
+            return act(self, *args)
+
+        return call
+
+    Scratch._moving, Scratch.read, Scratch.write = noted, named("read", read), named("write", write)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            for entry in under_way:
+                if entry[2] is None and entry[3].done():
+                    entry[2] = time.perf_counter()
+            time.sleep(3e-4)
+
+    for i in range(4):
+        config.loss(model, config.data(i, rank)).backward()
+        optimizer.step()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    dist.barrier()
+    marks = [time.perf_counter()]
+    for i in (4, 5):
+        loss = config.loss(model, config.data(i, rank))
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        optimizer.step()
+        marks.append(time.perf_counter())
+    time.sleep(0.2)
+    over.set()
+    watcher.join()
+    names = ["forward", "backward", "update"] * 2
+    spans = [(name, a, b) for name, a, b in zip(names, marks, marks[1:], strict=False)]
+    moves = [(what, a, b) for what, a, b, _ in under_way if b is not None]
+    shown = lambda rows: [(what, 1e3 * (a - marks[0]), 1e3 * (b - marks[0])) for what, a, b in rows if b > marks[0]]  # noqa: E731
+    return {"computes": shown(spans), "moves": [row for row in shown(moves) if row[1] < 1e3 * (marks[-1] - marks[0])]}
+
+
 def moved_bytes() -> tuple[int, int]:
     """Bytes that this process has read from and written to storage."""
     with open("/proc/self/io") as file:
@@ -73,8 +136,8 @@ def main(name: str, which: str, folder: str) -> None:
     torch.set_num_threads(1)
     name, _, backend = name.partition("@")
     engine, where, *more = name.split("-")
-    make = {"ours": ours, "deepspeed": deepspeed}[engine[:-1]]
-    if engine.startswith("ours"):
+    make = {"ours": ours, "deepspeed": deepspeed, "timelin": ours}[engine[:-1]]
+    if not engine.startswith("deepspeed"):
         import ds_comm
 
         ds_comm.init_distributed(backend or "gloo")
@@ -84,6 +147,9 @@ def main(name: str, which: str, folder: str) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             peer.init_distributed("gloo")
     config, rank, base = CONFIGS[which], dist.get_rank(), pss_bytes()
+    if engine == "timeline":
+        print(json.dumps(timeline(config, folder, rank)), flush=True)
+        os._exit(0)
     with contextlib.redirect_stdout(sys.stderr):
         step = make(config, config.model(), int(engine[-1]), where, "bf16" in more, folder)
     losses = [step(config.data(i, rank)).item() for i in range(4)]

@@ -30,16 +30,19 @@ Step = Callable[[], Tensor]
 
 
 class Block(nn.Module):
-    """A block as Llama has it, without rotary embedding. Its code asks the weights how many heads there are."""
+    """A block as Llama has it, without rotary embedding. Its code asks the weights how many heads there are.
 
-    def __init__(self) -> None:
+    `share` of the heads and of the inner width: what one of so many ranks computes.
+    """
+
+    def __init__(self, share: int) -> None:
         super().__init__()
-        head = WIDTH // HEADS
+        queries, keys, inner = WIDTH // share, KV_HEADS * (WIDTH // HEADS) // share, INNER // share
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k, self.v = (nn.Linear(WIDTH, KV_HEADS * head, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
-        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.q, self.o = nn.Linear(WIDTH, queries, bias=False), nn.Linear(queries, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, keys, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(WIDTH, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -52,10 +55,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, share: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(share) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -182,7 +185,8 @@ def loss_of(engine: str) -> Step:
 
 def make(engine: str, config: str) -> Step:
     if config == "tensor":
-        return {"ours": tensor_ours, "torch": tensor_torch, "deepspeed": tensor_deepspeed}[engine]()
+        half = lambda: stepping(Model(share=dist.get_world_size()))  # noqa: E731
+        return {"ours": tensor_ours, "torch": tensor_torch, "deepspeed": tensor_deepspeed, "half": half}[engine]()
     return loss_of(engine) if config == "loss" else sequence(config, engine)
 
 

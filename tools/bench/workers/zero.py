@@ -75,6 +75,7 @@ class Config:
     batch: int
     tokens: int
     small: bool = False
+    bf16: bool = False  # computed in bf16, masters and state in fp32: each engine's own way to say so
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -91,10 +92,17 @@ class Config:
     def loss(self, model: nn.Module, data: Tensor) -> Tensor:
         if self.small:
             return model(data).square().mean()
+        if self.bf16:
+            return nn.functional.cross_entropy(model(data[:, :-1]).flatten(0, 1).float(), data[:, 1:].flatten())
         return nn.functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
 
 
-CONFIGS = {"compute": Config(2, 128), "comm": Config(1, 32), "small": Config(0, 0, small=True)}
+CONFIGS = {
+    "compute": Config(2, 128),
+    "comm": Config(1, 32),
+    "small": Config(0, 0, small=True),
+    "bf16": Config(2, 128, bf16=True),
+}
 
 Step = Callable[[Tensor], Tensor]
 """One whole training step on this rank's data; returns the loss."""
@@ -105,6 +113,7 @@ def adamw(params: object, **keys: object) -> torch.optim.AdamW:
 
 
 def plain(config: Config, model: nn.Module, *, update: bool) -> Step:
+    model = model.bfloat16() if config.bf16 else model
     optimizer = adamw(model.parameters())
 
     def step(data: Tensor) -> Tensor:
@@ -122,7 +131,8 @@ def plain(config: Config, model: nn.Module, *, update: bool) -> Step:
 def ours(config: Config, model: nn.Module, stage: int) -> Step:
     import ds_zero
 
-    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=stage, clip=CLIP)
+    precision = "bf16" if config.bf16 else None
+    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=stage, clip=CLIP, precision=precision)
 
     def step(data: Tensor) -> Tensor:
         loss = config.loss(model, data)
@@ -146,7 +156,8 @@ def ddp(config: Config, model: nn.Module, *, redundant: bool) -> Step:
         optimizer = adamw(model.parameters())
 
     def step(data: Tensor) -> Tensor:
-        loss = config.loss(wrapped, data)
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.bf16):
+            loss = config.loss(wrapped, data)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -158,12 +169,13 @@ def ddp(config: Config, model: nn.Module, *, redundant: bool) -> Step:
 
 def fsdp2(config: Config, model: nn.Module, *, reshard: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    formats = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if config.bf16 else MixedPrecisionPolicy()
     for block in getattr(model, "blocks", [] if config.small else model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=formats)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=formats)
     optimizer = adamw(model.parameters())
 
     def step(data: Tensor) -> Tensor:
@@ -186,7 +198,7 @@ def deepspeed(config: Config, model: nn.Module, stage: int, *, tuned: bool) -> S
         zero |= {"stage3_prefetch_bucket_size": 4_000_000} if stage == 3 else {}
     settings = {
         "train_micro_batch_size_per_gpu": max(config.batch, 1), "gradient_clipping": CLIP, "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": config.bf16}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
     engine, *_ = peer.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
 
