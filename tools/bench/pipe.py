@@ -1,6 +1,6 @@
-"""Pipeline schedules at work, with kernels that sleep: how much of the ranks' time computes, beside torch's schedules in one run.
+"""Pipelines: what a schedule makes of four ranks whose kernels sleep, and two stages of real models, beside torch and DeepSpeed.
 
-Four ranks, eight microbatches; all engines live in the same four processes and take turns.
+Eight microbatches. Engines take turns: those that sleep live in the same four processes, those that compute are sets of ranks of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peers import ensure
 from torch import nn
-from turns import Ranks
+from turns import Ranks, meet
 
 import ds_pipe
 
@@ -26,6 +27,43 @@ DATA = ROOT / "docs" / "benchmarks" / "data" / "pipe.json"
 WORKER = Path(__file__).parent / "workers" / "pipe.py"
 RANKS, MICROBATCHES, PASS_MS = 4, 8, 8.0
 ENGINES = ["ours:1f1b", "ours:zb-h1", "ours:zbv", "torch:1f1b", "torch:interleaved-zb", "torch:zbv"]
+
+
+REAL = ["ours@shm:1f1b", "ours:1f1b", "ours@shm:zb-h1", "torch:1f1b", "deepspeed", "alone"]
+
+
+def stages(config: str, cycles: int, steps: int) -> dict[str, dict]:
+    """Two stages of a real model: of each engine the median step, and beside DeepSpeed's of the same moment."""
+    worker, first = WORKER.with_name("pipe_real.py"), {}
+
+    def started(engine: str) -> Ranks:
+        python = str(ensure("deepspeed")) if engine == "deepspeed" else sys.executable
+        ranks = Ranks([python, str(worker), engine, config], 2, interactive=True)
+        answers = ranks.answers
+
+        def noted() -> list[dict]:
+            found = answers()
+            if "losses" in found[0]:
+                first[engine] = {"losses": found[0]["losses"], "mb": sum(one["mb"] for one in found)}
+            return found
+
+        ranks.answers = noted  # type: ignore[method-assign]
+        return ranks
+
+    found = meet({engine: (lambda e=engine: started(e)) for engine in REAL}, cycles, steps)
+    told = {}
+    for engine, turns in found.items():
+        ms = statistics.median(turn["ms"] for turn in turns)
+        beside = [a["ms"] / b["ms"] for a, b in zip(turns, found.get("deepspeed", []), strict=False)]
+        base = first.get("deepspeed", first[engine])["losses"]
+        alike = engine == "alone" or all(
+            abs(a - b) <= 1e-5 * abs(b) for a, b in zip(first[engine]["losses"], base, strict=True)
+        )
+        told[engine] = {"ms": ms, "of_deepspeed": statistics.median(beside) if beside else None, "alike": alike,
+                        **first[engine]}  # fmt: skip
+        print(f"{config}, two stages: {engine:16} {ms:7.2f} ms, {told[engine]['mb']:.0f} MB"
+              + (f", {told[engine]['of_deepspeed']:.2f} of DeepSpeed's" if beside else "") + ("" if alike else ", LOSSES DIFFER"))  # fmt: skip
+    return told
 
 
 def action_us(microbatches: int = 64, rounds: int = 15) -> float:
@@ -73,10 +111,14 @@ def main() -> None:
         print(f"{engine:<22} {ms:7.1f} ms a step (best {best:.1f}), {ideal_ms / ms:.1%} of the time computes")
     cost = action_us()
     print(f"running an action costs {cost:.1f} us (one stage, beside a plain loop)")
+    real = {config: stages(config, 2 * args.cycles, args.steps) for config in ("gpt", "small")}
     machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     DATA.parent.mkdir(parents=True, exist_ok=True)
     DATA.write_text(
-        json.dumps({"machine": machine, "ideal_ms": ideal_ms, "action_us": cost, "lines": lines}, indent=1) + "\n"
+        json.dumps(
+            {"machine": machine, "ideal_ms": ideal_ms, "action_us": cost, "lines": lines, "stages": real}, indent=1
+        )
+        + "\n"
     )
 
 

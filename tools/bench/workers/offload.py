@@ -135,8 +135,8 @@ def moved_bytes() -> tuple[int, int]:
 def main(name: str, which: str, folder: str) -> None:
     torch.set_num_threads(1)
     name, _, backend = name.partition("@")
-    engine, where, *more = name.split("-")
-    make = {"ours": ours, "deepspeed": deepspeed, "timelin": ours}[engine[:-1]]
+    engine, where, *more = name.split("-") if "-" in name else (name, "file")
+    make = deepspeed if engine.startswith("deepspeed") else ours
     if not engine.startswith("deepspeed"):
         import ds_comm
 
