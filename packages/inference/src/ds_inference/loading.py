@@ -22,6 +22,7 @@ from ds_inference.quantize import Quantize, Weight, as_quantize, as_read, dequan
 from ds_inference.scheduler import Budget
 from ds_inference.spec import Spec
 from ds_inference.weights import Folder, read_config, read_weights
+from ds_ops.arena import trim
 from ds_ops.formats import QuantTensor
 
 __all__ = ["load", "read_decoder"]
@@ -86,6 +87,8 @@ def load(
         by_expert=by_expert,
         own_forward=own_forward,
     )
+    if decoder.device.type == "cpu":
+        trim()  # what reading and quantising took is free only now
     return Generator(
         decoder,
         blocks=-(-cache_tokens // block),
