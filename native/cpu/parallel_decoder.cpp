@@ -145,17 +145,19 @@ struct Thread {
   }
 
   // x += y, or x += norm(y), or x = norm(x + y), of the product's rows.
-  void into_residual(const Matrix &m, const Prepared &p, const Normed &n, bool after, const Matrix &next) {
+  void into_residual(const Matrix &m, const Prepared &p, const Layer &y, const Normed &n, const Matrix &next) {
     const Word hidden = s.hidden;
+    const bool after = y.after;
+    const float scale = static_cast<float>(y.residual);
     const auto cut = [hidden](Word at) { return hidden - at < unit ? hidden - at : unit; };
     float *to = s.sum || (n.weight && !after) ? more : x;
     const bool adds = to == x;
     product(m, p, s.rows, 1, [&](Word r, Word at, const float *sums, const float *) {
       float *out = to + r * room.hidden + at;
       if (adds) {
-        for (Word i = 0; i < cut(at); i++) out[i] += sums[i];
+        for (Word i = 0; i < cut(at); i++) out[i] += sums[i] * scale;
       } else {
-        std::memcpy(out, sums, static_cast<std::size_t>(cut(at)) * 4);
+        for (Word i = 0; i < cut(at); i++) out[i] = sums[i] * scale;
       }
     });
     meeting.wait(mine(next));
@@ -214,14 +216,14 @@ struct Thread {
     attention(y, alone);
     meeting.wait(mine(y.out));
     const Prepared mixes = prepare(y.out, no_norm, mixed, room.mixed, y.heads * y.value_width, s.rows, shared);
-    into_residual(y.out, mixes, y.after_attention, y.after, y.parallel ? y.down : y.up);
+    into_residual(y.out, mixes, y, y.after_attention, y.parallel ? y.down : y.up);
     if (!y.parallel) {
       up(y, prepare(y.up, second, x, room.hidden, s.hidden, s.rows, shared));
       meeting.wait(mine(y.down));
     }
     const Word size = y.gated ? y.up.n / 2 : y.up.n;
     const Prepared mid = prepare(y.down, no_norm, middle, room.middle, size < y.down.k ? size : y.down.k, s.rows, shared);
-    into_residual(y.down, mid, y.after_feed, y.after, next);
+    into_residual(y.down, mid, y, y.after_feed, next);
   }
 
   void up(const Layer &y, const Prepared &p) {

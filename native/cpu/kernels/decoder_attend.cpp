@@ -414,13 +414,22 @@ void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decode
   }
   const Word turns = y.rope < 0 ? 0 : (y.rope * s.rows + row) * s.rope_stride;
   const Word group = y.heads / y.kv_heads;
-  const auto turn = [&](const Normed &n, float *x) {
-    if (n.weight && !y.whole) norm_row(n, x, y.width, x);
-    if (y.rope >= 0) rotate(y, s.cos + turns, s.sin + turns, x);
+  const auto clip = [&](float *x, Word n) {
+    const float most = static_cast<float>(y.clip);
+    for (Word i = 0; i < n; i++) x[i] = x[i] > most ? most : x[i] < -most ? -most : x[i];
   };
-  for (Word h = from * group; h < to * group; h++) turn(y.query_norm, qkv + h * y.width);
+  const auto turn = [&](Normed n, float *x, Word h) {
+    if (y.norm_each && n.weight) n.weight += h * y.width;
+    const bool normed = n.weight && !y.whole;
+    if (y.clip != 0.0) clip(x, y.width);
+    if (normed && !y.norm_late) norm_row(n, x, y.width, x);
+    if (y.rope >= 0) rotate(y, s.cos + turns, s.sin + turns, x);
+    if (normed && y.norm_late) norm_row(n, x, y.width, x);
+  };
+  for (Word h = from * group; h < to * group; h++) turn(y.query_norm, qkv + h * y.width, h);
   for (Word h = from; h < to; h++) {
-    turn(y.key_norm, keys + h * y.width);
+    turn(y.key_norm, keys + h * y.width, h);
+    if (y.clip != 0.0) clip(values + h * y.value_width, y.value_width);
     keep(s.kept, y.keys, y.key_scales, slot * y.kv_heads + h, y.width, keys + h * y.width);
     keep(s.kept, y.values, y.value_scales, slot * y.kv_heads + h, y.value_width, values + h * y.value_width);
   }

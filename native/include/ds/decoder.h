@@ -56,6 +56,9 @@ struct Layer {
   const float *slopes, *sinks;  // [heads], null: none
   Word rope, rope_dim, interleaved;  // rope: which tables, -1: none
   Word whole;     // query and key norms are over all heads at once
+  Word norm_each, norm_late;  // those of heads: each head has weights of its own; they come after the rotation
+  double clip;      // queries, keys and values are cut to [-clip, clip]; 0: not
+  double residual;  // outputs of both parts are multiplied by it
   Word parallel;  // attention and feed-forward part read the same x
   Word after;     // norms follow the residual instead of preceding it
   Word activation, gated;
@@ -105,7 +108,7 @@ struct Attend {
   Word out_stride;
 };
 
-static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 83 * 8 && sizeof(Step) == 32 * 8);
+static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 87 * 8 && sizeof(Step) == 32 * 8);
 
 // Floats of scratch that `run` needs for such a step.
 Word scratch_floats(const Step &s, int threads);

@@ -92,6 +92,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom of six heads": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 2, **_OLD}),
     "falcon one kv head": ("Falcon", {**_OLD, "multi_query": True, "parallel_attn": True, "bias": False}),
     "falcon new": ("Falcon", {**_OLD, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "phi": ("Phi", {"qk_layernorm": True}),
+    "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 4, **_OLD}),
+    "codegen": ("CodeGen", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 4, **_OLD}),
+    "gpt-bigcode": ("GPTBigCode", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, **_OLD}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "stablelm": ("StableLm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "stablelm parallel": ("StableLm", {"use_parallel_residual": True}),
+    "granite": (
+        "Granite",
+        {
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "nemotron": ("Nemotron", {}),
+    "mpt": (
+        "Mpt",
+        {"d_model": 36, "n_heads": 6, "n_layers": 2, "max_seq_len": 512, "attn_config": {"clip_qkv": 0.8}, **_OLD},
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8, "use_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 8}),
+    "seed-oss": ("SeedOss", {"head_dim": 8}),
     "falcon alibi": ("Falcon", {**_OLD, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
 }
 
@@ -101,8 +130,10 @@ def _tiny(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     kind, more = FAMILIES[name]
     given = {k: v for k, v in {**SMALL, **more}.items() if v is not ...}
+    if kind in ("GPTJ", "CodeGen", "GPTBigCode", "Mpt"):
+        given = {k: v for k, v in given.items() if k in more or k == "vocab_size" or k.endswith("token_id")}
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**given)
-    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom", "GptOss") else "sdpa"
+    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom", "GptOss", "Mpt") else "sdpa"
     torch.manual_seed(3)
     made = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval().float()
     with torch.no_grad():

@@ -14,14 +14,10 @@ from ds_inference.foreign import ForeignDecoder
 transformers = pytest.importorskip("transformers")
 
 KINDS: dict[str, dict[str, Any]] = {
-    "StableLm": {"num_key_value_heads": 2},
-    "Granite": {"num_key_value_heads": 2},
-    "Cohere": {"num_key_value_heads": 2},
-    "Starcoder2": {"num_key_value_heads": 2, "sliding_window": 6},
-    "GPTJ": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 4},
-    "CodeGen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 4},
-    "GPTBigCode": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512},
-    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
+    "Olmo": {"num_key_value_heads": 2, "clip_qkv": 0.9},
+    "Persimmon": {"hidden_act": "relu2"},
+    "Helium": {"num_key_value_heads": 2, "head_dim": 8},
+    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
 }
 
 
@@ -30,7 +26,7 @@ def made(kind: str) -> Any:
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
         "max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    if "n_embd" in KINDS[kind] or kind == "Mpt":
+    if "d_model" in KINDS[kind]:
         given = {k: v for k, v in given.items() if k == "vocab_size" or k.endswith("token_id")}
     torch.manual_seed(4)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**given, **KINDS[kind]))
@@ -61,7 +57,7 @@ def test_greedy_is_its_own(kind: str, prompts_of: Any) -> None:
 
 
 def test_samples_drafts_and_a_small_cache(prompts_of: Any) -> None:
-    model, (prompt,) = made("StableLm"), prompts_of([9])
+    model, (prompt,) = made("Olmo"), prompts_of([9])
     how = Sampling(7, temperature=0.9, samples=2, seed=3)
     first, second = load(model).generate([prompt], how)
     for seed, answer in ((3, first), (4, second)):
@@ -75,7 +71,7 @@ def test_samples_drafts_and_a_small_cache(prompts_of: Any) -> None:
 
 
 def test_from_a_folder_in_another_dtype_and_by_put(prompts_of: Any, tmp_path: Any) -> None:
-    model, (prompt,) = made("StableLm"), prompts_of([9])
+    model, (prompt,) = made("Olmo"), prompts_of([9])
     model.save_pretrained(tmp_path)
     assert load(tmp_path).generate([prompt], Sampling(6))[0].tokens == own(model, prompt, 6)
     half = load(model, dtype=torch.bfloat16)
@@ -92,4 +88,4 @@ def test_what_keeps_no_keys_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="mamba"):
         load(transformers.MambaForCausalLM(config))
     with pytest.raises(UnsupportedError, match="no declaration"):
-        load(made("StableLm"), quantize="int8")
+        load(made("Olmo"), quantize="int8")

@@ -126,7 +126,7 @@ def _delta(source: Source, i: int, pairs: Prefixed, spec: Spec, role: str) -> tu
     if not any(name in pairs for name in names):
         return None
     sizes = _sizes(role, spec, i) if len(names) > 1 else [0]
-    rows = Source(source.names, source.form if source.form in ("heads", "groups") else "rows")
+    rows = Source(source.names, source.form if source.form in ("heads", "groups", "shards") else "rows")
     downs, ups = [], []
     for at, name in enumerate(names):
         if name in pairs:

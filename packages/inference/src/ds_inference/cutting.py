@@ -126,7 +126,7 @@ class Cut:
             return weight[:, first * a.value_width : last * a.value_width]
         if name == "sinks":
             return weight[first:last]
-        if a.whole_norm is not None and name in ("q_norm.weight", "k_norm.weight"):
+        if (a.whole_norm is not None or a.head_norm_each) and name in ("q_norm.weight", "k_norm.weight"):
             return weight[slice(*(queries if name.startswith("q") else keys))]
         return weight
 

@@ -244,10 +244,12 @@ class Decoder:
 
     def _layer(self, at: str, layer: Layer, x: Tensor, step: _Step) -> Tensor:
         def a(y: Tensor) -> Tensor:
-            return self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
+            out = self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
+            return out if layer.residual == 1.0 else out * layer.residual
 
         def m(y: Tensor) -> Tensor:
-            return self._summed(self._feed(f"{at}.feed", layer.feed, y))
+            out = self._summed(self._feed(f"{at}.feed", layer.feed, y))
+            return out if layer.residual == 1.0 else out * layer.residual
 
         def n(number: int, y: Tensor) -> Tensor:
             return self._norm(f"{at}.norm{number}", y)
@@ -274,18 +276,22 @@ class Decoder:
             out = self._latent(at, spec, spec.latent, x, step)
         else:
             widths = [spec.heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * spec.value_width]
-            q, k, v = self._linear(f"{at}.qkv", x).split(widths, dim=-1)
+            qkv = self._linear(f"{at}.qkv", x)
+            if spec.clip is not None:
+                qkv = qkv.clamp(-spec.clip, spec.clip)
+            q, k, v = qkv.split(widths, dim=-1)
             if spec.whole_norm is not None:
                 heads, kv_heads = spec.of or (spec.heads, spec.kv_heads)
                 q = self._whole_normed(f"{at}.q_norm", q, spec.whole_norm, heads * spec.width)
                 k = self._whole_normed(f"{at}.k_norm", k, spec.whole_norm, kv_heads * spec.width)
             q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
-            if spec.head_norm is not None:
-                q = _normed(q, self._floats[f"{at}.q_norm.weight"], None, spec.head_norm)
-                k = _normed(k, self._floats[f"{at}.k_norm.weight"], None, spec.head_norm)
+            if not spec.head_norm_late:
+                q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
             if spec.rope is not None:
                 turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
                 q, k = turn(q, tables), turn(k, tables)
+            if spec.head_norm_late:
+                q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
             keys, values, *scales = step.cache
             keep(k, step.batch.slots, keys, scales[0] if scales else None)
             keep(v, step.batch.slots, values, scales[1] if scales else None)
@@ -392,6 +398,13 @@ class Decoder:
         mean = self._summed(wide.square().sum(-1, keepdim=True)) / features
         return weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
+    def _head_normed(self, role: str, x: Tensor, spec: Attention) -> Tensor:
+        """Every head of x [T, heads, width] by itself."""
+        if spec.head_norm is None:
+            return x
+        weight, bias = self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias")
+        return _normed(x, weight.view(-1, x.shape[-1]) if spec.head_norm_each else weight, bias, spec.head_norm)
+
     def _norm(self, role: str, x: Tensor) -> Tensor:
         return _normed(x, self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
 
@@ -404,8 +417,10 @@ _LATENT_NORM = Norm("rms", 1e-6)
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    if norm.kind == "layer" and weight.dim() == 1:
+        return F.layer_norm(x, (x.shape[-1],), weight + norm.offset if norm.offset else weight, bias, norm.eps)
     if norm.kind == "layer":
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, norm.eps)
+        return F.layer_norm(x, (x.shape[-1],), None, None, norm.eps) * weight
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     if norm.offset:

@@ -196,4 +196,8 @@ class NativeDecoder:
             layer.order == "after",
             _ACTIVATIONS[feed.activation],
             gated,
+            norm_each=a.head_norm_each,
+            norm_late=a.head_norm_late,
+            clip=a.clip or 0.0,
+            residual=layer.residual,
         )

@@ -84,8 +84,11 @@ class Attention:
     window: Only the last so many positions are seen; None: all.
     softcap: Scores become cap * tanh(score / cap).
     alibi: Scores get a bias that grows with the key's position; None: no.
-    head_norm: Norm of every query and key head before the rotation.
+    head_norm: Norm of every query and key head.
+    head_norm_late: It comes after the rotation, not before it.
+    head_norm_each: Every head has weights of its own, one head after the other.
     whole_norm: Norm of all query features together, and of all key features.
+    clip: Queries, keys and values are cut to [-clip, clip] when they are made; None: no.
     sinks: One more score a head that takes part in the softmax and has no value (GPT-OSS).
     latent: How keys and values are made where they are compressed.
     first, of: Where heads are cut over ranks: the first of this rank's, and how many (query, key) heads there are in all.
@@ -101,7 +104,10 @@ class Attention:
     softcap: float | None = None
     alibi: Alibi | None = None
     head_norm: Norm | None = None
+    head_norm_late: bool = False
+    head_norm_each: bool = False
     whole_norm: Norm | None = None
+    clip: float | None = None
     sinks: bool = False
     latent: Latent | None = None
     first: int = 0
@@ -155,11 +161,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block: attention and a feed-forward part."""
+    """One block: attention and a feed-forward part. What both give is multiplied by `residual` before it joins the stream."""
 
     attention: Attention
     feed: Mlp | Experts
     order: Order = "pre"
+    residual: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +216,11 @@ class Source:
         form: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
             `"heads"`: rows are [head, (q, k, v), feature]. `"groups"`: rows are [kv head, (queries..., k, v), feature].
             `"stack"`: experts one behind the other; with two names, each pair is put together by rows. `"swapped"`: a packed
-            [expert, in, out] tensor. `"paired"`: the same, its outputs are gate and up, alternating; of a bias [expert, out], too.
+            [expert, in, out] tensor. `"flat"`: one row of numbers. `"shards"`: rows are [4 shards, (q, v, k), features] (CodeGen).
+            `"paired"`: as swapped, its outputs are gate and up, alternating; of a bias [expert, out], too.
         optional: The role is left out if the checkpoint has none of the names.
     """
 
     names: tuple[str, ...]
-    form: Literal["rows", "columns", "heads", "groups", "stack", "swapped", "paired"] = "rows"
+    form: Literal["rows", "columns", "heads", "groups", "stack", "swapped", "paired", "flat", "shards"] = "rows"
     optional: bool = False

@@ -183,6 +183,11 @@ def arranged(source: Source, parts: list[Tensor], i: int, spec: Spec) -> Tensor:
         rows = whole.view(-1, queries + 2, attention.width, *whole.shape[1:])
         cut = (rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :])
         whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in cut])
+    elif source.form == "flat":
+        whole = whole.flatten()
+    elif source.form == "shards":
+        q, v, k = whole.view(4, 3, -1, *whole.shape[1:]).transpose(0, 1)
+        whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in (q, k, v)])
     elif source.form in ("swapped", "paired"):
         whole = whole.transpose(1, 2) if whole.dim() == 3 else whole
         if source.form == "paired":

@@ -220,6 +220,10 @@ class DecoderLayer:
         norms: Before and after attention, before and after the feed-forward part, of queries, of keys.
         matrices: qkv, out, up, down.
         rope: (number of the tables, rotated features, whether pairs are neighbours); None: no rotation.
+        whole, norm_each, norm_late: Norms of queries and keys: over all heads at once; every head has weights of its own; they come
+            after the rotation.
+        clip: Queries, keys and values are cut to [-clip, clip]; 0: not.
+        residual: Outputs of both parts are multiplied by it.
     """
 
     matrices: tuple[Packed, Packed, Packed, Packed]
@@ -239,6 +243,10 @@ class DecoderLayer:
     after: bool = False
     activation: Activation = Activation.SILU
     gated: bool = True
+    norm_each: bool = False
+    norm_late: bool = False
+    clip: float = 0.0
+    residual: float = 1.0
 
     def words(self) -> list[int]:
         """`Layer`, up to its cache."""
@@ -247,6 +255,7 @@ class DecoderLayer:
         rope, dim, pairs = self.rope or (-1, 0, False)
         found += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
         found += [self.window, _at(self.slopes), _at(self.sinks), rope, dim, int(pairs), int(self.whole)]
+        found += [int(self.norm_each), int(self.norm_late), _word(self.clip), _word(self.residual)]
         return [*found, int(self.parallel), int(self.after), int(self.activation), int(self.gated)]
 
 

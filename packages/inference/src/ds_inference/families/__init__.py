@@ -11,10 +11,11 @@ from ds_inference.families.experts import SPARSE
 from ds_inference.families.llama import LLAMA_LIKE
 from ds_inference.families.older import OLDER
 from ds_inference.families.parts import Config, Family, Sources
+from ds_inference.families.variants import VARIANTS
 
 __all__ = ["FAMILIES", "Config", "Family", "Sources", "family_of"]
 
-FAMILIES: dict[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER}.items()))
+FAMILIES: dict[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER, **VARIANTS}.items()))
 
 
 def family_of(config: Config) -> Family:

@@ -23,7 +23,7 @@ from ds_inference.families.parts import (
 )
 from ds_inference.spec import Attention, Mlp, Norm, Rope, Spec
 
-__all__ = ["LLAMA_LIKE"]
+__all__ = ["FOUR_NORMS", "LLAMA_LIKE", "PHI3"]
 
 
 def _llama(config: Config) -> Spec:
@@ -87,7 +87,7 @@ def _gemma3(config: Config) -> Spec:
     return replace(spec, layers=layers)
 
 
-_FOUR_NORMS = {
+FOUR_NORMS = {
     "layers.{i}.norm1.weight": rows(LAYER + "input_layernorm.weight"),
     "layers.{i}.norm2.weight": rows(LAYER + "post_attention_layernorm.weight"),
     "layers.{i}.norm3.weight": rows(LAYER + "pre_feedforward_layernorm.weight"),
@@ -103,7 +103,7 @@ def _phi3(config: Config) -> Spec:
     return llama_like(config, [replace(attention, window=w) for w in windows], [gated_mlp(config)] * count)
 
 
-_PHI3 = {
+PHI3 = {
     **LLAMA,
     "layers.{i}.attention.qkv.weight": rows(LAYER + "self_attn.qkv_proj.weight"),
     "layers.{i}.attention.qkv.bias": rows(LAYER + "self_attn.qkv_proj.bias", optional=True),
@@ -145,12 +145,12 @@ def _olmo2(config: Config) -> Spec:
 LLAMA_LIKE: Mapping[str, Family] = {
     "exaone4": plain(_exaone4, _EXAONE4),
     "gemma": plain(_gemma),
-    "gemma2": plain(_gemma2, {**LLAMA, **_FOUR_NORMS}),
-    "gemma3_text": plain(_gemma3, {**LLAMA, **_FOUR_NORMS}),
+    "gemma2": plain(_gemma2, {**LLAMA, **FOUR_NORMS}),
+    "gemma3_text": plain(_gemma3, {**LLAMA, **FOUR_NORMS}),
     "llama": plain(_llama),
     "mistral": plain(_llama),
     "olmo2": plain(_olmo2, _EXAONE4),
-    "phi3": plain(_phi3, _PHI3),
+    "phi3": plain(_phi3, PHI3),
     "qwen2": plain(_llama),
     "qwen3": plain(_qwen3),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_config.errors import UnsupportedError
 from ds_inference.families.parts import Config, Family, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
-from ds_inference.spec import Alibi, Attention, Layer, Mlp, Norm, Source, Spec
+from ds_inference.spec import Alibi, Attention, Layer, Mlp, Norm, Rope, Source, Spec
 
 __all__ = ["OLDER"]
 
@@ -212,10 +212,96 @@ def _falcon_sources(config: Config) -> Sources:
     return {**_WORDS, **_layers("transformer.h.{i}.", {**norms, **_BLOOM_PARTS, **qkv})}
 
 
+def _gptj(config: Config) -> Spec:
+    """GPT-J and CodeGen: the first `rotary_dim` features of a head are rotated, in neighbouring pairs."""
+    hidden, heads = config["n_embd"], config["n_head"]
+    width = hidden // heads
+    rope = Rope(first_of(config, "rotary_dim", default=width), interleaved=True)
+    attention = Attention(heads, heads, width, width, width**-0.5, rope)
+    feed = Mlp(config.get("n_inner") or 4 * hidden, config.get("activation_function", "gelu_new"), gated=False)
+    tied = bool(config.get("tie_word_embeddings", False))
+    return _older(config, attention, feed, config.get("layer_norm_epsilon", 1e-5), order="parallel", tied=tied)
+
+
+_GPTJ_BLOCK = "transformer.h.{i}."
+_GPTJ = {
+    "embed.weight": rows("transformer.wte.weight"),
+    **_both("norm", "transformer.ln_f"),
+    "head.weight": rows("lm_head.weight", optional=True),
+    "head.bias": rows("lm_head.bias", optional=True),
+    **_layers(
+        _GPTJ_BLOCK,
+        {"norm1": "ln_1", "attention.out": "attn.out_proj", "feed.up": "mlp.fc_in", "feed.down": "mlp.fc_out"},
+    ),
+    "layers.{i}.attention.qkv.weight": rows(*(_GPTJ_BLOCK + f"attn.{p}_proj.weight" for p in "qkv")),
+}
+_CODEGEN = {**_GPTJ, "layers.{i}.attention.qkv.weight": (Source((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),)}
+
+
+def _big_code(config: Config) -> Spec:
+    spec = _gpt2({"activation_function": "gelu_pytorch_tanh", **config})
+    kv_heads = 1 if config.get("multi_query", True) else config["n_head"]
+    return replace(
+        spec,
+        layers=tuple(replace(y, attention=replace(y.attention, kv_heads=kv_heads)) for y in spec.layers),
+    )
+
+
+def _big_code_sources(config: Config) -> Sources:
+    form = "rows" if config.get("multi_query", True) else "heads"
+    parts: dict[str, tuple[str, str] | str] = {
+        "attention.qkv": ("attn.c_attn", form),
+        "attention.out": "attn.c_proj",
+        "feed.up": "mlp.c_fc",
+        "feed.down": "mlp.c_proj",
+    }
+    return {**_GPT2, **_layers("transformer.h.{i}.", parts)}
+
+
+def _mpt(config: Config) -> Spec:
+    hidden, heads, inner = config["d_model"], config["n_heads"], config.get("attn_config") or {}
+    odd = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False, "attn_type": "multihead_attention"}
+    wrong = {k: inner[k] for k, usual in odd.items() if inner.get(k, usual) != usual}
+    if wrong:
+        raise UnsupportedError(
+            f"MPT with {wrong} has no declaration",
+            code="inference-family",
+            fix="Load the model with transformers and pass the module: it then runs through its own forward, slower.",
+        )
+    width = hidden // heads
+    scale = first_of(inner, "softmax_scale", default=width**-0.5)
+    attention = Attention(heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None)
+    feed = Mlp(4 * hidden, "gelu", gated=False)
+    given = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
+    return _older(given, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])
+
+
+_MPT = {
+    "embed.weight": rows("transformer.wte.weight"),
+    **_both("norm", "transformer.norm_f"),
+    "head.weight": rows("lm_head.weight", optional=True),
+    **_layers(
+        "transformer.blocks.{i}.",
+        {
+            "norm1": "norm_1",
+            "norm2": "norm_2",
+            "attention.qkv": "attn.Wqkv",
+            "attention.out": "attn.out_proj",
+            "feed.up": "ffn.up_proj",
+            "feed.down": "ffn.down_proj",
+        },
+    ),
+}
+
+
 OLDER: Mapping[str, Family] = {
     "bloom": plain(_bloom, _BLOOM),
+    "codegen": plain(_gptj, _CODEGEN),
     "falcon": Family(_falcon, _falcon_sources),
     "gpt2": plain(_gpt2, _GPT2),
+    "gpt_bigcode": Family(_big_code, _big_code_sources),
     "gpt_neox": plain(_gpt_neox, _GPT_NEOX),
+    "gptj": plain(_gptj, _GPTJ),
+    "mpt": plain(_mpt, _MPT),
     "opt": plain(_opt, _OPT),
 }
