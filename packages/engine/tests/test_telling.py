@@ -98,10 +98,9 @@ def test_what_the_configuration_asks_for_is_read_once_on_rank_0(tmp_path: Path) 
         for s in speed
     ] == [True]
     times = lines(first, "time (ms) |")
-    assert [re.search(r"fwd: [\d.]+ \| bwd: [\d.]+ \| step: [\d.]+$", line) is not None for line in times] == [
-        True,
-        True,
-    ]
+    parts = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")  # DeepSpeed's names
+    whole, micro = ([f"{part}{ending}" for part in parts] for ending in ("", "_microstep"))
+    assert [re.findall(r"\| (\w+): [\d.]+", line) for line in times] == [micro, whole] * 2
     assert len(lines(first, "flops profile of step 2")) == 1
     assert len(lines(first, "memory after each phase")) == 2
     assert len(lines(first, '"train_micro_batch_size_per_gpu": 2')) == 1

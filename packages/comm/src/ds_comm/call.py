@@ -173,7 +173,7 @@ class Call:
         slot = recorder.begin(order, mark, (self.op, self.unit, peer), tensor)
         if host_waits and not async_op:
             recorder.waiting(slot)  # in `launch` already, where the backend has it so
-        span = self._span(tensor, nbytes)
+        span = self._span(tensor, nbytes, (order.key, mark))
         span.__enter__()
         try:
             with torch.no_grad():  # `differentiable` is what autograd sees; here a tensor with a history is its values
@@ -211,13 +211,15 @@ class Call:
             )
         return found
 
-    def _span(self, tensor: Tensor | None, nbytes: int | None) -> AbstractContextManager[None]:
+    def _span(self, tensor: Tensor | None, nbytes: int | None, place: tuple[str, int]) -> AbstractContextManager[None]:
         if not ds_monitor.active():
             return _NO_SPAN
         return ds_monitor.span(
             f"comm/{self.op}",
             unit=self.unit,
             group=self.group.name,
+            key=place[0],  # with its place in the group's order: which spans of different ranks are one collective
+            place=place[1],
             ranks=self.group.size,
             nbytes=nbytes if nbytes is not None else 0 if tensor is None else tensor.nbytes,
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),

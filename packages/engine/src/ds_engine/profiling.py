@@ -10,6 +10,8 @@ from ds_engine.features import FlopsProfilerConfig
 
 __all__ = ["Profile", "profile_text"]
 
+_PHASES = ("forward", "backward", "step")
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -47,7 +49,9 @@ def profile_text(profile: Profile, section: FlopsProfilerConfig) -> str:
         if seconds := profile.seconds.get(name):
             lines.append(f"  {name + ' speed':<19} {seconds * 1e3:.2f} ms, {_count(flops / seconds)}FLOPS")
     if profile.seconds and profile.samples:
-        lines.append(f"  samples per second  {profile.samples / sum(profile.seconds.values()):.2f}")
+        lines.append(
+            f"  samples per second  {profile.samples / sum(profile.seconds.get(name, 0.0) for name in _PHASES):.2f}"
+        )
     shown = [m for m in profile.modules if section.module_depth < 0 or m.depth <= section.module_depth]
     lines += ["  largest classes by level (parameters | operations | time):", *_largest(shown, section.top_modules)]
     if section.detailed:

@@ -23,7 +23,8 @@ class StepResult:
         lr: The learning rate of each parameter group that the step used.
         samples: Samples of the step, over all ranks.
         tokens: What a sum loss was divided by, over all ranks; 0 for mean losses.
-        timings: Seconds by phase (`forward`, `backward`, `step`), with `wall_clock_breakdown`.
+        timings: Seconds by phase (`forward`, `backward`, `step`) where they are timed; with `wall_clock_breakdown`, on rank 0 also the
+            parts of backward (`backward_inner`, `backward_allreduce`).
         waited_s: Seconds that this rank's step waited for data: for the engine's loader, or for the iterator that `train_batch` was given.
         mean: The loss that was minimised, a scalar on the device; None when no loss went through `engine.backward`.
     """

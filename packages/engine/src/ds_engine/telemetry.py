@@ -4,7 +4,10 @@ Lines have the form that DeepSpeed's users know and parse:
 
     [Rank 0] step=20, skipped=0, lr=[0.001], mom=[(0.9, 0.999)], loss=0.6931
     [Rank 0] epoch=0/micro_step=40/global_step=20, RunningAvgSamplesPerSec=812.4, CurrSamplesPerSec=820.0, ...
-    [Rank 0] time (ms) | fwd: 4.10 | bwd: 8.23 | step: 1.07
+    [Rank 0] time (ms) | fwd_microstep: 2.05 | bwd_microstep: 4.11 | bwd_inner_microstep: 3.80 | bwd_allreduce_microstep: 0.31 | step_microstep: 1.07
+    [Rank 0] time (ms) | fwd: 4.10 | bwd: 8.23 | bwd_inner: 7.60 | bwd_allreduce: 0.62 | step: 1.07
+
+`bwd_allreduce` is the time inside collectives during backward, `bwd_inner` is backward without it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,13 @@ __all__ = ["Device", "Standing", "Telemetry"]
 _log = logging.getLogger("ds_engine")
 _GIB = 2**30
 _MEMORY_EVERY_S = 1.0  # reading it takes 0.1 ms on a CPU, which every step would be 1 % of a step of 10 ms
-_SHORT = {"forward": "fwd", "backward": "bwd"}
+_SHORT = {
+    "forward": "fwd",
+    "backward": "bwd",
+    "backward_inner": "bwd_inner",
+    "backward_allreduce": "bwd_allreduce",
+    "step": "step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,19 @@ class Device(Protocol):
         """Bytes in use."""
 
 
+class _Listener:
+    """Listens to nothing: while it does, collectives say how long they take, which the breakdown of times needs."""
+
+    def write(self, record: ds_monitor.Record) -> None:
+        """Pass it over."""
+
+    def end_step(self, step: int) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Telemetry:
     """Reports steps as the plan says.
 
@@ -84,6 +106,10 @@ class Telemetry:
         self._telling, self._lead, self._device, self.comms = telling, lead, device, comms
         self._timers = Timers(enabled=telling.phases, synchronize=device.synchronize)
         self._meter = ThroughputMeter() if telling.speed else None
+        self._reduced_s, self._calls = 0.0, {"forward": 1, "backward": 1}
+        self._listener = _Listener() if telling.breakdown and lead else None
+        if self._listener is not None:
+            ds_monitor.attach([self._listener])
         self._memory: dict[str, MemoryStats] = {}
         self._memory_read_s = float("-inf")
         measured = telling.peak_flops_per_s is not None
@@ -103,7 +129,10 @@ class Telemetry:
             if (watch := self._counting(name, model)) is not None:
                 stack.enter_context(watch)
             stack.enter_context(self._timers.time(name))
+            before_s = ds_monitor.span_seconds("comm/")
             yield
+            if name == "backward":
+                self._reduced_s += ds_monitor.span_seconds("comm/") - before_s
         if self._telling.memory:
             self._memory[name] = self._device.memory()
 
@@ -130,7 +159,13 @@ class Telemetry:
 
     def timings(self) -> dict[str, float]:
         """Seconds of each phase since the last call; empty where they are not timed."""
-        return {name: timing.total_s for name, timing in self._timers.read().items()}
+        read = self._timers.read()
+        self._calls |= {name: timing.count for name, timing in read.items()}
+        found = {name: timing.total_s for name, timing in read.items()}
+        if self._listener is not None and "backward" in found:
+            reduced_s, self._reduced_s = min(self._reduced_s, found["backward"]), 0.0
+            found |= {"backward_inner": found["backward"] - reduced_s, "backward_allreduce": reduced_s}
+        return found
 
     def pause(self) -> None:
         """What happened since the last step was no training."""
@@ -141,15 +176,16 @@ class Telemetry:
         """Tell of one step: what it did, and where the run stands after it."""
         self._steps = result.step
         due = self._lead and bool(self._telling.every) and result.step % (self._telling.every or 1) == 0
-        listened = ds_monitor.active()
+        listened = any(sink is not self._listener for sink in ds_monitor.listening())
         rates = self._speed(result, due or listened)
         if due:
             self._tell_step(result, standing, rates)
         if not self._plain:
             self._tell_more(result)
-        if listened:
-            communicated_s = ds_monitor.span_seconds("comm/")  # of the step that ends here
+        communicated_s = ds_monitor.span_seconds("comm/")  # of the step that ends here
+        if ds_monitor.active():
             ds_monitor.set_step(result.step, standing.samples)
+        if listened:
             self._report(result)
             if rates is not None:
                 self._report_speed(rates, communicated_s, standing.micro_steps - self._micro_steps)
@@ -195,6 +231,8 @@ class Telemetry:
 
     def close(self) -> None:
         """The last words."""
+        if self._listener is not None:
+            ds_monitor.detach([self._listener])
         if self.comms is not None and self._lead and self.comms.has_data():
             self.comms.log_summary()
 
@@ -215,8 +253,8 @@ class Telemetry:
         flops, counter = self._telling.flops, self.counter
         if self._lead and result.step % (self._telling.every or 1) == 0:
             if self._telling.breakdown and result.timings:
-                times = " | ".join(f"{_SHORT.get(name, name)}: {s * 1e3:.2f}" for name, s in result.timings.items())
-                tell(_log, f"[Rank 0] time (ms) | {times}")
+                for ending in ("_microstep", ""):
+                    tell(_log, f"[Rank 0] time (ms) | {self._times(result, ending)}")
             if self._memory:
                 used = ", ".join(f"{name} {m.allocated / _GIB:.2f} GiB" for name, m in self._memory.items())
                 peak = max(m.peak for m in self._memory.values())
@@ -230,6 +268,15 @@ class Telemetry:
                 tell(_log, f"[Rank 0] {text}")
             else:
                 Path(flops.output_file).write_text(text + "\n")
+
+    def _times(self, result: StepResult, ending: str) -> str:
+        """Milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
+        told = []
+        for name, short in _SHORT.items():
+            if name in result.timings:
+                parts = self._calls.get(name.partition("_")[0], 1) if ending else 1
+                told.append(f"{short}{ending}: {result.timings[name] / parts * 1e3:.2f}")
+        return " | ".join(told)
 
     def _speed(self, result: StepResult, read: bool) -> Rates | None:
         """Note the step; its speed if it is to be read and is known yet."""

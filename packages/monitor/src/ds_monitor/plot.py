@@ -1,17 +1,20 @@
-"""Loss curves as PNG, from the files that the CSV and JSONL sinks write."""
+"""Curves as pictures, from the files that the CSV and JSONL sinks write."""
 
 from __future__ import annotations
 
 import csv
+import html
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ds_config.errors import ConfigError
 from ds_monitor.sinks.base import require
 
-__all__ = ["Curve", "plot_curves", "read_curve", "smooth"]
+__all__ = ["Curve", "page", "plot_curves", "plot_grid", "read_curve", "smooth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,64 @@ def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", x
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
     return path
+
+
+def plot_grid(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, title: str = "") -> Path:
+    """A panel for each curve, three in a row, into one PNG.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed ("monitor-extra").
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _grid(curves, weight, title).savefig(path, format="png")
+    return path
+
+
+def page(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, title: str = "") -> Path:
+    """The panels as a page that needs no other file, with the last, lowest and highest value of each.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed ("monitor-extra").
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.StringIO()
+    _grid(curves, weight, "").savefig(picture, format="svg")
+    svg = picture.getvalue()
+    rows = "".join(
+        f"<tr><td>{html.escape(c.name)}</td><td>{c.y[-1]:.6g}</td><td>{min(c.y):.6g}</td><td>{max(c.y):.6g}</td></tr>"
+        for c in curves
+    )
+    head = "<tr><th>metric</th><th>last</th><th>lowest</th><th>highest</th></tr>"
+    style = (
+        "body{font:14px sans-serif;margin:2em}svg{max-width:100%;height:auto}td,th{padding:.2em 1em;text-align:right}"
+    )
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{style}td:first-child,"
+        f"th:first-child{{text-align:left}}</style><h1>{html.escape(title)}</h1>{svg[svg.index('<svg') :]}"
+        f"<table>{head}{rows}</table>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _grid(curves: Sequence[Curve], weight: float, title: str) -> Any:
+    figures = require("matplotlib.figure", "plot")
+    across = min(3, max(1, len(curves)))
+    down = -(-len(curves) // across)
+    figure = figures.Figure(figsize=(4.6 * across, 2.7 * down), dpi=110, layout="constrained")
+    if title:
+        figure.suptitle(title)
+    for index, curve in enumerate(curves):
+        axes = figure.add_subplot(down, across, index + 1)
+        axes.plot(curve.x, curve.y, color="C0", alpha=0.3 if weight else 1.0, linewidth=1.2)
+        if weight:
+            axes.plot(curve.x, smooth(curve.y, weight), color="C0", linewidth=1.8)
+        axes.set_title(curve.name, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    return figure
 
 
 def _csv_points(path: Path) -> list[tuple[float, float]]:

@@ -1,0 +1,74 @@
+"""`ds monitor show RUN` draws what a run reported; `ds monitor trace DIR` puts the spans of all its ranks into one file and one picture."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from ds_config.errors import DsError
+
+__all__ = ["HELP", "main", "register"]
+
+HELP = "draw the curves of a run; merge the traces of its ranks"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    commands = parser.add_subparsers(dest="what", required=True)
+    show = commands.add_parser("show", help="draw metrics from the files of CsvSink and JsonlSink")
+    show.add_argument("run", type=Path, help="a folder or a file")
+    show.add_argument("--metric", nargs="+", default=[], help="parts of names; by default every metric")
+    show.add_argument("--smooth", type=float, default=0.0, help="weight of the moving average, 0 to 0.99")
+    show.add_argument("--png", type=Path, help="also draw them into this PNG")
+    show.add_argument("--html", type=Path, help="also draw them into this page, which needs no other file")
+    trace = commands.add_parser("trace", help="match the collectives of all ranks and name who came late")
+    trace.add_argument(
+        "folder", type=Path, help="files of JsonlSink with ranks: all, or of torch's profiler, one a rank"
+    )
+    trace.add_argument("--out", type=Path, help="for https://ui.perfetto.dev; by default DIR/merged.perfetto-trace")
+    trace.add_argument("--png", type=Path, help="the picture; by default DIR/merged.png")
+    trace.add_argument("--step", type=int, help="draw this step; by default the last one whole")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        return _show(args) if args.what == "show" else _trace(args)
+    except DsError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ds_monitor import curves
+    from ds_monitor.plot import page, plot_grid, smooth
+
+    found = curves.select(curves.read_run(args.run), args.metric)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    for curve in found:
+        shown = curves.Curve(curve.name, curve.x, smooth(curve.y, args.smooth)) if args.smooth else curve
+        print(curves.draw(shown, width=width, last=curve.y[-1]))
+    if args.png:
+        print(f"drawn: {plot_grid(found, args.png, weight=args.smooth, title=args.run.name)}")
+    if args.html:
+        print(f"drawn: {page(found, args.html, weight=args.smooth, title=args.run.name)}")
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from ds_monitor.tracing import lateness, match, offsets, read_ranks, straggler, write_perfetto
+    from ds_monitor.tracing.picture import draw, report
+
+    ranks = read_ranks(args.folder)
+    calls = match(ranks)
+    clocks = offsets(calls)
+    late = lateness(calls, clocks)
+    out = write_perfetto(ranks, calls, args.out or args.folder / "merged.perfetto-trace", clocks)
+    seconds = max(s.ended_s for r in ranks for s in r.spans) - min(s.began_s for r in ranks for s in r.spans)
+    worst = straggler(late, seconds)
+    print(report(len(ranks), calls, clocks, late, worst))
+    print(f"written: {out}")
+    print(f"drawn: {draw(ranks, late, clocks, args.png or args.folder / 'merged.png', step=args.step)}")
+    return 0
