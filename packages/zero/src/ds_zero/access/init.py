@@ -177,7 +177,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     aliases = _aliases(model)
     # Checked on all ranks before anything is written on one.
     found = _find(sharding, entries, aliases)
-    missing = _told(sharding, [n for n, entry in found.items() if entry is None] + _missing_buffers(model, entries))
+    buffers = {n: b for n, b in model.named_buffers() if n in entries and entries[n].shape == tuple(b.shape)}
+    missing = _told(sharding, [n for n, entry in found.items() if entry is None] + _missing_buffers(model, buffers))
     if missing and strict:
         raise CheckpointError(
             f"{len(missing)} tensors of the model are in no file of {path}: {', '.join(missing[:5])}",
@@ -185,7 +186,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
             fix="Load the right weights, or pass strict=False and set what is missing yourself.",
         )
     _read_params(sharding, found)
-    _read_buffers(model, entries)
+    for name, buffer in buffers.items():
+        _read(entries[name], 0, buffer.view(-1))
     sharding.unloaded.clear()
     sharding.refresh()
     known = {alias for names in aliases.values() for alias in names} | {n for n, _ in model.named_buffers()}
@@ -233,22 +235,11 @@ def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None
         unit.tier.store()
 
 
-def _fits(entry: _Entry | None, buffer: Tensor) -> bool:
-    return entry is not None and entry.shape == tuple(buffer.shape)
-
-
-def _missing_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> list[str]:
+def _missing_buffers(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
     needless = {
         f"{name}.{key}" if name else key for name, m in model.named_modules() for key in m._non_persistent_buffers_set
     }
-    return [n for n, b in model.named_buffers() if not _fits(entries.get(n), b) and n not in needless]
-
-
-def _read_buffers(model: nn.Module, entries: Mapping[str, _Entry]) -> None:
-    for name, buffer in model.named_buffers():
-        entry = entries.get(name)
-        if entry is not None and _fits(entry, buffer):
-            _read(entry, 0, buffer.view(-1))
+    return [name for name, _ in model.named_buffers() if name not in found and name not in needless]
 
 
 def _read(entry: _Entry, start: int, out: Tensor) -> None:

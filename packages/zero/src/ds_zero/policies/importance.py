@@ -27,7 +27,6 @@ from ds_config.errors import PlanError
 from ds_ops.optim import OpsOptimizer
 from ds_ops.rules import UpdateSpec, UpdateTensors
 from ds_ops.updating import update
-from ds_zero.layout.elements import Piece
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Part, Unit
@@ -297,9 +296,8 @@ class Split(Updater):
         return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
 
     def _begin(self, moments: Sequence[Tensor], places: _Places) -> None:
-        if self._step.choose:
-            for moment in moments:
-                moment[places.chosen] = 0
+        for moment in moments if self._step.choose else ():
+            moment[places.chosen] = 0
 
     def finish(self) -> None:
         if self._step.end:
@@ -307,16 +305,13 @@ class Split(Updater):
 
     # ---- which columns
 
-    def _matrices(self, unit: Unit) -> list[Piece]:
-        return [piece for piece in self.sharding.pieces(unit) if len(piece.shape) == 2]
-
     def _sums(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         """[columns] of every matrix: sums of |g| over rows and ranks. Collective: one all-reduce of 4 bytes a column."""
         device = units[0].shard.device if units else torch.device("cpu")
         shapes = {p.name: p.shape for u in units for p in u.spec.params if len(p.shape) == 2}
         found = {name: torch.zeros(shape[1], dtype=torch.float32, device=device) for name, shape in shapes.items()}
         for unit in units:
-            for piece in self._matrices(unit):
+            for piece in (piece for piece in self.sharding.pieces(unit) if len(piece.shape) == 2):
                 grad = unit.gradients.view(piece.start, piece.stop)
                 if grad is not None and grad.numel():
                     sums = columns_of(grad.view(-1), piece.interval.start, piece.shape[1])

@@ -42,24 +42,20 @@ class Call:
         self.watcher, self.numbers, self.inputs, self.pending = watcher, numbers, 0, 0
         self._watch: saved_tensors_hooks | None = None
 
-    def take(self, inputs: Any) -> None:
-        """The call was given `inputs`: those with gradients say when it is left."""
+    def begin(self, inputs: Any) -> Call:
+        """The call was given `inputs`: those with gradients say when it is left. What autograd saves is looked at until `guard`, unless it
+        is saved as somebody else says; inside a call that is watched, for both."""
         for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 self.inputs += 1
                 tensor.register_hook(self.left)
-
-    def watch(self) -> None:
-        """Look at everything autograd unpacks of this call, until `guard`, unless it is saved as somebody else says. Inside a call that
-        is watched, what is saved is looked at for both."""
-        if not can_watch_saved():
-            return
-        around = unpack_hook()
-        if around is not None and not isinstance(around, _Unpack):
-            return
+        around = unpack_hook() if can_watch_saved() else None
+        if not can_watch_saved() or not (around is None or isinstance(around, _Unpack)):
+            return self
         numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
         self._watch = saved_tensors_hooks(_pack, _Unpack(self.watcher, numbers))
         self._watch.__enter__()
+        return self
 
     def guard(self, output: Any) -> None:
         """The call has returned `output`: its gradient is what begins the module's backward."""

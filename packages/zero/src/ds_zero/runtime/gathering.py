@@ -66,18 +66,15 @@ class Gathering(Keeper):
         self._order = partial(GatherOrder, ahead=ahead_numel, numels=[u.layout.numel for u in units])
         self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
-        self._backward = self._order(self._backward_sequence())
+        # Gradients flow through a frozen unit only if something before it is trained.
+        first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
+        self._backward = self._order([n for n in reversed(self.released) if n >= first])
         self.calls: list[set[Call]] = [set() for _ in units]
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
         self._told = False
         self._kept: frozenset[int] = frozenset()
-
-    def _backward_sequence(self) -> list[int]:
-        # Gradients flow through a frozen unit only if something before it is trained.
-        first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
-        return [n for n in reversed(self.released) if n >= first]
 
     # ---- hooks come and go
 
@@ -93,7 +90,7 @@ class Gathering(Keeper):
                 keep(param, self)
         for name, numbers in of_module.items():
             module = modules[name]
-            below = [n for n in self.released if _is_below(self.units[n].spec.module, name)]
+            below = [n for n in self.released if f"{self.units[n].spec.module}.".startswith(name and f"{name}.")]
             self._forwards.setdefault(name, self._order(below))
             pre, post = map(self.hooked, self._forward_hooks(module, name, tuple(numbers)))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
@@ -179,7 +176,8 @@ class Gathering(Keeper):
                 for number in numbers:
                     self.running[number] += 1
                     self.gather(number, order)
-            calls.append(self._call(numbers, (args, kwargs)) if numbers and torch.is_grad_enabled() else None)
+            watched = numbers and torch.is_grad_enabled()
+            calls.append(Call(self, numbers).begin((args, kwargs)) if watched else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if module is not mine():
@@ -247,12 +245,6 @@ class Gathering(Keeper):
         self._ahead = numel
         for order in (*self._forwards.values(), self._backward):
             order.ahead = numel
-
-    def _call(self, numbers: tuple[int, ...], inputs: Any) -> Call:
-        call = Call(self, numbers)
-        call.take(inputs)
-        call.watch()
-        return call
 
     def gather(self, number: int, order: GatherOrder | None) -> None:
         """Make a unit usable, in the order of a phase where one runs."""
@@ -404,7 +396,3 @@ class Gathering(Keeper):
         self._sticky = set()
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()
-
-
-def _is_below(module: str, root: str) -> bool:
-    return not root or module == root or module.startswith(root + ".")

@@ -182,9 +182,14 @@ class Gradients:
         """Start to sum the arena over the ranks and add this rank's shard of the sum to `sums`. Sends (N-1)/N of it."""
         if not self.open:
             self.collect()
-        arena = self.arena
-        if arena is not None and self.seat.size > 1 and self._travels_narrow(arena):
-            arena = self._recast(arena, self._dtypes.reduce)
+        arena, dtypes = self.arena, self._dtypes
+        # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
+        if (
+            arena is not None
+            and self.seat.size > 1
+            and dtypes.reduce.itemsize < min(arena.itemsize, dtypes.param.itemsize)
+        ):
+            arena = self._recast(arena, dtypes.reduce)
         dtype, flat = self.way.begin(arena, self.finish), None
         if self.sums is None and dtype == self._dtypes.accumulate:
             outs = [self._take_spare(i) if own is None else own for i, own in enumerate(self.way.own())]
@@ -193,10 +198,6 @@ class Gradients:
             outs = [flat[start:stop] for start, stop in self.ranges]
         self.way.start(outs, self.seat)
         self._reducing, self.open = (outs, flat), False
-
-    def _travels_narrow(self, arena: Tensor) -> bool:
-        # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
-        return self._dtypes.reduce.itemsize < min(arena.dtype.itemsize, self._dtypes.param.itemsize)
 
     def finish(self) -> None:
         """Wait for `reduce`: `sums` is valid afterwards."""

@@ -35,7 +35,7 @@ class Graphs:
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
         self.units: list[Unit] = sharding.units
-        self._runtime = sharding.runtime
+        self._gathering, self._reducing = sharding.runtime.gathering, sharding.runtime.reducing
 
     def released(self, number: int) -> bool:
         """Whether a unit's parameters have no memory between uses."""
@@ -43,11 +43,11 @@ class Graphs:
 
     def forward(self) -> AbstractContextManager[None]:
         """Around the forward of the whole model: a phase of gathers."""
-        return self._runtime.gathering.forward()
+        return self._gathering.forward()
 
     def hook_with(self, model: nn.Module, hooked: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         """Put the hooks of `model` on again, each as `hooked` makes it."""
-        gathering = self._runtime.gathering
+        gathering = self._gathering
         gathering.remove_hooks()
         gathering.hooked = hooked
         gathering.attach(model)
@@ -70,51 +70,49 @@ class Graphs:
 
     def expect(self, number: int) -> None:
         """A unit will be needed: its gather begins, after those that come before it. Collective over its ranks, as all of these."""
-        order = self._runtime.gathering.phase()
+        order = self._gathering.phase()
         for other in () if order is None else order.expect(number):
             self.units[other].start_unshard(again=True)
 
     def need(self, number: int) -> None:
         """A unit is needed: returns when its parameters are usable."""
-        gathering = self._runtime.gathering
-        gathering.gather(number, gathering.phase())
+        self._gathering.gather(number, self._gathering.phase())
 
     def spare(self, number: int) -> None:
         """A unit is not needed any more in this graph: it goes back, unless a call outside of the graph has it."""
-        gathering = self._runtime.gathering
+        gathering = self._gathering
         if self.units[number].releases and not gathering.calls[number] and not gathering.running[number]:
             gathering.put_back(number)
 
     def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""
-        unit, reducing = self.units[number], self._runtime.reducing
+        unit = self.units[number]
         for member, grad in zip(members, grads, strict=True):
             param = unit.params[member]
             with without_torch_function():
                 param.grad = grad if param.grad is None else param.grad + grad
-            reducing.arrived(number, member)
+            self._reducing.arrived(number, member)
 
     # ---- between steps
 
     def keep(self, numbers: Collection[int]) -> None:
         """These units stay gathered from the first use of a step until its update. The same on every rank."""
-        self._runtime.gathering.keep([n for n in numbers if self.units[n].releases])
+        self._gathering.keep([n for n in numbers if self.units[n].releases])
 
     def run_ahead(self, numel: int) -> None:
         """How many elements are gathered before a graph asks for them."""
-        self._runtime.gathering.ahead = numel
+        self._gathering.ahead = numel
 
     @property
     def ahead_numel(self) -> int:
         """Elements gathered before they are asked for."""
-        return self._runtime.gathering.ahead
+        return self._gathering.ahead
 
     def in_flight(self, nbytes: int) -> int:
         """Set how many bytes of gradients may be in unfinished reductions; returns how many it were."""
-        reducing = self._runtime.reducing
-        before, reducing.inflight_bytes = reducing.inflight_bytes, nbytes
+        before, self._reducing.inflight_bytes = self._reducing.inflight_bytes, nbytes
         return before
 
     def drain(self) -> None:
         """Wait for every reduction that was started."""
-        self._runtime.reducing.drain()
+        self._reducing.drain()

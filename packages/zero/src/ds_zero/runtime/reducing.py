@@ -228,15 +228,11 @@ class Reducing:
         if self._backward.inside and not arrivals.known:
             arrivals.late.add(number)  # a checkpointed segment; another one may use the same parameters
         if number not in arrivals.late and number not in self._apart:
-            self._close(number)
+            for other in self._order.ready(number) if self.now else ():
+                self._reduce(other)
+            if not self.now:
+                self.units[number].gradients.collect(now=False)
         self._gathering.completed(number)
-
-    def _close(self, number: int) -> None:
-        if not self.now:
-            self.units[number].gradients.collect(now=False)
-            return
-        for other in self._order.ready(number):
-            self._reduce(other)
 
     def _reduce(self, number: int) -> None:
         gradients = self.units[number].gradients

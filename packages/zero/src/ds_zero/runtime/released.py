@@ -154,7 +154,10 @@ class Released(Parameter):
                 return func(*args, **kwargs)
         if looks and (seen := _keeper(args[0]).shown(args[0], name)) is not None:
             return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
-        if func is torch._has_compatible_shallow_copy_type or (name == "data" and _stays(args)):
+        if func is torch._has_compatible_shallow_copy_type:
+            return True
+        shown = args[-1] if name == "data" else None
+        if isinstance(shown, Placeholder) and (shown.dtype, shown.device) == (args[0].dtype, args[0].device):
             return True  # model.to(device) of a model that is there already
         touched = [p for p in tensors_in((args, kwargs)) if type(p) is Released]
         for param in touched:
@@ -189,12 +192,6 @@ class Released(Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
-
-
-def _stays(args: tuple[Any, ...]) -> bool:
-    """Whether a released parameter's `data` is set to what it shows anyway."""
-    param, value = args[0], args[-1]
-    return isinstance(value, Placeholder) and (value.dtype, value.device) == (param.dtype, param.device)
 
 
 class Placeholder(Tensor):

@@ -86,10 +86,9 @@ class Scatter(Keeper):
     def give(self, param: Parameter) -> None:
         """Forget `param` and free the memory it had; give it other memory before it is used again."""
         record = self._record(param)
-        self._close(param)
+        self._close(param, record)
         param.__dict__.pop(_RECORD, None)
         unkeep(param)
-        record.full.untyped_storage().resize_(0)
 
     def pin(self, param: Parameter) -> None:
         """Make `param` whole on every rank until `unpin`. Collective."""
@@ -196,8 +195,9 @@ class Scatter(Keeper):
         record: _Record = param.__dict__[_RECORD]
         return record
 
-    def _close(self, param: Parameter) -> None:
+    def _close(self, param: Parameter, record: _Record) -> None:
         self._open = [p for p in self._open if p is not param]
+        record.full.untyped_storage().resize_(0)
 
     def _scatter(self, param: Parameter) -> None:
         record = self._record(param)
@@ -227,8 +227,7 @@ class Scatter(Keeper):
                 tensor.data = param.data
 
     def _release(self, param: Parameter, record: _Record) -> None:
-        self._close(param)
-        record.full.untyped_storage().resize_(0)
+        self._close(param, record)
         release(param)
 
 

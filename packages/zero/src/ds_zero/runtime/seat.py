@@ -37,7 +37,7 @@ from ds_zero.layout.plan import Ranks, UnitPlan
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.memory import HostMemory, Pool, host_refusal
 
-__all__ = ["Route", "Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere", "wants_shared"]
+__all__ = ["Route", "Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere"]
 
 _log = logging.getLogger("ds_zero")
 
@@ -147,10 +147,8 @@ class Secondary:
         """Start to fill the full buffer from the pieces of this node's ranks."""
         if self._piece is None:
             raise RuntimeError(f"unit {self._unit} has no secondary copy to gather from")
-        works = []
-        for start, stop, mine in self._pieces(self._piece):
-            works.append(self._route.gather_inside(full[start:stop], mine, self._unit))
-        return works
+        pieces = self._pieces(self._piece)
+        return [self._route.gather_inside(full[start:stop], mine, self._unit) for start, stop, mine in pieces]
 
     def keep(self, full: Tensor) -> None:
         """The full buffer was gathered from everywhere: copy this rank's piece of it. Nothing happens where that is valid."""
@@ -286,7 +284,9 @@ class Seating:
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
         memory = self.options.memory if self.options.param_tier == "device" else "private"
-        if not self._host or not wants_shared(memory, group):
+        if not self._host or memory == "private" or group.pg is None or group.size == 1:
+            return False
+        if memory == "auto" and "cpu:shm" not in dist.get_backend_config(group.pg).split(","):
             return False
         refusal = host_refusal(group)
         if not refusal:
@@ -309,9 +309,14 @@ class Seating:
             return None
         if nodes is not None and self._dense_shards is not None and self._dense_shards.ranks != shards.ranks:
             nodes = _near(nodes, self._dense, shards)
-        route = split_nodes(nodes, shards, self.pool)
-        self._made += () if route is None else (route.inside, route.across)
-        return route
+        if nodes is None:
+            return None
+        if nodes.size >= shards.size or nodes.size == 1:
+            _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
+            return None
+        inside, across = node_groups(shards, nodes.size, ("node", "across"))
+        self._made += inside, across
+        return Route(nodes, inside, across, self.pool)
 
     @property
     def ranks(self) -> dict[str, Ranks]:
@@ -376,23 +381,6 @@ def sends_from_anywhere(group: Group, device: torch.device) -> bool:
     if group.pg is None or device.type != "cpu":
         return False
     return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
-
-
-def wants_shared(memory: str, group: Group) -> bool:
-    """Whether a model on the host is to have one copy for these ranks: asked for, or they communicate over shared memory."""
-    if group.pg is None or group.size == 1:
-        return False
-    return memory == "shared" or (memory == "auto" and "cpu:shm" in dist.get_backend_config(group.pg).split(","))
-
-
-def split_nodes(nodes: Nodes | None, shards: Group, pool: Pool) -> Route | None:
-    """The groups for `nodes` among the ranks of `shards`; None where all of them are in one node. Collective over `shards`."""
-    if nodes is None:
-        return None
-    if nodes.size >= shards.size or nodes.size == 1:
-        _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
-        return None
-    return Route(nodes, *node_groups(shards, nodes.size, ("node", "across")), pool)
 
 
 def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:

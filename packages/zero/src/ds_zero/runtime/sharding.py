@@ -22,18 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_comm import Group, LocalShard, all_gather_json
 from ds_comm.family import Family
 from ds_comm.placement import Interval
 from ds_comm.same import make_same
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_zero.layout.elements import Piece
 from ds_zero.layout.families import check_same, family_name, find_families, logical_of
 from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
-from ds_zero.layout.plan import UnitPlan, ZeroPlan, plan_all
+from ds_zero.layout.plan import ZeroPlan, plan_all
 from ds_zero.layout.precision import Precision
 from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.offload.scratch import room_refusal
@@ -214,7 +213,10 @@ class Sharding:
         self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
-        self.units = [self._unit(unit, by_name, i) for i, unit in enumerate(self.plan.units)]
+        self.units = [
+            Unit(unit, [by_name[p.name] for p in unit.spec.params], self.seating.seats[unit.spec.family], number)
+            for number, unit in enumerate(self.plan.units)
+        ]
         for host in self.seating.hosts:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())
@@ -234,10 +236,6 @@ class Sharding:
         # buffers are the gradients, so all may be under way.
         several = (2 if residency.shard_params else 1) if residency.shard_optim else len(self.units)
         return max((u.layout.numel for u in self.units), default=0), several * arena
-
-    def _unit(self, plan: UnitPlan, params: Mapping[str, Parameter], number: int) -> Unit:
-        members = [params[p.name] for p in plan.spec.params]
-        return Unit(plan, members, self.seating.seats[plan.spec.family], number)
 
     def keep_gradients_local(self) -> None:
         """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
@@ -332,6 +330,21 @@ class Sharding:
         """Bring back what `suspend` moved, to the same bits."""
         bring_back(self.units, self.away)
         self.away.clear()
+
+    def check_here(self) -> None:
+        """Raise if a step cannot be made, because state is away or has no values yet."""
+        if self.away:
+            raise ShardedAccessError(
+                f"step while state is away from the device: {', '.join(sorted({a.kind for a in self.away}))}",
+                code="zero-suspended",
+                fix="Call resume() first.",
+            )
+        if self.unloaded:
+            raise PlanError(
+                f"step on a model built on meta of which {len(self.unloaded)} parameters have no values yet",
+                code="zero-not-loaded",
+                fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
+            )
 
     def param_shards(self) -> list[LocalShard]:
         """This rank's elements of every parameter, in master format, as views: `param/<name>`.

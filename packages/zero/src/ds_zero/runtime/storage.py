@@ -202,7 +202,11 @@ class PrivateStorage:
             return
         if not self._unit.tier.resident:
             names = {self._unit.plan.spec.params[i].name for i in written}
-            self._adopt_pieces([piece for piece in self._unit.owned if piece.name in names])
+            flat = torch.cat(self.chunks()) if names else None
+            for piece in [piece for piece in self._unit.owned if piece.name in names]:
+                self._unit.tier.fetch()
+                with torch.no_grad():
+                    self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
             return
         with torch.no_grad():
             for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
@@ -211,15 +215,6 @@ class PrivateStorage:
                     # A device is not asked: that would wait for it.
                     if full.device.type != "cpu" or not torch.equal(full, told):
                         shard.copy_(torch.where(full != told, full.to(shard.dtype), shard))
-
-    def _adopt_pieces(self, pieces: Sequence[Piece]) -> None:
-        if not pieces:
-            return
-        self._unit.tier.fetch()
-        flat = torch.cat(self.chunks())
-        with torch.no_grad():
-            for piece in pieces:
-                self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])
 
     def adopt_overlay(self) -> None:
         """What this rank alone sees of its edits goes to the others. Nothing where full is a rank's own."""

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_comm import Group, LocalShard
-from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.options import Habits, Messages, Nodes, Placement, ShardOptions
 from ds_zero.layout.precision import Precision, ScaleState, next_scale
@@ -182,20 +182,6 @@ class ShardedOptimizer(Optimizer):
         """`Sharding.resume`."""
         self.sharding.resume()
 
-    def _check_loaded(self) -> None:
-        if self.sharding.away:
-            raise ShardedAccessError(
-                f"step while state is away from the device: {', '.join(sorted({a.kind for a in self.sharding.away}))}",
-                code="zero-suspended",
-                fix="Call resume() first.",
-            )
-        if self.sharding.unloaded:
-            raise PlanError(
-                f"step on a model built on meta of which {len(self.sharding.unloaded)} parameters have no values yet",
-                code="zero-not-loaded",
-                fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
-            )
-
     def _begin_backward(self) -> None:
         self.backwards += 1
         if self._scale is not None and not self._scaled:
@@ -218,7 +204,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self.sharding.runtime
-        self._check_loaded()
+        self.sharding.check_here()
         self._check_trainable()
         runtime.reducing.close()
         runtime.settle(self.sharding.group)

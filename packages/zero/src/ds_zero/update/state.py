@@ -232,11 +232,9 @@ def _assemble(mine: list[Fragment], name: str, group: Group) -> dict[str, Tensor
 
 
 def _share(value: Any, old: Part, new: Part) -> Any:
-    if isinstance(value, Tensor):
-        if value.numel() == old.stop - old.start:
-            return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
-        return value.clone()
-    return value
+    if isinstance(value, Tensor) and value.numel() == old.stop - old.start:
+        return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _plain(value: Any) -> Any:
