@@ -6,41 +6,32 @@ say which layers and how strongly. Steps are optimizer steps that were applied.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from ds_compress.groups import ActivationGroup, Bits, DensityGroup, Group, Share, WeightGroup, WeightParams
 from ds_config import Alias, Dead, StrictModel, validate
 from ds_config.errors import UnsupportedError
 from ds_config.reading import Source, read_all
 
 __all__ = [
-    "ActivationGroup",
-    "ActivationParams",
     "ActivationQuantizationConfig",
     "CompressionConfig",
-    "DensityGroup",
-    "DensityParams",
     "EigenvalueConfig",
     "HeadPruningConfig",
     "LayerReductionConfig",
     "PruningConfig",
     "QuantizeTrainingConfig",
     "SparsePruningConfig",
-    "WeightGroup",
-    "WeightParams",
     "WeightQuantizationConfig",
     "compression_of",
 ]
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Bits = Annotated[int, Field(ge=1, le=16)]
-InputBits = Annotated[int, Field(ge=3, le=16)]
 Offset = Annotated[int, Field(ge=0, description="Applied steps before it begins.")]
 Symmetry = Literal["symmetric", "asymmetric"]
 _KERNEL = "the same quantiser is used on every device"
@@ -55,103 +46,6 @@ class MixedConfig(StrictModel):
     )
 
 
-# ---- which layers, how strongly
-
-
-class Group(StrictModel):
-    """One of `different_groups`: which layers."""
-
-    modules: tuple[str, ...] = Field(
-        default=("*",), min_length=1, description='Layers: "*" for all, or regular expressions found in their names.'
-    )
-    related_modules: tuple[tuple[str, ...], ...] | None = Field(
-        default=None, description="For each of `modules`, layers that shrink with it when the model is cleaned."
-    )
-
-    @field_validator("modules")
-    @classmethod
-    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
-            _compiled(pattern)
-        return value
-
-    @field_validator("related_modules", mode="before")
-    @classmethod
-    def _nested(cls, value: Any) -> Any:
-        # One list of names is written for one entry of `modules`, too.
-        if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
-            return [list(value)]
-        return value
-
-    @model_validator(mode="after")
-    def _paired(self) -> Self:
-        if self.related_modules is not None:
-            if len(self.related_modules) != len(self.modules):
-                raise ValueError(
-                    f"related_modules has {len(self.related_modules)} lists for {len(self.modules)} entries of modules"
-                )
-            for pattern in (p for row in self.related_modules for p in row):
-                _compiled(pattern)
-        return self
-
-
-def _compiled(pattern: str) -> None:
-    if pattern == "*":
-        return
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-
-
-class WeightParams(StrictModel):
-    """How many bits weights have."""
-
-    start_bits: Bits = Field(description="Bits at first; 16 leaves weights as they are.")
-    target_bits: Bits = Field(description="Bits in the end.")
-    quantization_period: int = Field(
-        default=1,
-        ge=0,
-        description="Steps until the first bit falls; the next one takes twice as many; 0: all fall at once.",
-    )
-
-    @model_validator(mode="after")
-    def _falling(self) -> Self:
-        if self.target_bits > self.start_bits:
-            raise ValueError(f"target_bits = {self.target_bits} is more than start_bits = {self.start_bits}")
-        return self
-
-
-class WeightGroup(Group):
-    """Layers whose weights have the same bits."""
-
-    params: WeightParams
-
-
-class ActivationParams(StrictModel):
-    """How many bits inputs have."""
-
-    bits: InputBits = Field(description="Bits of a layer's input.")
-
-
-class ActivationGroup(Group):
-    """Layers whose inputs have the same bits."""
-
-    params: ActivationParams
-
-
-class DensityParams(StrictModel):
-    """How much is kept."""
-
-    dense_ratio: Share = Field(description="Share of weights, rows, heads or channels that is kept.")
-
-
-class DensityGroup(Group):
-    """Layers that keep the same share."""
-
-    params: DensityParams
-
-
 # ---- techniques
 
 
@@ -159,6 +53,11 @@ class SharedConfig(StrictModel):
     """What all layers of a technique have in common."""
 
     enabled: bool = Field(default=False, description="Whether the technique is used.")
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it must be said to which layers."""
+        return True
 
 
 class WeightShared(SharedConfig):
@@ -231,22 +130,21 @@ class SparseShared(SharedConfig):
         return self
 
     @property
+    def needs_groups(self) -> bool:
+        return self.method != "snip_momentum"
+
+    @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block."""
         rows, _, columns = self.block_pattern.partition("x")
         return int(rows), int(columns)
 
 
-def _with_groups(enabled: bool, groups: Mapping[str, Group], needed: bool = True) -> None:
-    if enabled and needed and not groups:
-        raise ValueError("it is enabled without different_groups, which say to which layers")
+class Technique(StrictModel):
+    """What layers have in common, and groups of layers."""
 
-
-class WeightQuantizationConfig(StrictModel):
-    """`weight_quantization`."""
-
-    shared_parameters: WeightShared = WeightShared()
-    different_groups: Mapping[str, WeightGroup] = Field(default_factory=dict)
+    shared_parameters: SharedConfig = SharedConfig()
+    different_groups: Mapping[str, Group] = Field(default_factory=dict)
 
     @property
     def enabled(self) -> bool:
@@ -255,7 +153,23 @@ class WeightQuantizationConfig(StrictModel):
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:
-        _with_groups(self.enabled, self.different_groups)
+        if (
+            self.enabled
+            and not self.different_groups
+            and getattr(self.shared_parameters, "method", "") != "snip_momentum"
+        ):
+            raise ValueError("it is enabled without different_groups, which say to which layers")
+        return self
+
+
+class WeightQuantizationConfig(Technique):
+    """`weight_quantization`."""
+
+    shared_parameters: WeightShared = WeightShared()
+    different_groups: Mapping[str, WeightGroup] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _symmetric(self) -> Self:
         low = [name for name, group in self.different_groups.items() if group.params.target_bits <= 2]
         if low and self.enabled and self.shared_parameters.quantization_type == "asymmetric":
             raise ValueError(
@@ -264,71 +178,35 @@ class WeightQuantizationConfig(StrictModel):
         return self
 
 
-class ActivationQuantizationConfig(StrictModel):
+class ActivationQuantizationConfig(Technique):
     """`activation_quantization`."""
 
     shared_parameters: ActivationShared = ActivationShared()
     different_groups: Mapping[str, ActivationGroup] = Field(default_factory=dict)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether it asks for something."""
-        return self.shared_parameters.enabled
 
-    @model_validator(mode="after")
-    def _grouped(self) -> Self:
-        _with_groups(self.enabled, self.different_groups)
-        return self
-
-
-class SparsePruningConfig(StrictModel):
+class SparsePruningConfig(Technique):
     """`sparse_pruning`."""
 
     shared_parameters: SparseShared = SparseShared()
     different_groups: Mapping[str, DensityGroup] = Field(default_factory=dict)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether it asks for something."""
-        return self.shared_parameters.enabled
 
-    @model_validator(mode="after")
-    def _grouped(self) -> Self:
-        _with_groups(self.enabled, self.different_groups, self.shared_parameters.method != "snip_momentum")
-        return self
-
-
-class PruningConfig(StrictModel):
+class PruningConfig(Technique):
     """`row_pruning` and `channel_pruning`."""
 
     shared_parameters: PruningShared = PruningShared()
     different_groups: Mapping[str, DensityGroup] = Field(default_factory=dict)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether it asks for something."""
-        return self.shared_parameters.enabled
 
-    @model_validator(mode="after")
-    def _grouped(self) -> Self:
-        _with_groups(self.enabled, self.different_groups)
-        return self
-
-
-class HeadPruningConfig(StrictModel):
+class HeadPruningConfig(Technique):
     """`head_pruning`."""
 
     shared_parameters: HeadShared = HeadShared()
     different_groups: Mapping[str, DensityGroup] = Field(default_factory=dict)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether it asks for something."""
-        return self.shared_parameters.enabled
-
     @model_validator(mode="after")
-    def _grouped(self) -> Self:
-        _with_groups(self.enabled, self.different_groups)
+    def _headed(self) -> Self:
         if self.enabled and self.shared_parameters.num_heads is None:
             raise ValueError("shared_parameters.num_heads must be said")
         return self

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
-from ds_compress.config import CompressionConfig, Group, SparseShared
+from ds_compress.config import CompressionConfig, SparseShared
+from ds_compress.groups import Group
 from ds_compress.quantizers import Grid, Symmetry, grid_of
 from ds_config.errors import PlanError
 
