@@ -240,7 +240,8 @@ def manifests(kind: str, world: int) -> dict[str, Any]:
 
 def reading(kind: str, world: int, path: str) -> dict[str, Any]:
     """Read an index, choose leaves, and plan a load as one rank does."""
-    from ds_ckpt.index import decode_index, decode_leaf, encode_leaf, entry_of, join, select
+    from ds_ckpt.index import decode_index, decode_leaf, encode_leaf, entry_of
+    from ds_ckpt.joining import join, select
     from ds_ckpt.plan import plan_load
 
     layout, meter = Layout(kind, world), Meter()

@@ -16,7 +16,7 @@ from ds_ckpt.near import Draining, NearCopies
 class Shard:
     def __init__(self, rank, numel=50_000):
         whole = ds_ckpt.zones.Box.whole((2 * numel,))
-        self.shard = ds_ckpt.index.TensorShard(
+        self.shard = ds_comm.placement.TensorShard(
             "param/w", (2 * numel,), "float32", whole, ds_ckpt.peers.Interval(rank * numel, (rank + 1) * numel)
         )
         self.data = torch.zeros(numel)

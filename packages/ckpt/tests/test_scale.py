@@ -14,7 +14,8 @@ from ds_ckpt import planning
 from ds_ckpt.agree import arrived, hops, moving, pack, unpack
 from ds_ckpt.catalog import read_for, read_top
 from ds_ckpt.format import encode
-from ds_ckpt.index import Index, decode_index, encode_index, join
+from ds_ckpt.index import Index, decode_index, encode_index
+from ds_ckpt.joining import join
 from ds_ckpt.plan import plan_save
 from ds_ckpt.records import Manifest
 from ds_ckpt.zones import MAX_ZONES, bounds_of, meet, zones_of

@@ -10,7 +10,8 @@ from typing import Final
 import ds_monitor
 from ds_ckpt.files import Files
 from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, decode, peek_sequence, version_of
-from ds_ckpt.index import Index, Leaf, LeafEntry, decode_index, decode_leaf, join, select
+from ds_ckpt.index import Index, Leaf, LeafEntry, decode_index, decode_leaf
+from ds_ckpt.joining import join, select
 from ds_ckpt.protocols import Storage
 from ds_ckpt.records import FileRecord, Manifest
 from ds_ckpt.storage import At, locate, open_storage

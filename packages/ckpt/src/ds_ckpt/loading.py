@@ -19,7 +19,8 @@ from ds_ckpt.agree import TRANSFER_S, Ranks
 from ds_ckpt.catalog import read_top, resolve
 from ds_ckpt.crc import crc32
 from ds_ckpt.files import Files
-from ds_ckpt.index import Index, join
+from ds_ckpt.index import Index
+from ds_ckpt.joining import join
 from ds_ckpt.jsontext import Json, from_json
 from ds_ckpt.match import LoadOptions, check_load
 from ds_ckpt.plan import BlockRead, all_blocks, of_shards, plan_load

@@ -36,10 +36,10 @@ from ds_ckpt.index import (
     entry_from,
     entry_json,
     entry_of,
-    join,
     leaf_json,
     leaf_of,
 )
+from ds_ckpt.joining import join
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.local import new_token
 from ds_ckpt.packing import Packing, Recipe
