@@ -121,10 +121,6 @@ def test_a_missing_name_answers_hasattr_getattr_and_import():
         from deepspeed.zero import DeepSpeedZeRoOffload  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):
         from deepspeed.moe.layer import TopKGate  # noqa: F401
-    with pytest.raises(UnsupportedImportError, match=r"deepspeed\.autotuning"):
-        from deepspeed.autotuning import Autotuner  # noqa: F401
-    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.autotuning"):
-        _ = deepspeed.autotuning
 
 
 @pytest.mark.parametrize(("module", "name"), GONE)

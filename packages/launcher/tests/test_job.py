@@ -14,7 +14,7 @@ from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import Facts, make_launch, remote_hosts
-from ds_launcher.options import UNBUILT, RunOptions, joined, options_of, parse_nnodes, register
+from ds_launcher.options import UNBUILT, RunOptions, joined, options_of, parse_nnodes, register, without_option
 from ds_launcher.plan import Launch, Process, describe, from_json, to_json
 
 FACTS = Facts(
@@ -359,3 +359,8 @@ def test_pdsh_cannot_carry_a_secret() -> None:
         launch("--hostfile h --launcher pdsh t.py", hosts=CLUSTER, exports=SECRETS)
     assert caught.value.code == "launch-secrets"
     assert "hunter2" not in str(caught.value)
+
+
+def test_an_option_and_its_value_are_left_out() -> None:
+    words = ("--nproc", "2", "--autotuning", "run", "--grace", "1", "--autotuning=tune")
+    assert without_option(words, "--autotuning") == ("--nproc", "2", "--grace", "1")

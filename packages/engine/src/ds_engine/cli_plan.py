@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 
 __all__ = ["HELP", "main", "register"]
 
@@ -13,12 +14,17 @@ HELP = "show what a configuration does with a model on any number of ranks"
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("config", help="JSON or HJSON configuration")
+    parser.add_argument("config", help="JSON or HJSON configuration; with --fit the model, or its parameters, as 7B")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument(
         "--model",
         metavar="MODEL",
         help="package.module:function or file.py:function that makes it, a folder of safetensors, or a config.json",
+    )
+    parser.add_argument(
+        "--fit",
+        metavar="8x80GB",
+        help="no configuration: which ZeRO stages and tiers fit these devices (4x8x80GB: of four hosts)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -28,11 +34,18 @@ def main(args: argparse.Namespace) -> int:
     # Planning a model needs torch; `ds --help` must not.
     from ds_config.errors import DsError
     from ds_engine.config import load_config
+    from ds_engine.fitting import cluster_of, fit_table, fits_of, numel_of, shapes_of_numbers
     from ds_engine.models import shapes_from
     from ds_engine.plan import Shapes
     from ds_engine.planning import make_plan
 
     try:
+        if args.fit:
+            cluster, numel = cluster_of(args.fit), numel_of(args.config)
+            shapes = shapes_from(args.config) if numel is None else shapes_of_numbers(numel)
+            rows = [{**asdict(row), "fits": row.fits} for row in fits_of(cluster, shapes)]
+            print(json.dumps(rows, indent=2) if args.json else fit_table(cluster, shapes))
+            return 0
         shapes = shapes_from(args.model) if args.model else Shapes((), ())
         plan = make_plan(load_config(args.config), shapes, args.world)
     except DsError as error:

@@ -9,7 +9,16 @@ from dataclasses import dataclass, fields
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.backends import BACKENDS
 
-__all__ = ["UNBUILT", "RunOptions", "joined", "node_options", "options_of", "parse_nnodes", "register"]
+__all__ = [
+    "UNBUILT",
+    "RunOptions",
+    "joined",
+    "node_options",
+    "options_of",
+    "parse_nnodes",
+    "register",
+    "without_option",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,6 @@ class RunOptions:
 
 # Options of DeepSpeed's launcher that are known and not built, and what to do without them.
 UNBUILT: Mapping[str, str] = {
-    "--autotuning": "Leave it out; there is no tuner in this command.",
     "--elastic_training": "Give --nnodes MIN:MAX and --max-restarts.",
     "--min_elastic_nodes": "Give --nnodes MIN:MAX.",
     "--max_elastic_nodes": "Give --nnodes MIN:MAX.",
@@ -167,6 +175,14 @@ def register(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--secrets-on-stdin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--autotuning",
+        choices=("tune", "run"),
+        help="find the best configuration by ds-tune; run: and start the script with it",
+    )
+    parser.add_argument(
+        "--words", default="", help=argparse.SUPPRESS
+    )  # the command line as it was, for the tuner's jobs
     for flags in (("--log_level",), ("--quiet", "-q")):  # nothing is told but failures
         takes: dict[str, object] = {"action": "store_true"} if "-q" in flags else {"type": str}
         parser.add_argument(*flags, help=argparse.SUPPRESS, **takes)  # type: ignore[arg-type]
@@ -184,6 +200,19 @@ def joined(words: Sequence[str]) -> list[str]:
         if word in ("--launcher-args", "--launcher_args") and words[i + 1].startswith("-"):
             return [*found[:i], f"{word}={words[i + 1]}", *found[i + 2 :]]
     return found
+
+
+def without_option(words: Sequence[str], flag: str) -> tuple[str, ...]:
+    """`words` without an option and its value."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == flag:
+            skip = True
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return tuple(kept)
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:

@@ -96,7 +96,7 @@ ACCESSORS: Mapping[str, Tells] = {
     "random_ltd_enabled": lambda e: e.plan.config.data_efficiency.random_ltd is not None,
     "random_ltd_config": lambda e: e.plan.config.data_efficiency.data_routing.random_ltd.model_dump(mode="json"),
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
-    "autotuning_enabled": lambda e: False,
+    "autotuning_enabled": lambda e: e.plan.tuning is not None,
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
     "tensorboard_enabled": _of_config("tensorboard", "enabled"),
     "wandb_enabled": _of_config("wandb", "enabled"),

@@ -165,7 +165,7 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
         ("comm", "backend ccl mori torch"),
     )),
     (TUNING, (
-        ("autotuning", "autotuner config constants scheduler tuner utils"),
+        ("autotuning", "config constants tuner"),
     )),
     (WRITERS, (
         ("", "datastates nebula"),

@@ -17,7 +17,6 @@ from deepspeed._surface.refusals import (
     SEQUENCE,
     SERIAL,
     TENSOR,
-    TUNING,
 )
 from deepspeed._surface.rows import Missing, Rows, from_, not_, values
 
@@ -182,7 +181,10 @@ FEATURES: Mapping[str, Rows] = {
     ),
     "deepspeed.inference.v2.scheduling_utils": {**from_("ds_inference", "SchedulingError", "SchedulingResult")},
     "deepspeed.model_implementations": {**not_(INFERENCE, "DeepSpeedTransformerInference")},
-    "deepspeed.autotuning": {**not_(TUNING, "Autotuner")},
+    "deepspeed.autotuning": {**from_("deepspeed._ours.tuning", "Autotuner")},
+    "deepspeed.autotuning.autotuner": {**from_("deepspeed._ours.tuning", "Autotuner", "ResourceManager")},
+    "deepspeed.autotuning.scheduler": {**from_("deepspeed._ours.tuning", "ResourceManager")},
+    "deepspeed.autotuning.utils": {**from_("deepspeed._ours.tuning", "get_val_by_key", "set_val_by_key")},
     "deepspeed.utils.debug": from_(
         g.ODDS, "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name",
         "debug_module2name_class", "debug_module2name_id", "debug_param2name", "debug_param2name_id", "debug_param2name_id_numel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -22,7 +23,7 @@ from ds_launcher.devices import find_devices
 from ds_launcher.exports import collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
-from ds_launcher.options import RunOptions, joined, options_of
+from ds_launcher.options import RunOptions, joined, options_of, without_option
 from ds_launcher.options import register as register_options
 from ds_launcher.plan import describe
 from ds_launcher.ports import hold_port
@@ -40,7 +41,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def prepare(words: Sequence[str]) -> list[str]:
     """The command line as argparse reads it right."""
-    return joined(words)
+    found = joined(words)
+    before = found[: found.index("--")] if "--" in found else found
+    if any(word.partition("=")[0] == "--autotuning" for word in before):
+        return ["--words", json.dumps(found), *found]
+    return found
 
 
 def main(args: argparse.Namespace) -> int:
@@ -50,6 +55,8 @@ def main(args: argparse.Namespace) -> int:
         ConfigError, LaunchError: nothing was started.
     """
     options = options_of(args)
+    if args.autotuning:
+        return _tune(args, options)
     if sys.platform == "win32":
         raise LaunchError(
             "`ds run` needs signals and process groups, which Windows lacks",
@@ -76,6 +83,21 @@ def main(args: argparse.Namespace) -> int:
         if options.log_dir:
             Path(options.log_dir).mkdir(parents=True, exist_ok=True)
         return supervise(launch)
+
+
+def _tune(args: argparse.Namespace, options: RunOptions) -> int:
+    """`--autotuning`: the jobs are those of this command line without it."""
+    if importlib.util.find_spec("ds_tune") is None:
+        raise LaunchError(
+            "--autotuning is done by ds-tune, which is not installed",
+            code="launch-tuner",
+            fix="Install it: pip install ds-tune.",
+        )
+    words = json.loads(args.words)
+    launch = without_option(words[: len(words) - len(options.script_args) - 1], "--autotuning")
+    upstream = importlib.import_module("ds_tune.upstream")
+    status: int = upstream.autotune(args.autotuning, launch, options.script, options.script_args)
+    return status
 
 
 def _facts(options: RunOptions) -> Facts:
