@@ -126,7 +126,7 @@ class Ranks:
         return value
 
     def route(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Carry a message to each rank that is named, and return what came for this one, by sender. Collective.
+        """Carry a message to each rank that is named, and return what this one received, by sender. Collective.
 
         Cost: ceil(log2 N) messages; a byte passes through half as many ranks on average.
         """
@@ -138,7 +138,7 @@ class Ranks:
         return arrived(held, self.rank)
 
     def exchange(self, value: Json) -> list[Any]:
-        """Everyone's `value`, by rank. Its cost grows with the world: for what has gone wrong, and needs explaining."""
+        """Everyone's `value`, by rank. Its cost grows with the world: only for messages about what failed."""
         return all_gather_json(value, self._group, unit="ckpt")
 
     def swap(self, data: bytes, to: int, source: int) -> bytes:

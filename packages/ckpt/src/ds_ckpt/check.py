@@ -56,7 +56,7 @@ class Diff:
 
 
 def verify(path: str | os.PathLike[str] | At) -> Verified:
-    """Read every byte of a checkpoint and prove it.
+    """Read every byte of a checkpoint and check it.
 
     Raises:
         CheckpointError: "ckpt-damaged", listing everything that is wrong; those of `format.decode` for the manifest.

@@ -1,4 +1,4 @@
-"""`ds ckpt`: look into checkpoints, prove them, compare them, and turn them into other formats."""
+"""`ds ckpt`: inspect checkpoints, verify them, compare them, and convert them to other formats."""
 
 from __future__ import annotations
 

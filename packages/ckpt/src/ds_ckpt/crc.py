@@ -1,7 +1,7 @@
 """CRC-32 of bytes read in pieces, by several readers, in any order.
 
 A CRC is linear over GF(2): for data cut into consecutive segments, the checksum of the whole is the XOR of
-`shifted(crc(segment), bytes after the segment)`. So ranks that each read a part of a chunk can prove the chunk without
+`shifted(crc(segment), bytes after the segment)`. So ranks that each read a part of a chunk can check the chunk without
 anyone reading all of it: each contributes one 32-bit number.
 
 Polynomial and conditioning are zlib's (ISO 3309, reflected 0xEDB88320). Reference: M. Adler's note on combining CRCs in

@@ -149,7 +149,7 @@ class WriterProcess:
         code = None
         if self._child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._child.wait(_END_S)  # its socket closes a little before the process is gone
+                code = self._child.wait(_END_S)  # its socket closes a little before the process ends
         return CheckpointError(
             f"the writer process {self.pid} is gone (exit status {code}); this checkpoint was not written",
             code="ckpt-writer-died",

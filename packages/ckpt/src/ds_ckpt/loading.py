@@ -1,7 +1,7 @@
 """Fill tensors from a checkpoint that any layout wrote.
 
 `load`, on every rank of the group: 1. read the index; 2. check names, shapes, dtypes; 3. read the leaves, then the byte ranges, that
-this rank needs; 4. prove the blocks that were read in parts, each by one rank. Between steps the ranks settle: an error on one is raised on all. An
+this rank needs; 4. check the blocks that were read in parts, each by one rank. Between steps the ranks agree: an error on one is raised on all. An
 error leaves the tensors partly filled: load again before using them.
 """
 
@@ -139,7 +139,7 @@ def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Seque
 
 
 def _prove(ranks: Ranks, at: At, manifest: Manifest, partials: Sequence[Partial]) -> None:
-    """Each block that ranks read in parts is proven by one of them, which hears of all the parts. Collective."""
+    """Each block that ranks read in parts is checked by one of them, which receives the checksums of all parts. Collective."""
     touched = {(p.file, p.at) for p in partials}
     blocks = {(b.file, b.at): b for b in all_blocks(manifest) if (b.file, b.at) in touched}
     messages: dict[int, list[Json]] = {}

@@ -1,7 +1,7 @@
 """Checkpoints as directories of a file system.
 
 The draft is `.tmp-<tag>-<token>` beside the tag; files and directories are synced, then one rename publishes it. An older
-checkpoint of the same tag steps aside as `.old-<tag>` for the moment between two renames, and readers look there when the
+checkpoint of the same tag is renamed to `.old-<tag>` for the moment between two renames, and readers look there when the
 tag is gone. A draft is locked by its owner (flock on the directory), so the next save can tell a crashed draft, which it
 removes, from one that is being written. Locks of network file systems often end at the host: the token says on which host a draft
 was begun, and that of another one is a leftover only when nothing has touched it for a day.
@@ -374,7 +374,7 @@ class LocalStorage:
             return set()
 
     def recover(self) -> None:
-        """Finish or undo what a crash left: overwritten checkpoints, drafts whose owner is gone."""
+        """Finish or undo what a crash left: overwritten checkpoints, drafts whose owner has ended."""
         self.put_back()
         for name in os.listdir(self.root):
             path = os.path.join(self.root, name)

@@ -94,7 +94,7 @@ class Packing:
         self.forget(set(self._files) - there)
 
     def begin(self, draft: Draft, items: Sequence[Item], block_bytes: int) -> Draft:
-        """A draft whose data file is packed. `leaf` says afterwards what came of it."""
+        """A draft whose data file is packed. `leaf` says afterwards what was written."""
         return _PackingDraft(self, draft, items, block_bytes)
 
     def opened(self, draft: Draft, rank: int, items: Sequence[Item], sizes: tuple[int, int]) -> WriteFile:
@@ -127,7 +127,7 @@ class Packing:
         self._file = None
 
     def forget(self, names: set[str]) -> None:
-        """These files are gone."""
+        """These files are removed."""
         if names:
             self._known = {key: place for key, place in self._known.items() if place[0] not in names}
             self._files = {name: record for name, record in self._files.items() if name not in names}
@@ -192,7 +192,7 @@ class _BlockFile:
         self._packing, self.name, self._make = packing, name, make
         self._items, (self._header, self._block_bytes) = what
         self._target: WriteFile | None = None
-        self._at = 0  # bytes of the stream that came
+        self._at = 0  # bytes of the stream so far
         self._nbytes = 0  # bytes written
         self._cuts = self._plan()
         self._next = 0

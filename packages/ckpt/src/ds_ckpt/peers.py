@@ -223,7 +223,7 @@ class PeerSnapshots:
         return out
 
     def _read(self, step: int, giver: int) -> tuple[dict[int, _Snapshot], dict[str, Json] | None]:
-        """Read what is asked of this rank, and hear what `giver` read for it: snapshots by owner, and the own one's record.
+        """Read what is asked of this rank, and receive what `giver` read for it: snapshots by owner, and the own one's record.
 
         None for a record: the giver's copy is damaged.
         """

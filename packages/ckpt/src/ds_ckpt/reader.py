@@ -242,7 +242,7 @@ def _spans(runs: Sequence[Run], nbytes: int) -> list[tuple[int, int, list[Run]]]
 
 
 def unproven(partials: Iterable[Partial], expected: Mapping[tuple[int, int], tuple[int, int]]) -> list[tuple[int, int]]:
-    """Blocks (file, at) that the ranks' parts do not prove: not covered exactly once, or with another checksum.
+    """Blocks (file, at) whose checksum the ranks' parts do not confirm: not covered exactly once, or with another checksum.
 
     Args:
         partials: Of all ranks. Replicas that read the same ranges count once.

@@ -124,7 +124,7 @@ class Job:
         return _leaf(self.items, written) if self.packing is None else self.packing.leaf()
 
     def publish_leaf(self, leaf: Leaf | None) -> bytes:
-        """Step 5: what rank 0 is to hear of this rank; writes the leaf's file where leaves have files."""
+        """Step 5: what this rank sends rank 0; writes the leaf's file where leaves have files."""
         said: dict[str, Json] = {"planned": {n: [dtype, shape] for n, (dtype, shape) in self.share.planned.items()}}
         if leaf is not None:
             if self.inline:

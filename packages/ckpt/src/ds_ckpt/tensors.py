@@ -127,7 +127,7 @@ def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_
 def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
     """Host memory to read a shard into: (the shard's own data, False) where that works, else (a buffer, True).
 
-    For a device's shard the buffer is pinned where the device wants that.
+    For a device's shard the buffer is pinned where the device gains from it.
     """
     data = local.data.detach()
     if _in_place(local, stored_dtype):

@@ -10,7 +10,7 @@ Arguments: two inherited descriptors, a socket and the memory that holds the sla
     {"do": "abandon", "id": 4}                                 close without a promise
     answer: {"id": 2, "errno": 0, "why": ""}
 
-One file is open at a time. When the socket ends, so does the process: a training process that is gone needs no files.
+One file is open at a time. When the socket ends, so does the process: a training process that has ended needs no files.
 """
 
 import contextlib

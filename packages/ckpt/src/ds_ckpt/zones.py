@@ -1,4 +1,4 @@
-"""Which leaves of a manifest may hold what a rank wants: bounds that never miss, in a few numbers a leaf. Pure arithmetic.
+"""Which leaves of a manifest may hold what a rank needs: bounds that never miss, in a few numbers a leaf. Pure arithmetic.
 
 A *zone* is a range of tensor names, a shape (as a number, see `shape_key`; 0 for any), and a box of relative positions: in each dim, from
 which to which `SCALE`th of the tensor. The zones of a leaf cover all its pieces. Layouts are regular (the same rows of every matrix, the same columns of every other), so a

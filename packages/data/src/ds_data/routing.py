@@ -54,7 +54,7 @@ class RouterConfig:
         seq_per_step: What the number is rounded down to; 8 or 16 suit a GPU.
         mask_name: The forward's keyword for the attention mask; None leaves keywords alone.
         model_type: An encoder's mask [batch, ..., length] or [batch, ..., length, length] is cut for every sample to the tokens
-            that were drawn; of a decoder's, which says only who came before whom, the first kept rows and columns are taken.
+            that were drawn; of a decoder's, which only says the order of tokens, the first kept rows and columns are taken.
         order: Whether hidden states are [batch, length, width] or [length, batch, width].
     Raises:
         ConfigError: numbers that say nothing ("data-routing").
@@ -189,7 +189,7 @@ class Router:
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """What a converted layer is besides its own class: in training, it sees some of the tokens. The others leave as they came.
+    """What a converted layer is besides its own class: in training, it sees some of the tokens. The others pass unchanged.
 
     The layer's first argument are its hidden states; it returns hidden states of the same shape, alone or first in a tuple.
     Positions that a layer computes itself (rotary tables passed as keywords) belong to the places before the draw: give them to

@@ -52,7 +52,7 @@ class Tokenized:
     Attributes:
         prefix: Common name of the token file.
         documents, tokens: Counts; the end tokens are counted.
-        empty: Documents of which no token came; they are left out.
+        empty: Documents without a token; they are left out.
         dtype: Format of the values: the smallest that holds the vocabulary.
     """
 

@@ -24,7 +24,7 @@ def whole_state(
     """The state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
 
     Args:
-        lead: Whether this rank wants it.
+        lead: Whether this rank gets it.
         dtype: Format of floating-point values; None is the one they are computed with.
         exclude_frozen: Leave out parameters that need no gradient.
     Names and order are the module's own; tied tensors are one tensor. What ranks hold parts of (tensor parallelism) is put together,

@@ -45,7 +45,7 @@ class Cut(Protocol):
 
 
 class SavesWhole:
-    """Stands in a model for its `save_pretrained`, until `close` or until the engine is gone.
+    """Stands in a model for its `save_pretrained`, until `close` or until the engine is freed.
 
     Raises:
         ShardedAccessError: when called, some ranks have not called it after ten minutes, and none has a state dict ("sharded-access").

@@ -27,7 +27,7 @@ Pair = tuple[str, str]
 
 @dataclass(slots=True)
 class Verdict:
-    """What runs with two features came to.
+    """The results of runs with two features.
 
     Attributes:
         equal: How many had the losses, norms and weights of one process.

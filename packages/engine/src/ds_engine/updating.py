@@ -49,6 +49,6 @@ def settle(
 
 
 def totals_after(optimizer: ShardedOptimizer, before: Totals | None) -> Totals | None:
-    """The totals of a step whose update is done: those that came with it, or those known before."""
+    """The totals of a step whose update is done: those that the update gave, or those known before."""
     report = optimizer.last
     return Totals.of(*report.extra) if report is not None and report.extra else before

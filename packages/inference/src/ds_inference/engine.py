@@ -56,7 +56,7 @@ class Event:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
         prompt, tokens: In, and out; a stop string's tokens are out, too.

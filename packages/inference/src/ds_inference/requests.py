@@ -1,4 +1,4 @@
-"""Records of scheduling: requests and their states, the budget of a step, the plan of one, and what came of it."""
+"""Records of scheduling: requests and their states, the budget of a step, the plan of one, and its result."""
 
 from __future__ import annotations
 

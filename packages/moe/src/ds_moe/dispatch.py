@@ -2,7 +2,7 @@
 
 Words: T tokens with k choices each on this rank, P ranks in the expert group, E experts, E / P of them on each rank. *Rows* are
 choices sorted by expert, so also by rank. What arrives is in *chunks*, one for each (source rank, local expert); experts
-want them in the order (local expert, source rank).
+need them in the order (local expert, source rank).
 
     rows -> all-to-all -> chunks by source -> by expert -> experts -> by source -> all-to-all -> rows -> weighted sum
 

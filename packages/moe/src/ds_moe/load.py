@@ -79,7 +79,7 @@ def expert_load(model: nn.Module, *, clear: bool = True) -> dict[str, LayerLoad]
 
 
 def report_load(model: nn.Module) -> None:
-    """Gauges `moe/<layer>/{dropped,entropy,largest}` of all layers since the last report, if someone listens.
+    """Gauges `moe/<layer>/{dropped,entropy,largest}` of all layers since the last report, if a sink is attached.
 
     Call it once a step: nothing waits for a device. What is on a GPU is copied behind the step and reported by a later call.
     """

@@ -149,7 +149,7 @@ def tiled_loss(
         function: Of a tile of `x` and of each of `others`; returns a scalar: the tile's mean or sum, as `reduction` says.
         x: [batch, sequence, ...]; tiles are of the flattened first two dims.
         others: [batch, sequence, ...] each, or None: labels, masks. They get no gradient.
-        parameters: What `function` computes with that wants a gradient.
+        parameters: What `function` computes with and that needs a gradient.
         weights: [batch, sequence]: how much each token counts in a tile's mean; by default labels other than -100 if the first of
             `others` is a tensor of whole numbers, else every token.
         reduction: `mean`: the mean over all tokens, whatever tile they are in; `sum`.
@@ -234,7 +234,7 @@ def sequence_tiled_compute(
     Args:
         seqlen: Size of dim 1 of what is cut.
         kwargs_to_pass: Given whole to every tile.
-        grad_requiring_tensor_key: The one of `kwargs_to_shard` that wants a gradient; others may have one, too.
+        grad_requiring_tensor_key: The one of `kwargs_to_shard` that needs a gradient; others may have one, too.
         compute_params: Parameters that `fn` computes with. Autograd finds them; they are named for callers of upstream's.
         output_unshard_dimension: Results are put together along this dim, if `output_reduction` is None.
         output_reduction: Results are scalars: their `sum`, or their `mean` with each tile counted by its length.

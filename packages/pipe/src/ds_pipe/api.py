@@ -90,7 +90,7 @@ class Pipeline:
                 long as it is.
         Returns:
             Mean loss over microbatches and data, a float64 scalar, the same on all ranks.
-        Collective over the pipeline and its likes.
+        Collective over the pipeline and its replicas.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
         found: dict[int, Tensor] = {}
@@ -110,7 +110,7 @@ class Pipeline:
 
         Returns:
             Outputs by microbatch, on the last stage's rank and empty elsewhere; and the mean loss, as a step gives it, or None.
-        Collective over the pipeline and its likes.
+        Collective over the pipeline and its replicas.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
         outputs: dict[int, Any] = {}

@@ -102,7 +102,7 @@ class Executor:
         self.model = model
         self.stages = {s: Stage(s, part, splits) for s, part in model.parts.items()}
         for s, part in model.parts.items():
-            if hasattr(part, "backwards"):  # it can compute activations again, and wants to know for what
+            if hasattr(part, "backwards"):  # it can compute activations again, and needs to know for what
                 setattr(part, "backwards", self.stages[s].backwards)  # noqa: B010
         group = model.places.pipe
         self._channels = Channels(group, depth=depth) if group.size > 1 else None

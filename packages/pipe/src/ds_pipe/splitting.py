@@ -94,7 +94,7 @@ class Recorder:
 def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], capture: Capture
 ) -> tuple[list[Tensor | None], list[Job]]:
-    """The gradients of `inputs`, and the jobs that give those of weights. The graph stays until the jobs are gone.
+    """The gradients of `inputs`, and the jobs that give those of weights. The graph stays until the jobs are freed.
 
     Args:
         outputs: Tensors with a graph.

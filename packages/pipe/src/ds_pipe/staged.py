@@ -22,7 +22,7 @@ class Tie:
         param: This rank's copy.
         name: Of it in the unsplit model.
         group: The ranks that hold a copy for the same data, the first one's values count.
-        everyone: Those ranks and their likes for other data.
+        everyone: Those ranks and their replicas for other data.
     """
 
     param: nn.Parameter

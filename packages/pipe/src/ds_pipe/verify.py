@@ -1,4 +1,4 @@
-"""Run a program on paper: prove that it ends, that every input is there when it is used, and count what it costs.
+"""Simulate a program: check that it ends, that every input is there when it is used, and count what it costs.
 
 Words: an action is *ready* when what it needs exists; a program *deadlocks* when no rank's next action is ready; the
 *span* is the time of the slowest rank; the *bubble* is the share of the ranks' time in which they wait; *live

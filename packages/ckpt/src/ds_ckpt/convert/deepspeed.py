@@ -2,7 +2,7 @@
 
 Regular, ZeRO 1 and 2: each data-parallel rank's file has one flat fp32 slice per optimizer group; the slices of all ranks,
 end to end, are the group's parameters in the order of `param_shapes` (padding at the end). ZeRO 3: each rank's flat groups,
-end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states lie exactly like the fp32 slices.
+end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states have exactly the layout of the fp32 slices.
 Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
 on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
 Universal: one folder per parameter with whole tensors.

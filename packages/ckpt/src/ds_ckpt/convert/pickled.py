@@ -115,7 +115,7 @@ def load_pt(path: str | os.PathLike[str]) -> Any:
     """The content of a `.pt` file, tensors mapped from the file (host memory is used as they are read).
 
     Raises:
-        CheckpointError: "ckpt-not-found"; "ckpt-foreign": not such a file, or it wants code that is not on the list.
+        CheckpointError: "ckpt-not-found"; "ckpt-foreign": not such a file, or it needs code that is not on the list.
     """
     try:
         with torch.serialization.safe_globals(list(_KNOWN)):

@@ -1,7 +1,7 @@
 """DeepSpeed's regular layout (ZeRO 1, 2, 3; pipeline stages; experts), written: where elements lie, then the files.
 
 Words: a *flat* is one flat tensor of one rank, the part of an optimizer group (of a sub-group at stage 3) that the rank
-updates; its *pieces* are ranges of parameters, end to end. Optimizer states lie like the fp32 flats.
+updates; its *pieces* are ranges of parameters, end to end. Optimizer states have the layout of the fp32 flats.
 
 - Stages 1 and 2: a group's parameters end to end, padded to a multiple of 2 * ranks, cut into equal parts. The fp32 flats are
   stored without the padding at the end, the optimizer's states with it.
@@ -270,7 +270,7 @@ class _Writer:
     def _layers(self) -> None:
         if not self.layout.pipeline:
             return
-        layers: dict[int, dict[str, Tensor]] = {number: {} for number in self.layers}  # DeepSpeed wants empty ones, too
+        layers: dict[int, dict[str, Tensor]] = {number: {} for number in self.layers}  # DeepSpeed needs empty ones, too
         for key in self.source.entries:
             kind, _, name = key.partition("/")
             if kind in ("param", "buffer") and name in self.names:

@@ -56,7 +56,7 @@ def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = N
 
 
 def open_checkpoint(path: str | os.PathLike[str] | At) -> Source:
-    """A checkpoint of ours as a source. Each read opens the files it needs and proves the blocks it touches."""
+    """A checkpoint of ours as a source. Each read opens the files it needs and checks the blocks it touches."""
     at = locate(path)
     manifest = read_manifest(at)
 

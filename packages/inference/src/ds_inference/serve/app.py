@@ -176,7 +176,7 @@ class _Server:
                 )
 
     async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
-        """The answer, or its cancellation as soon as the client has gone."""
+        """The answer, or its cancellation as soon as the client has closed the connection."""
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.wait({task}, timeout=0.25)

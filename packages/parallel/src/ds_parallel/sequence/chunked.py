@@ -57,7 +57,7 @@ def chunked_attention(x: Tensor, project: Project, params: Sequence[Tensor], how
         x: [tokens, ...]; cut along its first dim.
         project: `project(part, index)` makes queries [batch, length, heads, head size], and keys and values of as many heads or of a
             number that divides them. `length` is that of a chunk on all ranks that share the sequence, if it exchanges heads.
-        params: What `project` reads besides `part` and wants gradients of.
+        params: What `project` reads besides `part` and that need gradients.
     Returns: [batch, chunks x length, heads, head size].
     Raises:
         PlanError: the chunks do not divide the tokens ("sequence-chunks").

@@ -222,7 +222,7 @@ class _Passed:
         self.coming: Tensor | None = None
 
     def on(self, own: Tensor) -> None:
-        """Add what came from the rank before, and send it on."""
+        """Add what the previous rank sent, and send it on."""
         group = self.group
         if self.coming is not None:
             for work in self.works:

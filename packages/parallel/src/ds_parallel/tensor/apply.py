@@ -128,7 +128,7 @@ class CutModel:
         """The model's state under its own names, whole tensors. Collective: every rank of the group calls it.
 
         Args:
-            keep: Whether this rank wants the result; the others get an empty one.
+            keep: Whether this rank gets the result; the others get an empty one.
         Cost: the largest tensor twice besides the result.
         """
         found: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from ds_parallel.tensor.rules import Kind, LayerSpec, Rule, first_match, rules_o
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
 _HEADS = "lm_head_patterns"
-_EXPERT_GRAIN = 8  # grouped matrix products want rows of whole 16 bytes
+_EXPERT_GRAIN = 8  # grouped matrix products need rows of whole 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
