@@ -23,6 +23,7 @@ for step in range(6):
     loss = engine(x).square().mean()
     engine.backward(loss)
     engine.step()
+    print("norm of step", step, engine.get_global_grad_norm())
 """
 
 
@@ -54,4 +55,7 @@ def test_lines_about_steps(tmp_path):
     assert re.search(overflow + "16, but hysteresis is 2. Reducing hysteresis to 1", out)
     assert re.search(overflow + "16, reducing to 8", out)
     assert out.count("step=2,") == 1
+    norms = re.findall(r"^norm of step \d (\S+)$", out, re.M)
+    assert norms[:2] == ["inf", "inf"]  # of skipped steps, also where a gradient is nan
+    assert all(0 < float(norm) < 100 for norm in norms[2:])
     assert "step=" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,3 +131,51 @@ def test_an_untested_optimizer_is_refused_where_the_configuration_insists():
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
     with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
         deepspeed.initialize(model=model, optimizer=Mine(model.parameters(), lr=0.1), config=config)
+
+
+class Elsewhere:
+    """The host's memory, taken for a device's."""
+
+    facts = SimpleNamespace(torch_type="elsewhere")
+
+    def __init__(self, host):
+        self._host = host
+
+    def holds(self, tensor):
+        return True
+
+    def new_stream(self):
+        return None
+
+    current_stream = new_stream
+
+    def __getattr__(self, name):
+        return getattr(self._host, name)
+
+
+def test_marked_inputs_of_checkpointed_calls_leave_and_come_back(monkeypatch):
+    """On a device whose memory is not the host's; on the host a marked tensor stays."""
+    from deepspeed.runtime.activation_checkpointing import offload_activations
+    from torch.utils.checkpoint import checkpoint
+
+    def run(offload):
+        x = torch.arange(6.0, requires_grad=True)
+        kept = x * 1
+        with offload:
+            for _ in range(3):
+                offload.mark(kept)
+                kept = checkpoint(lambda t: t.sin() * t, kept, use_reentrant=False)
+            kept.sum().backward()
+        return x.grad, offload.stats
+
+    make = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager
+    expected, stats = run(make(min_offload_bytes=0))
+    assert (stats.marked_tensors, stats.skipped_marked_tensors, stats.offloaded_tensors) == (3, 3, 0)
+    away = make(min_offload_bytes=0, keep_last_count=1)
+    monkeypatch.setattr(away._keeper, "_accelerator", Elsewhere(away._keeper.accelerator))
+    found, stats = run(away)
+    assert torch.equal(found, expected)
+    assert (stats.offloaded_tensors, stats.restored_tensors, stats.kept_last_tensors) == (2, 2, 1)
+    assert stats.offloaded_bytes == stats.restored_bytes == 2 * 24
+    with pytest.raises(ValueError, match="keep_last_count"):
+        make(keep_last_count=-1)

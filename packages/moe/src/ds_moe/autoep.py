@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_comm import Mesh, broadcast
 from ds_config.errors import UnsupportedConfigError
 from ds_moe.config import ExpertParallelConfig
+from ds_moe.held import HeldBlock
 from ds_moe.listed import ListedBlock
 from ds_moe.packed import PackedExperts, gather_experts
 from ds_moe.places import Places, alone, make_places
@@ -42,6 +43,7 @@ class Cut:
     found: tuple[Found, ...]
     places: Places
     _hooks: list[Any] = field(default_factory=list)
+    _blocks: dict[str, nn.Module] = field(default_factory=dict)
 
     def undo(self) -> None:
         """Give the model back as it was, with trained values; all experts on every rank. Collective.
@@ -50,10 +52,12 @@ class Cut:
         """
         for name, layer in self.layers.items():
             _put(self.model, name, _whole(layer, self.places))
+        for name, block in self._blocks.items():
+            _put(self.model, name, block)
         for hook in self._hooks:
             hook.remove()
         self.places.close()
-        self.layers, self._hooks = {}, []
+        self.layers, self._hooks, self._blocks = {}, [], {}
 
 
 def cut_experts(
@@ -92,23 +96,33 @@ def cut_experts(
     )
     for one in found:
         places.local(one.experts)
-    cut = Cut(model, {}, found, places)
-    for one, layer in ready:
+    cut = Cut(model, {}, (), places)
+    for one, module in ready:
+        _put(model, one.name, module)
+        layer: Layer
+        if isinstance(module, HeldBlock):  # from here on its experts are packed ones like others
+            cut._blocks[one.name] = module.original[0]
+            router, experts = (f"{one.name}.{part}" for part in (module.parts.router, module.parts.experts))
+            one, layer = replace(one, name=experts, router=router, parts=None), module.packed
+        else:
+            layer = module
         layer.how = replace(
             layer.how, weigh_first=section.score_apply == "pre", compare=section.validate_folding_routing
         )
-        _put(model, one.name, layer)
         layer.settle(places, one.name)
         cut.layers[one.name] = layer
-        if isinstance(layer, PackedExperts):
-            cut._hooks.append(model.get_submodule(one.router).register_forward_hook(_replayed(layer, one)))
+        cut.found += (one,)
+        if isinstance(module, PackedExperts):
+            cut._hooks.append(model.get_submodule(one.router).register_forward_hook(_replayed(module, one)))
     return cut
 
 
-def _ready(model: nn.Module, one: Found) -> Layer:
+def _ready(model: nn.Module, one: Found) -> Layer | HeldBlock:
     module = model.get_submodule(one.name)
     if one.parts is None or one.rule is None:
         return PackedExperts(module, one.experts)
+    if not isinstance(module.get_submodule(one.parts.experts), nn.ModuleList):
+        return HeldBlock(module, one.parts, one.rule)
     return ListedBlock(module, one.parts, one.rule, one.family is None or one.family.returns_logits)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ds_config.errors import PlanError
 from ds_moe.config import ExpertParallelConfig
 from ds_moe.families import FAMILIES, Family, family_of
+from ds_moe.held import held_experts
 from ds_moe.listed import Parts
 from ds_moe.selection import Selection
 
@@ -26,12 +27,12 @@ class Found:
     """One block.
 
     Attributes:
-        name: Of what is replaced: the experts of a packed block, the whole of a listed one.
+        name: Of what is replaced: the experts of a packed block, the whole of a listed one and of one that only holds weights.
         experts: Their number.
         family: What it is of; None for a user's pattern.
         rule: How its router chooses; None if that is unknown; only replay needs it.
         router: Name of the router.
-        parts: Of a listed block; None for packed experts.
+        parts: Of a block that is replaced whole; None for packed experts.
     """
 
     name: str
@@ -116,6 +117,12 @@ def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> Found |
             )
         parts = Parts(router, section.expert_pattern or "experts", shared, gate)
         return Found(name, len(experts), None, None, router, parts)
+    held = held_experts(experts, children[router])
+    others = [
+        c for c in children if c not in (router, section.expert_pattern or "experts") and list(children[c].parameters())
+    ]
+    if held and not others:
+        return Found(name, held, None, None, router, Parts(router, section.expert_pattern or "experts"))
     packed = [p for p in experts.parameters(recurse=False) if p.dim() == 3]
     if not packed or not hasattr(experts, "has_gate"):
         return None
@@ -132,7 +139,7 @@ def _names(given: str | None, usual: tuple[str, ...]) -> Iterator[str]:
 def _complete(found: Found, family: Family | None, rule: Selection | None) -> Found:
     if found.parts is not None and rule is None:
         raise PlanError(
-            f"{found.name}: a block with a list of experts, of a family that is not known; how does its router choose?",
+            f"{found.name}: a block with a list of experts, or their weights alone, of a family that is not known; how does its router choose?",
             code="moe-router",
             fix="Set expert_parallel.top_k and score_func (and route_norm, route_scale, num_expert_groups if it has them).",
         )

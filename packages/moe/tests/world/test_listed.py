@@ -107,6 +107,46 @@ def test_a_users_own_block_is_described_by_the_configuration():
         cut_experts(wanted, ExpertParallelConfig(**EP2, expert_tensor_parallel_size=2))
 
 
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(4, 12, 8)), nn.Parameter(torch.randn(4, 8, 6))
+
+
+class Holding(nn.Module):
+    """A block that computes with weights that its experts only hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.gate, self.experts = nn.Linear(8, 4, bias=False), Weights()
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        gate, up = torch.einsum("...n,efn->...ef", x, self.experts.gate_up_proj).chunk(2, -1)
+        each = torch.einsum("...ef,enf->...en", torch.nn.functional.silu(gate) * up, self.experts.down_proj)
+        return (each.gather(-2, chosen[..., None].expand(*chosen.shape, 8)) * weights[..., None]).sum(-2)
+
+
+@world(2)
+def test_a_block_that_computes_with_weights_that_its_experts_hold():
+    rank = dist.get_rank()
+    model, wanted = nn.Sequential(Holding(), Holding()), nn.Sequential(Holding(), Holding())
+    section = ExpertParallelConfig(**EP2, top_k=2, score_func="softmax", route_norm=True)
+    cut = cut_experts(model, section)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(model(x), wanted(x), atol=1e-5, rtol=1e-4)
+    assert tuple(model[1].experts.down_proj.shape) == (2, 8, 6)
+    state = dict(whole_state(cut))
+    assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
+    cut.undo()
+    assert isinstance(model[0], Holding)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+    with pytest.raises(PlanError, match="gives other values"):
+        cut_experts(wanted, ExpertParallelConfig(**EP2, top_k=2, score_func="softmax"))
+
+
 class Packed(nn.Module):
     """Packed experts as transformers 5 has them."""
 

@@ -7,6 +7,7 @@ It decides nothing. The one thing that upstream's callers may decide, where a st
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -115,8 +116,11 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return has_moe_layers(self.module)[0]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update's averaged gradient before clipping; also between updates."""
-        return None if self.optimizer is None or self.optimizer.last is None else self.optimizer.last.norm
+        """Norm of the last update's averaged gradient before clipping; also between updates. Of a skipped step inf, also where
+        the gradients have a nan.
+        """
+        last = None if self.optimizer is None else self.optimizer.last
+        return None if last is None else math.inf if last.skipped else last.norm
 
     # ---- where a step ends
 
@@ -296,11 +300,6 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if result.skipped and held is not None:
             self._tell_overflow(held)
         return result
-
-    def _no_backward(self) -> None:
-        logger.warning(
-            "step() was called and no backward has begun since the last step(); upstream goes on, so this does"
-        )
 
     def _no_backward(self) -> None:
         logger.warning(

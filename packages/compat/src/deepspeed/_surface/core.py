@@ -171,12 +171,10 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.swap_tensor.aio_config": from_(g.SMALL, get_aio_config="aio_config"),
     "deepspeed.runtime.swap_tensor": values({"MIN_SWAPPABLE_BYTES": 1048576}),
     "deepspeed.runtime.activation_checkpointing.checkpointing": g.CHECKPOINTING,
-    "deepspeed.runtime.activation_checkpointing.offload_activations": {
-        **not_(
-            Missing("saved tensors are moved by torch itself", "torch.autograd.graph.save_on_cpu"),
-            "CheckpointHiddenStatesOffload", "get_checkpoint_hidden_states_offloading_ctx_manager",
-        ),
-    },
+    "deepspeed.runtime.activation_checkpointing.offload_activations": from_(
+        "deepspeed._ours.hidden_states", "CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload",
+        get_checkpoint_hidden_states_offloading_ctx_manager="CheckpointHiddenStatesOffload",
+    ),
     "deepspeed.checkpointing": g.CHECKPOINTING,
     "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
