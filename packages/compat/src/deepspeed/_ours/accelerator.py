@@ -19,6 +19,14 @@ from ds_accel.detection import facts_of
 __all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
 
 
+def _bytes(name: str, meaning: str) -> Callable[..., int]:
+    def ask(self: FacadeAccelerator, device_index: int | None = None) -> int:
+        return int(getattr(self.ours.memory(device_index), name))
+
+    ask.__doc__ = meaning
+    return ask
+
+
 class FacadeAccelerator:
     """The device of this process under upstream's names. `ours` is the ds-accel object that answers."""
 
@@ -75,13 +83,7 @@ class FacadeAccelerator:
         """Whether time is read on the host."""
         return self.ours.facts.host_timers or self.ours.facts.synchronous
 
-    def resolves_data_dependency(self) -> bool:
-        """Whether streams wait for each other by themselves: where operations are done when they return."""
-        return self.is_synchronized_device()
-
-    def handles_memory_backpressure(self) -> bool:
-        """Whether the allocator waits for memory by itself: the same."""
-        return self.is_synchronized_device()
+    resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for everything."""
@@ -119,19 +121,13 @@ class FacadeAccelerator:
 
     # ---- random numbers
 
-    def random(self) -> Any:
-        """torch's module of random states."""
-        return torch.random
+    random, initial_seed = staticmethod(lambda: torch.random), staticmethod(torch.initial_seed)
 
     def manual_seed(self, seed: int) -> None:
         """Seed host and device."""
         self.ours.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        """The seed that torch began with."""
-        return torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """Random state of the device, or of the host for the CPU."""
@@ -149,31 +145,12 @@ class FacadeAccelerator:
 
     # ---- memory
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors; of the process on the CPU."""
-        return self.ours.memory(device_index).allocated
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most so far."""
-        return self.ours.memory(device_index).peak
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes the allocator holds."""
-        return self.ours.memory(device_index).reserved
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most so far."""
-        return self.ours.memory(device_index).peak_reserved
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes there are."""
-        return self.ours.memory(device_index).total
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
-        return self.ours.memory(device_index).free
+    memory_allocated = _bytes("allocated", "Bytes of tensors; of the process on the CPU.")
+    max_memory_allocated = _bytes("peak", "The most so far.")
+    memory_reserved = memory_cached = _bytes("reserved", "Bytes the allocator holds.")
+    max_memory_reserved = max_memory_cached = _bytes("peak_reserved", "The most so far.")
+    total_memory = _bytes("total", "Bytes there are.")
+    available_memory = _bytes("free", "Bytes that are free.")
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Start the peaks anew."""
@@ -257,14 +234,6 @@ class FacadeAccelerator:
         """What the device's allocator counts; of the host, the bytes in use."""
         stats = getattr(self.ours.module, "memory_stats", None)
         return {"allocated_bytes.all.current": self.memory_allocated()} if stats is None else dict(stats(device_index))
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it when the device is ready: now."""
-        return callback()
-
-    def prefer_triton_grouped_mm(self) -> bool:
-        """Whether a grouped product in Triton is the better one: torch's own is used."""
-        return False
 
     def op_builder_dir(self) -> str:
         """The module of the builders."""

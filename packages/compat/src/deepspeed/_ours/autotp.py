@@ -28,7 +28,7 @@ from ds_parallel.tensor import Kind, TensorOptions, cut_model, facts_of, make_te
 
 __all__ = [
     "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",
-    "TPTrainingConfig", "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "build_mpt_atten_bias_tensor",
+    "TPTrainingConfig", "build_bloom_alibi_tensor", "build_mpt_alibi_tensor",
     "get_alibi_mask", "get_head_shard_sizes", "get_tensor_parallel_config", "install_head_sharded_helper",
     "merge_autotp_configs",
 ]  # fmt: skip
@@ -318,12 +318,6 @@ def build_mpt_alibi_tensor(module: nn.Module, num_heads: int, *args: Any, **opti
     """[heads, 1, length] for this rank's heads."""
     total, sizes = _shares(module, "build_mpt_alibi_tensor", num_heads)
     return _mine(vars(module)["build_mpt_alibi_tensor_orig"](total, *args, **options), 0, sizes)
-
-
-def build_mpt_atten_bias_tensor(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
-    """(bias for this rank's heads, what else the method returns)."""
-    bias, mask = vars(module)["_attn_bias_orig"](*args, **options)
-    return _mine(bias, 1, _shares(module, "_attn_bias", bias.shape[1])[1]), mask
 
 
 def get_alibi_mask(module: nn.Module, tensor: Any, *args: Any, **options: Any) -> Tensor:

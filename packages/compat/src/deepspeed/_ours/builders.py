@@ -27,7 +27,13 @@ from ds_ops.rules import (
 )
 from ds_ops.updating import update
 
-__all__ = ["ALL_OPS", "BUILDERS", "COMPATIBLE", "CUDAOpBuilder", "OpBuilder", "get_default_compute_capabilities"]
+__all__ = [
+    "ALL_OPS",
+    "BUILDERS",
+    "COMPATIBLE",
+    "CUDAOpBuilder",
+    "OpBuilder",
+]
 
 
 class OpBuilder:
@@ -78,11 +84,6 @@ class OpBuilder:
 
 class CUDAOpBuilder(OpBuilder):
     """As `OpBuilder`; upstream's base of what nvcc compiles."""
-
-
-def get_default_compute_capabilities() -> str:
-    """Nothing is compiled at run time, for no capability."""
-    return ""
 
 
 # ---- optimizers, by their numbers

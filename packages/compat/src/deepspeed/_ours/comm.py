@@ -32,7 +32,7 @@ __all__ = [
     "get_comm_operation_count", "get_global_rank", "get_local_rank", "get_logged_comm_ops", "get_rank",
     "get_total_comm_operations", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
     "has_all_reduce_coalesced", "has_coalescing_manager", "has_comm_data", "has_reduce_scatter_tensor", "in_aml",
-    "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
+    "in_aws_sm", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
     "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_fn", "reduce_scatter_tensor", "reset_log", "scatter", "send", "start_profiling_comms",
     "stop_profiling_comms",
@@ -157,11 +157,6 @@ def in_aml() -> bool:
 def in_aws_sm() -> bool:
     """Whether this job runs on SageMaker."""
     return "SM_TRAINING_ENV" in os.environ
-
-
-def in_dlts() -> bool:
-    """Whether this job runs on DLTS."""
-    return "DLTS_JOB_ID" in os.environ
 
 
 # ---- collectives

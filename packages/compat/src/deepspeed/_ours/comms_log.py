@@ -5,8 +5,6 @@ What is collected is ds-comm's. Numbers are given in upstream's shape: {operatio
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -18,7 +16,7 @@ from ds_comm.logger import CommsLogger as Collector
 from ds_monitor.stats import trimmed_mean
 
 __all__ = [
-    "CommsLogger", "calc_bw_log", "collected", "collector", "convert_size", "get_caller_func", "print_collected",
+    "CommsLogger", "calc_bw_log", "collected", "collector", "convert_size", "print_collected",
     "print_rank_0", "switch",
 ]  # fmt: skip
 
@@ -40,11 +38,6 @@ def switch(config: CommsLoggerConfig) -> None:
     if config.enabled:
         _switched.append(Collector(config))
         ds_monitor.attach(_switched)
-
-
-def get_caller_func(frame: int = 3) -> str:
-    """Name of the function so many calls above this one."""
-    return sys._getframe(frame).f_code.co_name
 
 
 def print_rank_0(message: str) -> None:
@@ -96,15 +89,6 @@ class CommsLogger:
         """Count only what was asked for by name."""
         self.prof_all = False
 
-    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Count these operations."""
-        self.prof_ops = sorted({*self.prof_ops, *op_name_list})
-
-    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        """Do not count these operations."""
-        gone = set(op_name_list)
-        self.prof_ops = [name for name in self.prof_ops if name not in gone]
-
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
         """Count one operation that took `latency` ms."""
         speeds = calc_bw_log(raw_name, msg_size, latency)
@@ -117,17 +101,9 @@ class CommsLogger:
         """Whether anything was counted."""
         return bool(self.comms_dict)
 
-    def reset_data(self) -> None:
-        """Forget it."""
-        self.comms_dict.clear()
-
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """A copy of `comms_dict` whose rows are the same lists."""
         return dict(self.comms_dict)
-
-    def get_operation_names(self) -> list[str]:
-        """What was counted."""
-        return list(self.comms_dict)
 
     def get_total_operations(self) -> int:
         """How many operations."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from deepspeed._ours.raising import also, raising
 from ds_config.errors import ConfigError
 from ds_launcher import cores
 
-__all__ = ["check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]
+__all__ = ["get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -33,11 +32,6 @@ def get_numa_cores() -> list[list[int]]:
     nodes = sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     lists = [(node / "cpulist").read_text().strip() for node in nodes if (node / "cpulist").is_file()]
     return [parse_range_list(text) if text else [] for text in lists]
-
-
-def check_for_numactl_pkg() -> bool:
-    """Whether there is numactl."""
-    return shutil.which("numactl") is not None
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:

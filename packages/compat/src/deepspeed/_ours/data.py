@@ -116,14 +116,6 @@ class RandomLTDScheduler:
         """Tokens that are seen now."""
         return self.router.kept
 
-    def set_current_seq(self, seq_length: int) -> None:
-        """Set it."""
-        self.router.kept = seq_length
-
-    def get_random_ltd_layer_num(self) -> int:
-        """Routed layers."""
-        return self.random_ltd_layer_num
-
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Tokens times layers of so many steps from the beginning, which it goes through."""
         for step in range(train_iters):
@@ -308,12 +300,6 @@ def data_file_path(prefix_path: str) -> str:
     return prefix_path + ".bin"
 
 
-def dataset_exists(path: str, impl: str) -> bool:
-    """Whether both files are there, whatever their layout."""
-    del impl
-    return MMapIndexedDataset.exists(path)
-
-
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset | None:
     """A token file of any layout, or None where there is none."""
     del impl
@@ -329,17 +315,6 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
             fix="Use mmap.",
         )
     return MMapIndexedDatasetBuilder(out_file, np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
-
-
-def create_mmap_dataset_builder(fname: str, dtype: Any) -> MMapIndexedDatasetBuilder:
-    """A builder of `fname.bin`."""
-    return MMapIndexedDatasetBuilder(f"{fname}.bin", dtype)
-
-
-def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: str) -> None:
-    """End the document, and the file."""
-    builder.end_document()
-    builder.finalize(f"{fname}.idx")
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from ds_engine.features import ElasticityConfig
 
 __all__ = [
     "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
+    "compute_elastic_config", "elasticity_enabled",
 ]  # fmt: skip
 
 _AGREED = "DEEPSPEED_ELASTICITY_CONFIG"
@@ -37,24 +36,6 @@ class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818  upstream'
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether a configuration asks for it."""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
-
-
-def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare the section with what the launcher was told (DEEPSPEED_ELASTICITY_CONFIG).
-
-    Raises:
-        ElasticityConfigError: they differ ("elasticity-section").
-    """
-    told = os.environ.get(_AGREED)
-    agreed = {} if told is None else json.loads(told)
-    names = ("max_train_batch_size", "micro_batch_sizes", "version")
-    wrong = [name for name in names if told is not None and agreed.get(name) != runtime_elastic_config_dict.get(name)]
-    if wrong:
-        raise ElasticityConfigError(
-            f"elasticity: {', '.join(wrong)} of the run and of the launcher differ",
-            code="elasticity-section",
-            fix="Start again with one configuration.",
-        )
 
 
 def compute_elastic_config(

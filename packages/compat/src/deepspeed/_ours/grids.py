@@ -93,12 +93,6 @@ class model_3d_desc:  # noqa: N801  upstream's name
         """As text."""
         return f"{self.pp_degree},{self.tp_degree},{self.dp_degree}"
 
-    def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Whether there is such a place, and what is wrong."""
-        places = (("pp", pp_index, self.pp_degree), ("tp", tp_index, self.tp_degree), ("dp", dp_index, self.dp_degree))
-        wrong = [f"{name} index {at} of {degree}" for name, at, degree in places if not 0 <= at < degree]
-        return not wrong, wrong
-
     def can_reshape(self, target: model_3d_desc) -> tuple[bool, list[str]]:
         """Whether each degree of `target` divides this one's, and what does not."""
         pairs = (
@@ -197,21 +191,9 @@ class ZeROCheckpoint:
         self.file_list = DeepSpeedCheckpoint(dir).zero_files
         self.num_files = len(self.file_list)
 
-    def get_src_world_size(self) -> int:
-        """Ranks that wrote it."""
-        return self.src_3d.world_size()
-
     def get_src_tp_degree(self) -> int:
         """Its tensor ranks."""
         return self.src_3d.tp_degree
-
-    def get_src_pp_degree(self) -> int:
-        """Its stages."""
-        return self.src_3d.pp_degree
-
-    def get_src_dp_degree(self) -> int:
-        """Its data-parallel ranks."""
-        return self.src_3d.dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
         """Read it as one of these degrees."""

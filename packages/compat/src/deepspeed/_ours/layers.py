@@ -27,7 +27,7 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor import CutModel, Kind, cut_of, kind_of, whole_params
 
 __all__ = [
-    "ColumnParallel", "Conv_LinearALlreduce", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
+    "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
     "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce", "RowParallel", "SubParamLinearAllreduce",
     "SubParamLinearLayer", "TensorParallel_Layer", "collect_autotp_universal_checkpoint_info", "conv_LinearLayer",
     "dress", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode", "undress",
@@ -295,13 +295,6 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
 
 class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
     """A `Conv1D` of transformers, whose weight is [in, out]."""
-
-    kinds = ()
-    transposed = True
-
-
-class Conv_LinearALlreduce(LinearAllreduce):  # noqa: N801  upstream's name
-    """The same for input features."""
 
     kinds = ()
     transposed = True

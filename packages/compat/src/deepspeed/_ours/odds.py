@@ -17,10 +17,10 @@ from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_loc
 
 __all__ = [
     "ProgressiveLayerDrop", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
-    "debug_module2name", "debug_module2name_class", "debug_module2name_id", "debug_param2name",
-    "debug_param2name_id", "debug_param2name_id_numel", "debug_param2name_id_shape",
-    "debug_param2name_id_shape_device", "debug_param2name_id_shape_status", "get_state_devices",
-    "is_torch_elastic_compatible", "print_rank", "print_rank0", "reduce_scatter_coalesced",
+    "debug_module2name", "debug_module2name_class", "debug_param2name",
+    "debug_param2name_id", "debug_param2name_id_shape",
+    "get_state_devices",
+    "print_rank", "print_rank0", "reduce_scatter_coalesced",
 ]  # fmt: skip
 
 
@@ -41,11 +41,6 @@ class ProgressiveLayerDrop:
     def update_state(self, global_step: int) -> None:
         """Go to a step."""
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
-
-
-def is_torch_elastic_compatible() -> bool:
-    """True: every torch that is supported here has it."""
-    return True
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
@@ -99,10 +94,6 @@ def debug_module2name(module: nn.Module) -> str:
     return _modules.get(id(module), "unknown")
 
 
-def debug_module2name_id(module: nn.Module) -> str:
-    return f"name={debug_module2name(module)} id={getattr(module, 'ds_id', None)}"
-
-
 def debug_module2name_class(module: nn.Module) -> str:
     return f"name={debug_module2name(module)} {type(module).__name__}"
 
@@ -116,20 +107,8 @@ def debug_param2name_id(param: Tensor) -> str:
     return f"name={debug_param2name(param)} id={getattr(param, 'ds_id', None)}"
 
 
-def debug_param2name_id_numel(param: Tensor) -> str:
-    return f"{debug_param2name_id(param)} numel={param.numel()}"
-
-
 def debug_param2name_id_shape(param: Tensor) -> str:
     return f"{debug_param2name_id(param)} shape={tuple(getattr(param, 'ds_shape', param.shape))}"
-
-
-def debug_param2name_id_shape_device(param: Tensor) -> str:
-    return f"{debug_param2name_id_shape(param)} device={param.device}"
-
-
-def debug_param2name_id_shape_status(param: Tensor) -> str:
-    return f"{debug_param2name_id_shape(param)} status={getattr(param, 'ds_status', None)}"
 
 
 def print_rank(*msg: object, force: bool = False) -> None:

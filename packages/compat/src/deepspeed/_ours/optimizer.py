@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_zero
+from deepspeed._ours.reading import reads
 from deepspeed._ours.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
 from ds_zero import ShardedOptimizer, Sharding, ShardOptions, safe_get_local_grad
@@ -83,10 +84,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     def _holder(self) -> ShardedOptimizer:
         return self
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was wrapped."""
-        return self.inner
+    optimizer = reads("inner", "The optimizer that was wrapped.")
 
     @property
     def overflow(self) -> bool:
@@ -98,10 +96,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """What losses are multiplied by; 1 without fp16."""
         return 1.0 if self._scale is None else self._scale.scale
 
-    @property
-    def cur_scale(self) -> float:
-        """`loss_scale`."""
-        return self.loss_scale
+    cur_scale = reads("loss_scale", "`loss_scale`.")
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -133,10 +128,9 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         found = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
         return {number: grad for number, grad in found if grad is not None}
 
-    @property
-    def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."""
-        return self.fp32_partitioned_groups_flat
+    single_partition_of_fp32_groups = reads(
+        "fp32_partitioned_groups_flat", "`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."
+    )
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:

@@ -17,7 +17,7 @@ from ds_ops.updating import update
 __all__ = [
     "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
     "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "dress_optimizer", "muon_update",
-    "zeropower_via_newtonschulz5",
+
 ]  # fmt: skip
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
@@ -283,11 +283,6 @@ def dress_optimizer(made: torch.optim.Optimizer, offloaded: bool) -> None:
     if isinstance(made, AdamW):
         made.decoupled = made.decoupled  # type: ignore[misc]  # of its present class
     made.__class__ = kind
-
-
-def zeropower_via_newtonschulz5(G: torch.Tensor, steps: int) -> torch.Tensor:
-    """`ds_ops.optim.muon.orthogonalize`."""
-    return orthogonalize(G, steps=steps)
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from deepspeed._ours.reading import reads
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
 from ds_zero.runtime.scattered import chunk_of
 
-__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_scattered", "unmark"]
+__all__ = ["Status", "ZeroParamStatus", "is_zero_param", "mark", "mark_scattered", "unmark"]
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
@@ -35,14 +36,6 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ZeroParamType(enum.Enum):
-    """How a parameter is kept."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
 class Status:
     """The status of one parameter, read when it is asked for. Equal to a `ZeroParamStatus`; pickles as one."""
 
@@ -56,15 +49,8 @@ class Status:
         """What it is at this moment."""
         return ZeroParamStatus.NOT_AVAILABLE if type(self._param()) is Released else ZeroParamStatus.AVAILABLE
 
-    @property
-    def name(self) -> str:
-        """As an enum member has it."""
-        return self.now.name
-
-    @property
-    def value(self) -> int:
-        """As an enum member has it."""
-        return self.now.value
+    name = reads("now.name", "As an enum member has it.")
+    value = reads("now.value", "As an enum member has it.")
 
     def __eq__(self, other: object) -> bool:
         return self.now is (other.now if isinstance(other, Status) else other)

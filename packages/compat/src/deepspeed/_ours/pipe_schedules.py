@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed._ours.reading import reads
+
 __all__ = [
-    "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass", "InferenceSchedule",
+    "BackwardPass", "BufferOpInstruction", "ForwardPass", "InferenceSchedule",
     "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
     "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
 ]  # fmt: skip
@@ -97,20 +99,9 @@ class PipeSchedule(ABC):
         """Microbatches that are on their way at once."""
         return self.micro_batches
 
-    @property
-    def stage(self) -> int:
-        """This one."""
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        """Stages in all."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Microbatches of a train batch."""
-        return self.micro_batches
+    stage = reads("stage_id", "This one.")
+    num_stages = reads("stages", "Stages in all.")
+    num_micro_batches = reads("micro_batches", "Microbatches of a train batch.")
 
     @property
     def is_first_stage(self) -> bool:
@@ -193,17 +184,3 @@ class TrainSchedule(PipeSchedule):
         if neighbour and self._there(micro):
             done.append((RecvActivation if forward else RecvGrad)(self._buffer(micro)))
         return done
-
-
-class DataParallelSchedule(PipeSchedule):
-    """Without stages: forward and backward by turns."""
-
-    def num_pipe_buffers(self) -> int:
-        """One at a time."""
-        return 1
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The last step reduces and updates."""
-        for micro in range(self.micro_batches):
-            done: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
-            yield done + ([ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else [])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed._ours.reading import reads
 from ds_zero.layout.precision import LossScale, ScaleState, next_scale
 
 __all__ = ["CreateLossScaler", "DynamicLossScaler", "EngineLossScaler", "LossScaler", "LossScalerBase"]
@@ -27,10 +28,7 @@ class LossScalerBase:
     def __init__(self, cur_scale: float) -> None:
         self.cur_scale = cur_scale
 
-    @property
-    def loss_scale(self) -> float:
-        """`cur_scale`."""
-        return self.cur_scale
+    loss_scale = reads("cur_scale", "`cur_scale`.")
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Tensor, ...]:
         """As a backward hook of a module: gradients times the scale."""
@@ -80,20 +78,9 @@ class DynamicLossScaler(LossScalerBase):
         self.consecutive_hysteresis, self.dtype = consecutive_hysteresis, dtype
         self.raise_error_at_min_scale, self.scale_factor = raise_error_at_min_scale, scale_factor
 
-    @property
-    def cur_iter(self) -> int:
-        """Steps so far."""
-        return self._state.step
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """The step that overflowed last."""
-        return self._state.last_overflow
-
-    @property
-    def cur_hysteresis(self) -> int:
-        """Overflows left before the scale halves."""
-        return self._state.tolerance
+    cur_iter = reads("_state.step", "Steps so far.")
+    last_overflow_iter = reads("_state.last_overflow", "The step that overflowed last.")
+    cur_hysteresis = reads("_state.tolerance", "Overflows left before the scale halves.")
 
     def has_overflow(self, params: Any) -> bool:
         return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
@@ -130,11 +117,7 @@ class EngineLossScaler:
     def _now(self) -> ScaleState:
         return self._state() or self._rule.start()
 
-    @property
-    def cur_scale(self) -> float:
-        """What a loss is multiplied by."""
-        return self._now.scale
-
+    cur_scale = reads("_now.scale", "What a loss is multiplied by.")
     loss_scale = cur_scale
 
     @property
@@ -144,47 +127,21 @@ class EngineLossScaler:
 
     dynamic_loss_scale = dynamic
 
-    @property
-    def cur_iter(self) -> int:
-        """Steps so far, skipped ones included."""
-        return self._now.step
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """The step that overflowed last; -1 for none."""
-        return self._now.last_overflow
-
-    @property
-    def cur_hysteresis(self) -> int:
-        """Overflows left before the scale halves."""
-        return self._now.tolerance
+    cur_iter = reads("_now.step", "Steps so far, skipped ones included.")
+    last_overflow_iter = reads("_now.last_overflow", "The step that overflowed last; -1 for none.")
+    cur_hysteresis = reads("_now.tolerance", "Overflows left before the scale halves.")
 
     @property
     def init_scale(self) -> float:
         """The first scale."""
         return self._rule.start().scale
 
-    @property
-    def scale_window(self) -> int:
-        """Clean steps before the scale doubles."""
-        return self._rule.window
-
-    @property
-    def min_scale(self) -> float:
-        """The scale never falls below it."""
-        return self._rule.minimum
-
+    scale_window = reads("_rule.window", "Clean steps before the scale doubles.")
+    min_scale = reads("_rule.minimum", "The scale never falls below it.")
     min_loss_scale = min_scale
 
-    @property
-    def delayed_shift(self) -> int:
-        """Overflows to tolerate before the scale halves."""
-        return self._rule.hysteresis
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        """Whether every clean step refills `cur_hysteresis`."""
-        return self._rule.consecutive
+    delayed_shift = reads("_rule.hysteresis", "Overflows to tolerate before the scale halves.")
+    consecutive_hysteresis = reads("_rule.consecutive", "Whether every clean step refills `cur_hysteresis`.")
 
 
 def CreateLossScaler(  # noqa: N802  upstream's spelling

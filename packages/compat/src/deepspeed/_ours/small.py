@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from deepspeed._ours.sections import DeepSpeedConfigModel
-from ds_accel import get_accelerator
-from ds_config.errors import ConfigError
 
 __all__ = [
-    "GATED_ACTIVATION_TYPES", "ActivationFuncType", "DeepSpeedActivationCheckpointingConfig",
-    "DeepSpeedFlopsProfilerConfig", "DeprecatedException", "DummyOptim", "NormType", "aio_config",
+    "GATED_ACTIVATION_TYPES", "ActivationFuncType",
+    "DeepSpeedFlopsProfilerConfig", "DummyOptim", "aio_config",
     "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
     "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size", "copy_to_device",
-    "ensure_directory_exists", "get_config_default", "get_global_norm", "get_grad_norm", "get_inactive_params",
-    "get_ma_status", "get_value", "is_model_parallel_parameter", "prime_factors",
+    "ensure_directory_exists", "get_global_norm", "get_grad_norm",
+    "get_value", "is_model_parallel_parameter", "prime_factors",
 ]  # fmt: skip
 
 
@@ -40,39 +37,12 @@ class ActivationFuncType(enum.IntEnum):
 GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
 
 
-class NormType(enum.IntEnum):
-    """Kinds of normalization."""
-
-    UNKNOWN = 0
-    LayerNorm = 1
-    GroupNorm = 2
-    RMSNorm = 3
-
-
-class DeprecatedException(Exception):  # noqa: N818  upstream's spelling
-    """For programs that catch it; nothing here raises it."""
-
-
 # ---- values of configurations
 
 
 def get_value(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
     """The value of a key, or the default."""
     return param_dict.get(param_name, param_default_value)
-
-
-def get_config_default(config: type[DeepSpeedConfigModel], field_name: str) -> Any:
-    """The default of a model's field.
-
-    Raises:
-        ConfigError: there is no such field, or it has none.
-    """
-    field = config.model_fields.get(field_name)
-    if field is None or field.is_required():
-        raise ConfigError(
-            f"{config.__name__}.{field_name} has no default", code="compat-argument", fix="Name a field that has one."
-        )
-    return field.get_default(call_default_factory=True)
 
 
 class _Section(SimpleNamespace):
@@ -88,17 +58,6 @@ class DeepSpeedFlopsProfilerConfig(_Section):
             "detailed": True, "output_file": None,
         }  # fmt: skip
         super().__init__(**defaults | dict(param_dict.get("flops_profiler") or {}))
-
-
-class DeepSpeedActivationCheckpointingConfig(_Section):
-    """The section `activation_checkpointing` of a configuration."""
-
-    def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        defaults = {
-            "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": False,
-            "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False,
-        }  # fmt: skip
-        super().__init__(**defaults | dict(param_dict.get("activation_checkpointing") or {}))
 
 
 def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,11 +134,6 @@ def ensure_directory_exists(filename: str) -> None:
     os.makedirs(os.path.dirname(os.path.abspath(filename)), exist_ok=True)
 
 
-def get_ma_status() -> int:
-    """Bytes allocated on the device; 0 on ranks other than the first."""
-    return get_accelerator().memory().allocated if ds_comm.world_group().rank == 0 else 0
-
-
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """The norm of all, from the norms of parts."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
@@ -191,11 +145,6 @@ def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, m
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [param.grad for param in listed if param.grad is not None]
     return float(torch.nn.utils.get_total_norm(grads, norm_type)) if grads else 0.0
-
-
-def get_inactive_params(param_list: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the parameters that this rank does not hold whole now."""
-    return [param for param in param_list if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
 
 
 class DummyOptim:

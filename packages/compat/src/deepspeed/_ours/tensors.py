@@ -137,10 +137,6 @@ class PartitionedTensor:
         """Its shape."""
         return self.local_data.size()
 
-    def full_size(self) -> list[int]:
-        """Shape of the whole."""
-        return self.orig_size
-
     def full(self, device: Any = None) -> Tensor:
         """The whole. Collective over the group."""
         padded = self.local_data.new_zeros(self._share)

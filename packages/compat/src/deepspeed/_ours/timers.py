@@ -113,24 +113,13 @@ class NoopTimer:
     """A `SynchronizedWallClockTimer` that does nothing."""
 
     class Timer:
-        """A timer that does nothing."""
+        """A timer that does nothing, and measures 0."""
 
-        def start(self) -> None:
-            """Nothing."""
-
-        def stop(self, **options: Any) -> None:
-            """Nothing."""
-
-        def reset(self) -> None:
-            """Nothing."""
-
-        def elapsed(self, **options: Any) -> float:
+        def elapsed(self, *args: Any, **options: Any) -> float:
             """0."""
             return 0.0
 
-        def mean(self) -> float:
-            """0."""
-            return 0.0
+        start = stop = reset = mean = elapsed
 
     def __init__(self) -> None:
         self.timer = self.Timer()
@@ -176,8 +165,7 @@ class ThroughputTimer:
 
     def update_epoch_count(self) -> None:
         """An epoch ended."""
-        self.epoch_count += 1
-        self.micro_step_count = 0
+        self.epoch_count, self.micro_step_count = self.epoch_count + 1, 0
 
     def start(self) -> None:
         """A microbatch begins."""

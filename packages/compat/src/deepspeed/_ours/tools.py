@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +19,9 @@ from ds_config.errors import ConfigError
 
 __all__ = [
     "LoggerFactory", "OnDevice", "RepeatingLoader", "call_to_str", "clip_grad_norm_", "empty_cache",
-    "get_z3_leaf_modules", "instrument_w_nvtx", "is_compile_supported", "is_zero_supported_optimizer", "log_dist",
-    "log_dist_once", "log_levels", "logger", "memory_status", "move_to_device", "noop_decorator",
-    "partition_balanced", "partition_uniform", "print_json_dist", "see_memory_usage", "set_log_level_from_string",
+    "get_z3_leaf_modules", "instrument_w_nvtx", "log_dist",
+    "log_levels", "logger", "move_to_device", "noop_decorator",
+    "partition_balanced", "partition_uniform", "see_memory_usage", "set_log_level_from_string",
     "set_random_seed", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "tell_steps", "unset_z3_leaf_modules", "warning_once", "z3_leaf_module",
     "z3_leaf_parameter",
@@ -108,22 +107,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 @functools.cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, once per message."""
-    log_dist(message, ranks, level)
-
-
-@functools.cache
 def warning_once(message: str) -> None:
     """Warn, once per message."""
     logger.warning(message)
-
-
-def print_json_dist(message: Mapping[str, Any], ranks: Sequence[int] | None = None, path: str | None = None) -> None:
-    """Write a mapping as JSON into the file `path`, on these ranks."""
-    if path is not None and (not ranks or world_group().rank in ranks or -1 in ranks):
-        with open(path, "w") as file:
-            json.dump({**message, "rank": world_group().rank}, file)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
@@ -149,14 +135,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
             message, stats.allocated / gib, stats.peak / gib, stats.reserved / gib, stats.peak_reserved / gib,
             stats.free / gib, stats.total / gib,
         )  # fmt: skip
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """`see_memory_usage` on one rank (-1: all)."""
-    if print_rank in (-1, world_group().rank):
-        logger.info("%s: %s", msg, get_accelerator().memory())
-    if reset_max:
-        get_accelerator().reset_peak_memory()
 
 
 def instrument_w_nvtx(func: F) -> F:
@@ -254,16 +232,6 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def noop_decorator(func: F) -> F:
     """The function itself."""
     return func
-
-
-def is_compile_supported() -> bool:
-    """Whether there is torch.compile."""
-    return hasattr(torch, "compile")
-
-
-def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer can be sharded: any of torch."""
-    return isinstance(optimizer, torch.optim.Optimizer)
 
 
 # ---- cutting lists

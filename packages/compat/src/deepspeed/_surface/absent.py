@@ -8,130 +8,98 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed._surface.refusals import (
-    AUTOCAST,
-    BUILDERS,
-    COMPILE,
-    COMPRESS,
-    CURVATURE,
-    DATA,
-    ELASTIC,
-    EXPERTS,
-    HYBRID_GRAPH,
-    INFERENCE,
-    INTERNAL,
-    IO,
-    KERNELS,
-    LAUNCHER,
-    LOSSY,
-    MICS,
-    MUON,
-    OFFLOAD,
-    PINNED,
-    QUANTIZED,
-    QUANTIZER,
-    RAGGED,
-    READERS,
-    SEQUENCE,
-    SPARSE,
-    STAGES,
-    TENSOR,
-    TIERS,
-    TRANSPORT,
-    TUNING,
-    WRITERS,
-)
+from deepspeed._surface import refusals as r
 from deepspeed._surface.rows import Missing
 
 __all__ = ["ABSENT"]
 
 _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
-    (AUTOCAST, (
+    (r.AUTOCAST, (
         ("runtime", "torch_autocast"),
     )),
-    (BUILDERS, (
+    (r.BUILDERS, (
         ("ops.op_builder", "cpu hpu mlu npu pin_memory_load sdaa supa xpu"),
     )),
-    (COMPILE, (
+    (r.COMPILE, (
         ("compile", "backend config constants custom_ops fx graph_param inductor init_sp init_tp init_z1_and_2 init_z3"),
         ("compile", "input_storage list_schedule partitioner patch_compiled_func patch_fake_tensor profilers util"),
         ("compile", "z3_eager_fallback"),
     )),
-    (COMPRESS, (
+    (r.COMPRESS, (
         ("compression", "config constants utils"),
         ("runtime", "quantize"),
     )),
-    (CURVATURE, (
+    (r.CURVATURE, (
         ("runtime", "eigenvalue"),
     )),
-    (DATA, (
+    (r.DATA, (
         ("runtime.data_pipeline", "config"),
         ("runtime.data_pipeline.data_routing", "utils"),
     )),
-    (ELASTIC, (
+    (r.ELASTIC, (
         ("elasticity", "elastic_agent"),
     )),
-    (EXPERTS, (
+    (r.EXPERTS, (
         ("module_inject", "auto_ep auto_ep_config auto_ep_folding auto_ep_layer auto_ep_preset_adapters auto_ep_presets"),
         ("moe", "ep_count ep_experts ep_kernels ep_repack ep_router ep_tp_dispatch fused_expert_layout"),
     )),
-    (HYBRID_GRAPH, (
+    (r.HYBRID_GRAPH, (
         ("runtime", "hybrid_engine_graph"),
     )),
-    (INFERENCE, (
+    (r.INFERENCE, (
         ("model_implementations", "diffusers features transformers"),
         ("module_inject", "containers fusedqkv_utils inject load_checkpoint module_quantize policy replace_module"),
         ("module_inject", "replace_policy utils"),
     )),
-    (INTERNAL, (
+    (r.INTERNAL, (
         ("", "compat"),
         ("monitor", "utils"),
         ("profiling", "constants"),
         ("runtime.zero", "contiguous_memory_allocator partitioned_param_coordinator partitioned_param_profiler"),
         ("utils", "config mixed_precision_linkage"),
     )),
-    (IO, (
+    (r.IO, (
         ("io", "base_file_writer base_io_buffer constants double_io_buffer fast_file_writer mock_file_writer"),
         ("io", "py_file_writer single_io_buffer utils"),
         ("nvme", "ds_aio_args ds_aio_basic ds_aio_constants ds_aio_handle ds_aio_job io_engine parse_nvme_stats"),
         ("nvme", "perf_generate_param perf_run_sweep perf_sweep_utils torch_fastio_engine torch_io validate_async_io"),
     )),
-    (KERNELS, (
+    (r.KERNELS, (
         ("ops", "compile deepspeed4science gds pin_memory random_ltd triton_ops"),
         ("ops.adagrad", "cpu_adagrad"),
         ("ops.lamb", "fused_lamb"),
         ("ops.lion", "cpu_lion fused_lion multi_tensor_apply"),
         ("ops.transformer", "inference transformer"),
     )),
-    (LAUNCHER, (
+    (r.LAUNCHER, (
         ("launcher", "launcher_helper"),
     )),
-    (LOSSY, (
+    (r.LOSSY, (
         ("runtime", "compression"),
         ("runtime.comm", "compressed hccl mpi nccl utils"),
     )),
-    (MICS, (
+    (r.MICS, (
         ("runtime.zero", "mics_utils"),
     )),
-    (MUON, (
+    (r.MUON, (
         ("runtime.zero.muon", "muon_optimizer"),
     )),
-    (OFFLOAD, (
+    (r.OFFLOAD, (
         ("runtime", "superoffload"),
         ("runtime.swap_tensor", "async_swapper constants optimizer_utils partitioned_optimizer_swapper partitioned_param_swapper"),
         ("runtime.swap_tensor", "pipelined_optimizer_swapper utils"),
     )),
-    (PINNED, (
+    (r.PINNED, (
         ("utils", "pin_memory pin_memory_tracker"),
     )),
-    (QUANTIZED, (
+    (r.QUANTIZED, (
         ("inference", "quantization"),
         ("runtime", "weight_quantizer"),
     )),
-    (QUANTIZER, (
+    (r.QUANTIZER, (
         ("ops", "fp_quantizer quantizer"),
     )),
-    (RAGGED, (
+    (r.RAGGED, (
         ("inference.v2", "allocator checkpoint inference_parameter inference_utils kernels logging"),
         ("inference.v2", "modules ragged"),
         ("inference.v2.model_implementations", "common_parameters exaone4 exaone4_5 falcon flat_model_helpers inference_model_base"),
@@ -140,34 +108,34 @@ _BY_REASON: tuple[tuple[Missing, tuple[tuple[str, str], ...]], ...] = (
         ("inference.v2.model_implementations.sharding", "attn attn_out embedding mlp qkv types unembed utils"),
         ("utils", "static_cache"),
     )),
-    (READERS, (
+    (r.READERS, (
         ("checkpoint", "autoep_zero3_metadata reshape_utils universal_checkpoint"),
     )),
-    (SEQUENCE, (
+    (r.SEQUENCE, (
         ("sequence", "auto_sp autosp_detector autosp_fusion autosp_vit cross_entropy"),
     )),
-    (SPARSE, (
+    (r.SPARSE, (
         ("ops.sparse_attention", "bert_sparse_self_attention matmul softmax sparse_attention_utils sparse_self_attention"),
         ("ops.sparse_attention", "sparsity_config trsrc"),
     )),
-    (STAGES, (
+    (r.STAGES, (
         ("runtime.pipe", "p2p"),
     )),
-    (TENSOR, (
+    (r.TENSOR, (
         ("runtime.domino", "async_linear transformer"),
         ("runtime.tensor_parallel", "init_utils tp_manager"),
     )),
-    (TIERS, (
+    (r.TIERS, (
         ("ops.adam", "multi_tensor_apply zenflow_cpu_adam zenflow_torch_adam"),
         ("runtime.zenflow", "engine engine_stage3 zenflow_stage_1_and_2 zenflow_utils"),
     )),
-    (TRANSPORT, (
+    (r.TRANSPORT, (
         ("comm", "backend ccl mori torch"),
     )),
-    (TUNING, (
+    (r.TUNING, (
         ("autotuning", "config constants tuner"),
     )),
-    (WRITERS, (
+    (r.WRITERS, (
         ("", "datastates nebula"),
         ("runtime", "model_checkpointing"),
         ("runtime.checkpoint_engine", "checkpoint_engine datastates_checkpoint_engine decoupled_checkpoint_engine fast_checkpoint_engine"),

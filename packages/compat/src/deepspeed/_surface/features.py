@@ -28,7 +28,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.pipe.module": g.PIPE,
     "deepspeed.runtime.pipe.engine": {**g.ENGINE, **from_("deepspeed._ours.pipeline", "PipelineEngine")},
     "deepspeed.runtime.pipe.schedule": from_(
-        "deepspeed._ours.pipe_schedules", "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass",
+        "deepspeed._ours.pipe_schedules", "BackwardPass", "BufferOpInstruction", "ForwardPass",
         "InferenceSchedule", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
         "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
     ),
@@ -76,7 +76,7 @@ FEATURES: Mapping[str, Rows] = {
     },
     "deepspeed.module_inject.tp_plan_converter": from_(g.AUTOTP, "SUPPORTED_STYLES", "TPPlanConverter"),
     "deepspeed.module_inject.auto_tp_model_utils": from_(
-        g.AUTOTP, "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "build_mpt_atten_bias_tensor", "get_alibi_mask",
+        g.AUTOTP, "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "get_alibi_mask",
         "get_head_shard_sizes", "install_head_sharded_helper",
     ),
     "deepspeed.runtime.tensor_parallel": from_(g.AUTOTP, "TPConfig", "TPTrainingConfig", "get_tensor_parallel_config"),
@@ -130,7 +130,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {**from_("deepspeed._ours.data", "DeepSpeedDataSampler")},
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
         **from_(
-            "deepspeed._ours.data", "close_mmap_dataset_builder", "create_mmap_dataset_builder", "find_fit_int_dtype", "split_index",
+            "deepspeed._ours.data", "find_fit_int_dtype", "split_index",
         ),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
@@ -146,7 +146,7 @@ FEATURES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         **from_(
-            "deepspeed._ours.data", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path", "dataset_exists",
+            "deepspeed._ours.data", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path",
             "index_file_path", "make_builder", "make_dataset",
         ),
     },
@@ -187,11 +187,11 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.autotuning.utils": {**from_("deepspeed._ours.tuning", "get_val_by_key", "set_val_by_key")},
     "deepspeed.utils.debug": from_(
         g.ODDS, "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name",
-        "debug_module2name_class", "debug_module2name_id", "debug_param2name", "debug_param2name_id", "debug_param2name_id_numel",
-        "debug_param2name_id_shape", "debug_param2name_id_shape_device", "debug_param2name_id_shape_status", "print_rank", "print_rank0",
+        "debug_module2name_class", "debug_param2name", "debug_param2name_id",
+        "debug_param2name_id_shape", "print_rank", "print_rank0",
     ),
     "deepspeed.runtime.compiler": {
-        **from_("torch.compiler", "disable", "is_compiling"), "compile": "torch:compile", **from_(g.TOOLS, "is_compile_supported"),
+        **from_("torch.compiler", "disable", "is_compiling"), "compile": "torch:compile", **from_(g.TOOLS),
     },
     "deepspeed.runtime.progressive_layer_drop": from_(g.ODDS, "ProgressiveLayerDrop"),
     "deepspeed.runtime.comm": {},
@@ -205,12 +205,12 @@ FEATURES: Mapping[str, Rows] = {
             "offload_adam_states", "offload_optimizer_states", "reload_adam_states", "reload_optimizer_states",
         ),
     },
-    "deepspeed.elasticity.utils": from_(g.ODDS, "is_torch_elastic_compatible"),
+    "deepspeed.elasticity.utils": from_(g.ODDS),
     "deepspeed.utils.torch": from_(
-        g.TORCH, "jit_script_compat", "required_max_torch_version", "required_min_torch_version", "required_torch_version",
+        g.TORCH, "required_torch_version",
     ),
     "deepspeed.elasticity": {
-        **from_(g.ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config"),
+        **from_(g.ELASTICITY, "compute_elastic_config", "elasticity_enabled"),
         **values({"ELASTICITY": "elasticity", "ENABLED": "enabled", "ENABLED_DEFAULT": False}),
         **not_(ELASTIC, "DSElasticAgent"),
     },
@@ -218,7 +218,7 @@ FEATURES: Mapping[str, Rows] = {
         g.ELASTICITY, "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
     ),
     "deepspeed.elasticity.elasticity": from_(
-        g.ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config",
+        g.ELASTICITY, "compute_elastic_config", "elasticity_enabled",
     ),
     "deepspeed.compile": {**not_(COMPILE, "util")},
     "deepspeed.compile.passes": {

@@ -54,7 +54,7 @@ LEAVES = from_(
     TOOLS, "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
 )  # fmt: skip
-LOGGING = from_(TOOLS, "log_dist", "log_dist_once", "logger", "set_log_level_from_string")
+LOGGING = from_(TOOLS, "log_dist", "logger", "set_log_level_from_string")
 COMPRESSION = from_(
     "ds_compress",
     "compression_scheduler",
@@ -90,7 +90,7 @@ ZERO_ROWS: dict[str, Row] = {
         "unregister_external_parameter",
     ),
     **from_("deepspeed._ours.optimizer", "unwrap_model_for_generation"),
-    **from_(PARAMS, "ZeroParamStatus", "ZeroParamType"),
+    **from_(PARAMS, "ZeroParamStatus"),
     **from_(ZERO, TiledLinearReturnBias="TiledLinear"),
     **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
 }
@@ -114,7 +114,7 @@ COMM_ROWS: dict[str, Row] = {
         "batch_isend_irecv", "broadcast", "broadcast_object_list", "configure", "destroy_process_group", "gather",
         "get_all_ranks_from_group", "get_global_rank", "get_local_rank", "get_rank", "get_world_group", "get_world_size",
         "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor",
-        "in_aml", "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
+        "in_aml", "in_aws_sm", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
         "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
         "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout", "get_comm_operation_count",
         "get_logged_comm_ops", "get_total_comm_operations", "has_comm_data", "start_profiling_comms", "stop_profiling_comms",
@@ -175,7 +175,7 @@ RAGGED: Rows = {
 }
 
 TP_LAYERS = from_(
-    LAYERS, "Conv_LinearALlreduce", "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce",
+    LAYERS, "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce",
     "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer", "conv_LinearLayer", "fused_LinearLayer",
     "is_autotp_training_mode", "set_autotp_mode",
 )  # fmt: skip

@@ -1,0 +1,13 @@
+"""Attributes of upstream's that only read another one of ours."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+__all__ = ["reads"]
+
+
+def reads(path: str, meaning: str) -> Any:
+    """A property that gives the attribute at `path` ("state.step")."""
+    return property(attrgetter(path), doc=meaning)
