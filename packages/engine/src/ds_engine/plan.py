@@ -375,7 +375,8 @@ def _wire_text(wire: Wire) -> str:
     """What is sent as codes, and how far from exact messages that was seen to end."""
     known = certificates()
     rows = {mode: [row["loss"] / row["exact"] - 1 for row in known.get(mode, {}).values()] for mode in wire.modes}
-    return "".join(f", {mode} (certified: loss {max(found):+.2%})" for mode, found in rows.items() if found)
+    text = "".join(f", {mode} (certified: loss {max(found):+.2%})" for mode, found in rows.items() if found)
+    return text + ("; ranks that share memory use no codes: they send nothing" if wire.modes else "")
 
 
 def _optimizer_text(config: Config) -> str:

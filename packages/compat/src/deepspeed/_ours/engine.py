@@ -257,7 +257,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if not self.is_compiled:
             super().compile(backend, compile_kwargs, None if schedule is None else translated_schedule(schedule))
 
-    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:  # type: ignore[override]
+    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:
         """Name a pass for `compile(schedule=...)`; `fn` is called as ds_engine says, `contract` is upstream's."""
         super().register_compile_pass(name, fn, None if contract is None else contract.ours())
 

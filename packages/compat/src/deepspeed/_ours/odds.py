@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ds_comm import as_group, reduce_scatter_single
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = [
-    "ProgressiveLayerDrop", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
+    "ProgressiveLayerDrop", "all_to_all_quant_reduce", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
     "debug_module2name", "debug_module2name_class", "debug_param2name",
     "debug_param2name_id", "debug_param2name_id_shape",
     "get_state_devices",
@@ -54,6 +54,12 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
         reduce_scatter_single(out, padded, group=ranks)
         found.append(out[: max(0, min(part, tensor.numel() - ranks.rank * part))])
     return found
+
+
+def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+    """`reduce_scatter_coalesced` over all ranks: exact, as upstream's for tensors that cannot be coded. Collective."""
+    del groups
+    return reduce_scatter_coalesced(tensors)
 
 
 def get_state_devices(model: DeepSpeedEngine, state: OffloadStateTypeEnum) -> set[torch.device]:

@@ -20,7 +20,7 @@ from deepspeed._ours.reading import reads
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
 from ds_zero.runtime.scattered import chunk_of
 
-__all__ = ["Status", "ZeroParamStatus", "is_zero_param", "mark", "mark_scattered", "unmark"]
+__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_scattered", "unmark"]
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
@@ -34,6 +34,9 @@ class ZeroParamStatus(enum.Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
 
 
 class Status:
@@ -62,7 +65,7 @@ class Status:
         return repr(self.now)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Status:
-        param = self._param()
+        param: Any = self._param()
         return Status(memo.get(id(param), param))
 
     def __reduce__(self) -> tuple[Callable[[int], ZeroParamStatus], tuple[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,14 @@ from torch.nn.parameter import Parameter
 import ds_zero
 from deepspeed._ours.comm import init_distributed
 from deepspeed._ours.params import mark_scattered
-from deepspeed._ours.raising import raising
+from deepspeed._ours.raising import also, raising
 from ds_comm import as_group
 from ds_config import read
-from ds_config.errors import ConfigError, ShardedAccessError
+from ds_config.errors import ConfigError, PlanError, ShardedAccessError
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "register_external_parameter",
-    "restore_init_context", "shutdown_init_context", "unregister_external_parameter",
+    "restore_init_context", "shutdown_init_context", "single_rank_error", "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]  # fmt: skip
 
@@ -53,6 +54,16 @@ def GatheredParameters(  # noqa: N802  upstream's name
         _log.warning("%s", error)
 
 
+def single_rank_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
+) -> str | None:
+    """What is wrong where a launcher started several ranks and the process group has one, which would hold a model whole."""
+    told = str((os.environ if env is None else env).get("WORLD_SIZE"))
+    if dp_world_size != 1 or explicit_process_group is not None or not told.isdecimal() or int(told) <= 1:
+        return None
+    return f"zero.Init before init_distributed(): WORLD_SIZE={told}, and the process group has one rank"
+
+
 class Init(ds_zero.Init):
     """Inside, models are cut over the ranks while they are built: no process ever holds one whole. Collective.
 
@@ -79,6 +90,15 @@ class Init(ds_zero.Init):
         if enabled:
             init_distributed()
         self._ranks = as_group(data_parallel_group or sequence_data_parallel_group)
+        wrong = (
+            single_rank_error(self._ranks.size, data_parallel_group or sequence_data_parallel_group)
+            if enabled
+            else None
+        )
+        if wrong is not None:
+            raise also(PlanError, RuntimeError)(
+                wrong, code="compat-order", fix="Call deepspeed.init_distributed() first."
+            )
         source = config if config_dict_or_path is None else config_dict_or_path
         super().__init__(
             group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype

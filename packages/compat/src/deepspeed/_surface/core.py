@@ -65,7 +65,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.partition_parameters": {
         **g.ZERO_ROWS,
         **from_(g.PARAMS, "is_zero_param"),
-        **from_(g.ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor"),
+        **from_(g.ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor", _contradicting_single_rank_pg_error="single_rank_error"),
         **values({"partitioned_param_data_shape": [0]}),
         **from_("deepspeed._ours.accelerator", "get_accelerator"),
         **from_(g.TOOLS, "see_memory_usage"),

@@ -196,7 +196,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.progressive_layer_drop": from_(g.ODDS, "ProgressiveLayerDrop"),
     "deepspeed.runtime.comm": {},
     "deepspeed.runtime.comm.coalesced_collectives": {
-        **from_(g.ODDS, "reduce_scatter_coalesced"), **not_(LOSSY, "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce"),
+        **from_(g.ODDS, "all_to_all_quant_reduce", "reduce_scatter_coalesced"), **not_(LOSSY, "all_to_all_loco_quant_reduce"),
     },
     "deepspeed.runtime.zero.offload_states": {
         **from_(g.ODDS, "get_state_devices"),

@@ -90,7 +90,7 @@ ZERO_ROWS: dict[str, Row] = {
         "unregister_external_parameter",
     ),
     **from_("deepspeed._ours.optimizer", "unwrap_model_for_generation"),
-    **from_(PARAMS, "ZeroParamStatus"),
+    **from_(PARAMS, "ZeroParamStatus", "ZeroParamType"),
     **from_(ZERO, TiledLinearReturnBias="TiledLinear"),
     **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
 }
