@@ -57,7 +57,10 @@ SUITES: Mapping[str, Suite] = {
     ),
     "peft": Suite("tests", ("test_initialization.py",), "Deepspeed"),
     "trl": Suite("tests", ("distributed/test_distributed.py",), "zero"),
-    "transformers": Suite("tests", ("deepspeed/test_*.py",)),
+    "transformers": Suite(
+        ".", ("tests/deepspeed/test_deepspeed.py", "tests/trainer/distributed/test_*_deepspeed.py"),
+        "TrainerIntegrationDeepSpeed or CoreIntegration",
+    ),
 }  # fmt: skip
 
 
@@ -89,7 +92,9 @@ def run(name: str, checkout: Path, who: str, results: Path) -> None:
     done = {test.split("::")[0] for test in read(results).get((name, who), {})}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "suite"
-        shutil.copytree(checkout / suite.home, scratch)
+        shutil.copytree(
+            checkout / suite.home, scratch, ignore=shutil.ignore_patterns(".git", "src", "docs", "examples")
+        )
         files = sorted({str(path.relative_to(scratch)) for glob in suite.files for path in scratch.glob(glob)})
         for file in files:
             if file in done:

@@ -16,12 +16,17 @@ LIFTED = {
     "transformers.testing_utils": ("require_torch_accelerator", "require_torch_fp16"),
 }
 
+LIFTED_SUITES = ("accelerate", "transformers")
+
 # Small models of the same kind in place of those of the hub.
 GPT2 = ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 1000, "n_positions": 64})
 STANDINS = {
     "sshleifer/tiny-gpt2": GPT2,
     "hf-internal-testing/tiny-random-gpt2": GPT2,
     "gpt2": GPT2,
+    "patrickvonplaten/t5-tiny-random": (
+        "t5", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 1000},
+    ),
     "apple/mobilevit-xx-small": ("mobilevit", {"hidden_sizes": [16, 32, 64], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 64]}),
     "peft-internal-testing/tiny-random-qwen-1.5-MoE": (
         "qwen2_moe",
@@ -42,7 +47,7 @@ def _folder(name: str) -> str:
     kind, sizes = STANDINS[name]
     config = transformers.AutoConfig.for_model(kind, **sizes)
     folder = Path(tempfile.mkdtemp()) / name.replace("/", "--")
-    maker = transformers.AutoModel if kind == "mobilevit" else transformers.AutoModelForCausalLM
+    maker = transformers.AutoModel if kind in ("mobilevit", "t5") else transformers.AutoModelForCausalLM
     maker.from_config(config).save_pretrained(folder)
     return str(folder)
 
@@ -74,7 +79,7 @@ def pytest_configure() -> None:
             for name in names:
                 if hasattr(module, name):
                     setattr(module, name, lambda test: test)
-    if suite == "accelerate":
+    if suite in LIFTED_SUITES:
         import transformers
 
         _made.update({name: _folder(name) for name in STANDINS})

@@ -65,7 +65,11 @@ class SavesAndLoads(Engine):
             sharded = self.plan.config.zero_optimization.stage > 0
             leave_signs(os.fspath(save_dir), name, latest=save_latest, sharded=sharded)
             if self.plan.config.checkpoint.layout == "ds":
-                leave_files(f"{os.fspath(save_dir)}/{name}", whole, self._facts(client_state or {}))
+                folder, optim = (
+                    f"{os.fspath(save_dir)}/{name}",
+                    self._get_optimizer_ckpt_name(os.fspath(save_dir), name, 0),
+                )
+                leave_files(folder, whole, self._facts(client_state or {}), optim)
         barrier(world)
         return True
 
@@ -130,7 +134,8 @@ class SavesAndLoads(Engine):
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Path of the file with a rank's optimizer state, in upstream's layout."""
-        return get_zero_ckpt_name_for_rank(f"{checkpoints_path}/{tag}", expp_rank, 0)
+        name = os.path.basename(get_zero_ckpt_name_for_rank("", expp_rank, 0))
+        return f"{checkpoints_path}/{tag}/{'bf16_' if self.bfloat16_enabled() else ''}{name}"
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Make `zero_to_fp32.py` a program. Some file systems have no such permission, which is no reason to stop."""

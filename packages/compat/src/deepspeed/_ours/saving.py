@@ -148,7 +148,7 @@ def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None
         draft.replace(folder / "latest")
 
 
-def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any], optim: str) -> None:
     """Files that programs look for in a checkpoint of upstream's, beside ours. Called by one rank.
 
     Nothing here reads them. They hold what torch.load(weights_only=True) can make: the weights and the caller's state, and which
@@ -157,6 +157,7 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
     Args:
         module: The model's weights, where upstream stores them in one file: below stage 3.
         facts: `zero_stage`, `partition_count`, `ds_version`, and what upstream stores beside the weights.
+        optim: Path of the first rank's optimizer file.
     """
     stage = facts["zero_stage"]
     name = get_model_ckpt_name_for_rank(folder, "00")
@@ -165,7 +166,7 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
     torch.save({"module": {key: value.detach().clone() for key, value in module.items()}, **facts}, name)
     if stage > 0:
         told = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
-        torch.save({"optimizer_state_dict": told}, get_zero_ckpt_name_for_rank(folder, 0, 0))
+        torch.save({"optimizer_state_dict": told}, optim)
 
 
 # ---- upstream's helpers
