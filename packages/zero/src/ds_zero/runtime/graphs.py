@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from ds_zero._torch import without_torch_function
 from ds_zero.runtime.released import Released, release, restore
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Full, Unit
@@ -86,12 +85,8 @@ class Graphs:
 
     def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""
-        unit = self.units[number]
         for member, grad in zip(members, grads, strict=True):
-            param = unit.params[member]
-            with without_torch_function():
-                param.grad = grad if param.grad is None else param.grad + grad
-            self._reducing.arrived(number, member)
+            self._reducing.hand_over(number, member, grad)
 
     # ---- between steps
 

@@ -6,6 +6,9 @@ open, so unused, reused, tied and checkpointed modules need no case of their own
 Note "an attribute of the model". Summed gradients are not in `param.grad`, which torch's `zero_grad` clears without a hook: a loop that
 calls it after a backward it does not want would step them later. So the instance gets an attribute of that name, until `close`.
 A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` there.
+
+Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
+parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ds_zero._torch import graph_task_id
+from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.order import ReduceOrder
@@ -157,6 +160,9 @@ class Reducing:
         self._apart = [n for n in self.trained if self.units[n].seat.apart]
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
+        self._handed: dict[
+            tuple[int, int], tuple[weakref.ref[Tensor], int]
+        ] = {}  # by unit and member: gradient, version
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._helper = Helper(gathering.run_ahead)
 
@@ -180,12 +186,29 @@ class Reducing:
         owner = weakref.ref(self)
 
         def fired(param: Tensor) -> None:
-            del param
             reducing = owner()
-            if reducing is not None:
+            if reducing is not None and not reducing._is_empty(number, member, param):
                 reducing.arrived(number, member)
 
         return fired
+
+    def hand_over(self, number: int, member: int, grad: Tensor) -> None:
+        """A graph has the gradient of a parameter: as `arrived`, and see the note "handed over"."""
+        param = self.units[number].params[member]
+        with without_torch_function():
+            held = param.grad = grad if param.grad is None else param.grad + grad
+        self._handed[number, member] = weakref.ref(held), held._version
+        del held
+        self.arrived(number, member)
+
+    def _is_empty(self, number: int, member: int, param: Tensor) -> bool:
+        """Whether autograd calls the hook of a parameter whose gradient a graph has handed over, and adds nothing to it."""
+        found = self._handed.pop((number, member), None)
+        if found is None:
+            return False
+        with without_torch_function():
+            now = param.grad
+        return now is None or (now is found[0]() and now._version == found[1])
 
     def arrived(self, number: int, member: int) -> None:
         """A gradient was added to that of a parameter."""
@@ -203,6 +226,7 @@ class Reducing:
 
     def finish_backward(self) -> None:
         """It is over: every trained unit is reduced, unless no parameter took part (torch.autograd.grad)."""
+        self._handed.clear()
         arrivals = self._arrivals
         for number in self.trained:
             self.unused[number] &= arrivals.missing[number]
