@@ -96,7 +96,7 @@ def compare(one: Any, other: Any, tolerance: float = 0.0) -> None:
         assert one[0] == other[0]
         assert [name for name, weight in one[1].items() if not torch.equal(weight, other[1][name])] == []
         return
-    assert one[0] == pytest.approx(other[0], abs=tolerance)
+    assert one[0] == pytest.approx(other[0], rel=tolerance, abs=tolerance)
     for name, weight in one[1].items():
         torch.testing.assert_close(other[1][name], weight, atol=10 * tolerance, rtol=tolerance, msg=name)
 
@@ -119,8 +119,8 @@ def test_a_unit_is_summed_once_in_each_step_and_inside_of_the_graph(monkeypatch:
     # autograd calls the hooks of parameters whose gradients a graph has handed over: no second gradient, and nothing late.
     summed, left = [], []
     reduce, finish = Gradients.reduce, Reducing.finish_backward
-    monkeypatch.setattr(Gradients, "reduce", lambda self: (summed.append(self.seat), reduce(self)) and None)
-    monkeypatch.setattr(Reducing, "finish_backward", lambda self: (left.append(len(summed)), finish(self)) and None)
+    monkeypatch.setattr(Gradients, "reduce", lambda self: [summed.append(self.seat), reduce(self)][1])
+    monkeypatch.setattr(Reducing, "finish_backward", lambda self: [left.append(len(summed)), finish(self)][1])
     config = configured(3, gradient_accumulation_steps=1)
     made, _, _, _ = ds_engine.initialize(model=known("gpt"), config={**config, "compile": {"deepcompile": True}})
     made.compile(backend="eager")

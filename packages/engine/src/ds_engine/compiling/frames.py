@@ -62,7 +62,9 @@ class Lowered:
         self.context = Context(inputs)
         self.params = frame.params_of(gm, backward=self.backward)
         saved = None if options.get("is_inference") or self.backward else own_results()
-        self.facts = read(gm.graph, self.params, backward=self.backward, saved=saved)
+        self.facts = read(gm.graph, self.params, backward=self.backward, saved=saved, ours=frame.ours)
+        if not self.backward:
+            frame.ours = frozenset(one.name for one in self.facts.saved if one.own)
         self.actions: Graph = self.facts
         self.seconds: dict[int, float] = {}
         self.measured = False
@@ -146,11 +148,14 @@ class Frame:
     Args:
         captured: As torch's capture gave it; its parameters are inputs.
         find: Where a tensor is; None for one that no unit has.
+    Attributes:
+        ours: Names of what its forward graph keeps for backward in memory that nobody else has.
     """
 
     def __init__(self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], Placed | None]) -> None:
         self.owner = owner
         self._given = [None if tensor is None else find(tensor) for tensor in inputs_of(captured)]
+        self.ours: frozenset[str] = frozenset()
         self._places: dict[str, Placed] = {}
         self._views: dict[str, Placed] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,21 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def read(graph: fx.Graph, params: Mapping[str, Placed], *, backward: bool, saved: int | None) -> Graph:
+def read(
+    graph: fx.Graph,
+    params: Mapping[str, Placed],
+    *,
+    backward: bool,
+    saved: int | None,
+    ours: Collection[str] = (),
+) -> Graph:
     """What passes know of `graph`.
 
     Args:
         params: Inputs that are parameters or views of them, by name of the node.
         saved: Of a forward graph, how many of its results are the caller's; the others are kept for backward. None: no backward.
+        ours: Of a backward graph, names of what the forward graph kept in memory of its own; the others may be views of what the
+            caller has.
     """
     order = list(graph.nodes)
     inner = [node for node in order if node.op not in ("placeholder", "output")]
@@ -71,6 +80,7 @@ def read(graph: fx.Graph, params: Mapping[str, Placed], *, backward: bool, saved
     output = next(node for node in order if node.op == "output")
     results = _flat(output.args[0])
     inputs = [node for node in order if node.op == "placeholder" and node.name not in params]
+    given = [node for node in inputs if node.name in ours]
     grads: list[Grad] = []
     if backward:
         # Results of a backward graph are the gradients of the forward graph's inputs, in their order.
@@ -78,24 +88,21 @@ def read(graph: fx.Graph, params: Mapping[str, Placed], *, backward: bool, saved
             place = params.get(f"primals_{at + 1}")
             if place is not None and place.trained and isinstance(result, fx.Node) and result in number:
                 grads.append(Grad(place.unit, place.member, number[result]))
-    kept = inputs if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
+    kept = given if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
     theirs = {bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node)}
     return Graph(
         nodes,
         backward,
         tuple(grads),
-        tuple(
-            _saved(node, bases, number, theirs) for node in kept if _storable(node, bases, params, backward=backward)
-        ),
+        tuple(_saved(node, bases, number, theirs) for node in kept if backward or _storable(node, bases, params)),
         inputs_bytes=sum(bytes_of(node.meta.get("val")) for node in inputs),
     )
 
 
-def _storable(node: fx.Node, bases: Mapping[fx.Node, fx.Node], params: Mapping[str, Placed], *, backward: bool) -> bool:
-    """Whether a saved result is one: neither a parameter, nor an input of the caller's, nor a gradient that came in."""
-    if bases[node].name in params or node.name.startswith(("primals", "tangents")):
-        return False
-    return isinstance(node.meta.get("val"), torch.Tensor) and (backward or bases[node].op != "placeholder")
+def _storable(node: fx.Node, bases: Mapping[fx.Node, fx.Node], params: Mapping[str, Placed]) -> bool:
+    """Whether a saved result is one: neither a parameter nor something of the caller's."""
+    base = bases[node]
+    return base.name not in params and base.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _node(
