@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan
@@ -25,6 +28,8 @@ from ds_engine.compiling import (
 )
 from ds_engine.compiling.deciding import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
 from ds_engine.compiling.graph import Grad, Saved
+from ds_engine.compiling.reading import Placed, read
+from ds_engine.compiling.rewriting import rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
@@ -222,3 +227,45 @@ def test_what_cannot_be_compiled_is_refused(
     with pytest.raises(kind) as caught:
         planned(stage, deepcompile=True, **section)
     assert caught.value.code == code  # type: ignore[attr-defined]
+
+
+def test_views_of_what_the_caller_has_are_nobodys_to_free() -> None:
+    graph = fx.Graph()
+    batch, param = graph.placeholder("primals_1"), graph.placeholder("primals_2")
+    made = graph.call_function(torch.ops.aten.mul.Tensor, (batch, param))
+    alone = graph.call_function(torch.ops.aten.add.Tensor, (made, batch))
+    of_given = graph.call_function(torch.ops.aten.view.default, (batch, [4]))
+    of_made = graph.call_function(torch.ops.aten.view.default, (made, [4]))
+    result = graph.call_function(torch.ops.aten.sum.default, (alone,))
+    graph.output((result, made, alone, of_given, of_made))
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["val"] = torch.empty(2, 2)
+    read_forward = read(graph, {"primals_2": Placed(0, 0, True)}, backward=False, saved=1)
+    assert {one.name: one.own for one in read_forward.saved} == {"mul_tensor": False, "add_tensor": True, "view_default_1": False}
+
+
+def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
+    """With fake tensors: no device is there, and what each node says of its result is what one with a device would have."""
+    forward, backward = fx.Graph(), fx.Graph()
+    with FakeTensorMode():
+        on_device = torch.empty(8, 4, device="cuda")
+    for graph, name in ((forward, "primals_1"), (backward, "mul")):
+        graph.placeholder(name).meta["val"] = on_device
+    (x,), (kept,) = forward.nodes, backward.nodes
+    made = forward.call_function(torch.ops.aten.mul.Tensor, (x, x))
+    out = forward.call_function(torch.ops.aten.sin.default, (made,))
+    forward.output((out, made))
+    grad = backward.call_function(torch.ops.aten.cos.default, (kept,))
+    backward.output((grad,))
+    made.meta["val"] = out.meta["val"] = grad.meta["val"] = on_device
+    facts = read(forward, {}, backward=False, saved=1)
+    ours = frozenset(one.name for one in facts.saved if one.own)
+    behind = read(backward, {}, backward=True, saved=None, ours=ours)
+    known = Known(least=1)
+    stored = rewrite(fx.GraphModule({}, forward), store_all(facts, known), {}, 0)
+    fetched = rewrite(fx.GraphModule({}, backward), store_all(behind, known), {}, 0)
+    results = next(node for node in stored.graph.nodes if node.op == "output").args[0]
+    assert [node.meta["val"].device.type for node in results] == ["cuda", "cpu"]
+    devices = {str(node.target): node.meta["val"].device.type for node in fetched.graph.nodes if node.op != "output"}
+    assert devices == {"mul": "cpu", "ds_compile_2.fetch.default": "cuda", "aten.cos.default": "cuda"}

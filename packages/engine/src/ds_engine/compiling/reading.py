@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,9 @@ def read(
             if place is not None and place.trained and isinstance(result, fx.Node) and result in number:
                 grads.append(Grad(place.unit, place.member, number[result]))
     kept = given if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
-    theirs = {bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node)}
+    # Also what is kept twice, itself and a view of it: in the backward graph nothing says that these share memory.
+    twice = [base for base, count in Counter(bases[node] for node in kept).items() if count > 1]
+    theirs = {*twice, *(bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node))}
     return Graph(
         nodes,
         backward,
