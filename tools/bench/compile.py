@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import sys
@@ -22,6 +23,8 @@ from turns import Ranks, meet
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "compile.json"
 PICTURE = ROOT / "docs" / "benchmarks" / "compile.svg"
+PAGE = ROOT / "docs" / "benchmarks" / "compile.md"
+TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- end -->)", re.DOTALL)
 WORKER = Path(__file__).parent / "workers" / "compile.py"
 # engines that take turns; the first one is what the others are compared with
 MEETINGS = {"shm": ["compiled@shm", "eager@shm", "fsdp2"], "gloo": ["compiled", "kept", "eager", "fsdp2"]}
@@ -29,19 +32,59 @@ MEETINGS = {"shm": ["compiled@shm", "eager@shm", "fsdp2"], "gloo": ["compiled", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("meetings", nargs="*", choices=[*MEETINGS, []], default=list(MEETINGS))
+    parser.add_argument("meetings", nargs="*", choices=[*MEETINGS, []])
     parser.add_argument("--cycles", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--picture", action="store_true", help="only draw what is recorded")
+    parser.add_argument("--picture", action="store_true", help="only draw and write what is recorded")
     args = parser.parse_args()
     recorded = json.loads(DATA.read_text()) if DATA.exists() else {"meetings": {}}
-    for name in [] if args.picture else args.meetings:
+    for name in [] if args.picture else args.meetings or MEETINGS:
         recorded["meetings"][name] = measured(MEETINGS[name], args.cycles, args.steps)
         recorded["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         recorded["date"] = time.strftime("%Y-%m-%d")
         recorded["load"] = os.getloadavg()[0]
         DATA.write_text(json.dumps(recorded, indent=1) + "\n")
     PICTURE.write_text(picture(recorded["meetings"]))
+    PAGE.write_text(filled(PAGE.read_text(), recorded))
+
+
+_NAMES = {
+    "compiled": "compiled (`compile.deepcompile`)",
+    "kept": "compiled, `prefetch` and `keep` from step 2 on",
+    "eager": "eager",
+    "fsdp2": "torch.compile and FSDP2",
+}
+
+
+def filled(page: str, recorded: dict) -> str:
+    """The page with its tables as the record says."""
+    parts = [tables(name, rows) for name, rows in recorded["meetings"].items()]
+    parts.append(f"Measured {recorded['date']} on {recorded['machine']}; load {recorded['load']:.1f} at the end.\n")
+    text = "\n".join(parts)
+    return TABLES.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
+
+
+def tables(name: str, rows: dict[str, dict]) -> str:
+    """What was measured in one run: steps and memory, and what it takes to compile."""
+    first = next(iter(rows))
+    least = rows[first]
+    lines = [
+        f"| two ranks, ZeRO stage 3, {name} | a step | compiled takes | comes and goes within a step | loss after 4 steps |"
+    ]
+    lines.append("|---|---|---|---|---|")
+    for engine, row in rows.items():
+        plain, _, via = engine.partition("@")
+        passing = f"{row['passing'] / 2**20:.1f} MiB"
+        if engine.startswith("eager"):
+            passing += f" (compiled: **{least['passing'] / row['passing']:.2f}** of it, aim 1.0)"
+        of = "" if engine == first else f"**{row['of']:.3f}** of it (aim 0.95)"
+        lines.append(
+            f"| {_NAMES[plain]}, {via or 'gloo'} | {row['ms']:.1f} ms | {of} | {passing} | {row['loss']:.6f} |"
+        )
+    lines += ["", "| to compile | |", "|---|---|"]
+    lines.append(f"| with an empty cache | {least['compile_s']:.1f} s ({least['graphs']} graphs, two ranks) |")
+    lines.append(f"| the same run again, from torch's cache on disk | {least['warm_compile_s']:.1f} s |")
+    return "\n".join(lines) + "\n"
 
 
 def measured(engines: list[str], cycles: int, steps: int) -> dict[str, dict]:
