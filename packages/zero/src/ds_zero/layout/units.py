@@ -12,7 +12,6 @@ Parameters may share a unit when their *key* is equal: element format, optimizer
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -228,10 +227,10 @@ def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:
 def _subtrees(
     params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, limits: tuple[int, frozenset[str]]
 ) -> list[UnitSpec]:
-    tree = _Tree({"": True}, {"": []}, defaultdict(list))
+    tree = _Tree({"": True}, {"": []}, {"": []})
     for info in modules:
         if info.name:
-            tree.callable[info.name], tree.children[info.name] = info.callable, []
+            tree.callable[info.name], tree.children[info.name], tree.params[info.name] = info.callable, [], []
             tree.children[info.name.rpartition(".")[0]].append(info.name)
     for param in params:
         tree.params[param.module].append(param)
@@ -252,7 +251,7 @@ class _Tree(NamedTuple):
 
     callable: dict[str, bool]
     children: dict[str, list[str]]
-    params: defaultdict[str, list[ParamInfo]]
+    params: dict[str, list[ParamInfo]]
 
     def below(self, name: str) -> list[ParamInfo]:
         return [*self.params[name], *(p for child in self.children[name] for p in self.below(child))]
