@@ -213,13 +213,13 @@ def _launch() -> Sequence[Chart]:
     rows = _record("launch")["rows"]
     return [
         Chart(
-            f"Starting two ranks: {name}",
-            "the whole command; less is better; other work ran on the machine",
+            f"Starting two ranks: {script}",
+            "processor time of the whole command; less is better",
             "s",
-            [Bar("ds run", row["ds run_median_s"], "ours"), Bar("torchrun --standalone", row["torchrun_median_s"])],
+            [Bar(name, row["cpu_s"], "ours" if name.startswith("ds run") else "theirs") for name, row in launchers.items()],
             2,
         )
-        for name, row in rows.items()
+        for script, launchers in rows.items()
     ]
 
 

@@ -14,15 +14,41 @@ from typing import IO
 
 from ds_launcher.blame import Ending, starts_traceback
 from ds_launcher.exports import write_secrets
+from ds_launcher.forked import Forks
 from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.plan import Process
 from ds_launcher.procfs import die_with, open_pidfd
 
-__all__ = ["HANDLED", "Child", "Stream", "start_child"]
+__all__ = ["HANDLED", "Child", "Stream", "before_exec", "start_child"]
 
 # By name: Windows, which only gets as far as the message that it is not supported, has two of them.
 HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 _TAIL_LINES, _TAIL_WIDTH = 400, 4096
+
+
+class Forked:
+    """A fork of this process, as the keeper uses a Popen."""
+
+    stdin = None
+
+    def __init__(self, pid: int, out: int | None, err: int) -> None:
+        self.pid = pid
+        self.stdout = None if out is None else os.fdopen(out, "rb", 0)
+        self.stderr = os.fdopen(err, "rb", 0)
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code; negative: the signal that ended it."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def poll(self) -> int | None:
+        """That, when it has ended."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
 
 
 @dataclass(slots=True)
@@ -30,7 +56,7 @@ class Child:
     """A process while and after it runs. Until `code` is set it is not reaped, so its id means nobody else."""
 
     process: Process
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     pidfd: int | None  # readable when it ended; None where the system has no such thing
     log: IO[bytes] | None
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))  # of its standard error
@@ -104,8 +130,11 @@ class Stream:
                 self._child.traceback_s = time.monotonic()
 
 
-def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
+def start_child(process: Process, screen: Screen, forks: Forks | None = None) -> tuple[Child, list[Stream]]:
     """Start it in a session of its own, to be killed when this process dies. No thread may exist yet.
+
+    Args:
+        forks: where it shall be a fork of this process.
 
     Raises:
         OSError: the command or its log file cannot be opened.
@@ -113,16 +142,21 @@ def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
     plain = process.shown and not process.prefix
     keeper = os.getpid()
     log = open(process.log, "ab", buffering=0) if process.log else None  # noqa: SIM115
-    popen = subprocess.Popen(
-        process.argv,
-        env={**os.environ, **process.env},
-        stdin=_stdin(process.stdin),
-        # A plain process keeps the terminal itself: colours, progress bars, the width.
-        stdout=None if plain and log is None and screen.is_terminal("out") else subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: _before_exec(keeper, process.cores),
-    )
+    # A plain process keeps the terminal itself: colours, progress bars, the width.
+    own_terminal = plain and log is None and screen.is_terminal("out")
+    popen: subprocess.Popen[bytes] | Forked
+    if forks is not None and forks.ready:
+        popen = _fork(forks, process, piped=not own_terminal)
+    else:
+        popen = subprocess.Popen(
+            process.argv,
+            env={**os.environ, **process.env},
+            stdin=_stdin(process.stdin),
+            stdout=None if own_terminal else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: before_exec(keeper, process.cores),
+        )
     if process.secrets and popen.stdin is not None:
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code says why
             popen.stdin.write(write_secrets(process.secrets))
@@ -136,13 +170,24 @@ def start_child(process: Process, screen: Screen) -> tuple[Child, list[Stream]]:
     return child, streams
 
 
+def _fork(forks: Forks, process: Process, *, piped: bool) -> Forked:
+    null = None if _stdin(process.stdin) is None else os.open(os.devnull, os.O_RDONLY)
+    out, err = os.pipe() if piped else None, os.pipe()
+    pid = forks.fork(process, (null, out[1] if out else None, err[1]), before_exec)
+    for descriptor in (null, out[1] if out else None, err[1]):
+        if descriptor is not None:
+            os.close(descriptor)
+    return Forked(pid, out[0] if out else None, err[0])
+
+
 def _stdin(kind: str) -> int | None:
     if kind == "inherit" and sys.stdin is not None and not sys.stdin.isatty():
         return None
     return subprocess.PIPE if kind == "hold" else subprocess.DEVNULL
 
 
-def _before_exec(keeper: int, cores: tuple[int, ...]) -> None:
+def before_exec(keeper: int, cores: tuple[int, ...]) -> None:
+    """In the new process: die with the keeper, keep to the cores, take signals as any program does."""
     die_with(keeper)
     if cores:
         os.sched_setaffinity(0, cores)

@@ -149,6 +149,7 @@ def _rank(options: RunOptions, facts: Facts, world: World, local: tuple[int, Map
         log=f"{options.log_dir}/rank{rank}.log" if options.log_dir else "",
         stdin="inherit" if rank == 0 and not options.stop_on_eof else "null",
         group=options.no_python,
+        fork=options.start == "fork" and not (options.no_python or options.module),
     )
 
 

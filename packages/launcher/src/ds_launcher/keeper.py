@@ -23,6 +23,7 @@ from enum import Enum
 
 from ds_launcher.blame import Ending, closing_lines, exit_status, explain, first_failure
 from ds_launcher.child import HANDLED, Child, Stream, start_child
+from ds_launcher.forked import BecomeRank, Forks, become
 from ds_launcher.heartbeat import CENTRE, Line, Message, Told
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
@@ -101,9 +102,10 @@ class Keeper:
         self._selector.register(file, selectors.EVENT_READ, callback)  # type: ignore[arg-type]
 
     def _start_all(self) -> None:
+        forks = Forks(self._launch.processes, self._control)
         for process in self._launch.processes:
             try:
-                child, streams = start_child(process, self._screen)
+                child, streams = start_child(process, self._screen, forks)
             except OSError as error:
                 self._say(f"{process.name} could not be started: {error}")
                 self._status = _CANNOT_START
@@ -380,9 +382,17 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGTERM
     screen = Screen({"out": sys.stdout.buffer, "err": sys.stderr.buffer})
     try:
-        return Keeper(launch, control, screen).run()
-    finally:
-        kill_descendants(timeout_s=_KILL_S)  # nobody is left, unless this is an error of our own
+        status = Keeper(launch, control, screen).run()
+    except BecomeRank as rank:  # in a fork
+        process = rank.process
+    except BaseException:
+        kill_descendants(timeout_s=_KILL_S)  # an error of our own
+        raise
+    else:
+        kill_descendants(timeout_s=_KILL_S)  # nobody is left
+        return status
+    del control, launch, screen
+    become(process)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class RunOptions:
     bind_cores: bool = False
     core_list: str = ""
     host_timeout: float = 30.0
+    start: str = "fork"
 
 
 # Options of DeepSpeed's launcher that are known and not built, and what to do without them.
@@ -114,6 +115,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     script = parser.add_argument_group("script")
     script.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module, as in `python -m`")
     script.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
+    script.add_argument(
+        "--start", choices=("fork", "spawn"), default="fork",
+        help="ranks share one import of torch where that is possible (fork), or are new processes (spawn)",
+    )  # fmt: skip
     script.add_argument("--local-rank-arg", action="store_true", help="add --local_rank=N to the script's arguments")
     script.add_argument(
         "--no_local_rank", "--no-local-rank", action="store_false", dest="local_rank_arg", help=argparse.SUPPRESS
@@ -288,4 +293,5 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
     log_dir = ["--log-dir", options.log_dir] if options.log_dir else []
     where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
     ends = ("--grace", str(options.grace), "--host-timeout", str(options.host_timeout))
-    return (*where, *ends, *log_dir, *flags)
+    start = [] if options.start == "fork" else ["--start", options.start]
+    return (*where, *ends, *log_dir, *start, *flags)

@@ -33,6 +33,7 @@ class Process:
         group: whether polite signals go to its whole process group. For shells and wrappers, which do not pass them on;
             a Python rank takes care of its own workers.
         cores: the processor cores it may use; empty: those of the keeper.
+        fork: it is `python -u SCRIPT ...`, and may be a fork of the keeper instead of a new process.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Process:
     secrets: Mapping[str, str] = field(default_factory=dict)
     group: bool = False
     cores: tuple[int, ...] = ()
+    fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)

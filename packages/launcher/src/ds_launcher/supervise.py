@@ -49,7 +49,7 @@ def supervise(launch: Launch) -> int:
     link = _Link(ours)
     with ours, _handling(link):
         keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ds_launcher.keeper", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "ds_launcher.keeper", str(theirs.fileno()), _blank(launch)],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -62,6 +62,12 @@ def supervise(launch: Launch) -> int:
             if left:
                 sys.stderr.write(f"ds run: could not be killed: process {', '.join(map(str, left))}\n")
     return exit_status(code)
+
+
+def _blank(launch: Launch) -> str:
+    """Room in the keeper's command line for those of ranks that are its forks."""
+    longest = max((sum(len(word) + 1 for word in p.argv) for p in launch.processes if p.fork), default=0)
+    return " " * min(longest, 32_000)
 
 
 @contextlib.contextmanager
