@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_config.errors import ConfigError, LaunchError
-from ds_launcher.exports import collect, is_secret, parse_env_file, read_env_files, read_secrets, write_secrets
+from ds_launcher.exports import changes, collect, is_secret, parse_env_file, read_env_files, read_secrets, write_secrets
 
 
 def test_secrets_and_host_facts_stay_at_home() -> None:
@@ -90,3 +90,10 @@ def test_other_lines_are_refused(text: bytes) -> None:
     with pytest.raises(LaunchError):
         read_secrets(reading)
     os.close(reading)
+
+
+def test_what_travels_is_a_diff() -> None:
+    here = {"NCCL_DEBUG": "INFO", "HOME": "/root", "OMP_NUM_THREADS": "4", "HF_TOKEN": "hunter2"}
+    there = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "MORE": "1", "HF_TOKEN": "hunter2"}
+    expected = ["  HF_TOKEN=...", "- HOME", "+ MORE=1", "  NCCL_DEBUG=INFO", "~ OMP_NUM_THREADS=2"]
+    assert changes(here, there) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,27 @@ def test_a_failure_reaches_all_through_the_centre() -> None:
         assert {message.told for message in launcher.listen(3.0)} == {told}
     finally:
         for line in lines:
+            line.socket.close()
+
+
+def test_hosts_with_other_versions_are_named() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    centre = Line(replace(watch(CENTRE, port), about="torch 2.13"))
+    others = [
+        Line(replace(watch(member, port), about=about)) for member, about in ((1, "torch 2.13"), (2, "torch 2.12"))
+    ]
+    try:
+        for line in others:
+            line.speak(1.0)
+        time.sleep(0.02)
+        (message,) = centre.listen(1.0)
+        assert message.told is not None
+        assert message.told.host == "gamma"
+        assert "host gamma has torch 2.12; host alpha has torch 2.13" in message.told.text
+    finally:
+        for line in (centre, *others):
             line.socket.close()
 
 

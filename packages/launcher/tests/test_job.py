@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.errors import ConfigError
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import Facts, make_launch, remote_hosts
-from ds_launcher.options import UNBUILT, RunOptions, joined, options_of, parse_nnodes, register, without_option
+from ds_launcher.options import RunOptions, joined, options_of, parse_nnodes, register, without_option
 from ds_launcher.plan import Launch, Process, describe, from_json, to_json
 
 FACTS = Facts(
@@ -135,14 +135,6 @@ def test_all_problems_of_a_line_at_once() -> None:
     assert caught.value.message.count("\n") == 2
 
 
-@pytest.mark.parametrize("flag", sorted(UNBUILT))
-def test_unbuilt_options_say_what_to_use(flag: str) -> None:
-    with pytest.raises(UnsupportedError, match=flag) as caught:
-        asked(f"{flag} 1 t.py")
-    assert caught.value.code == "launch-unbuilt"
-    assert caught.value.fix
-
-
 @pytest.mark.parametrize("name", ["mpich", "impi", "MVAPICH"])
 def test_the_family_of_mpich_starts_one_task_a_host(name: str) -> None:
     made = launch(f"--launcher {name} --launcher_args '-v' t.py a", hosts=CLUSTER, exports={"A": "1", "MY_TOKEN": "s"})
@@ -150,7 +142,8 @@ def test_the_family_of_mpich_starts_one_task_a_host(name: str) -> None:
     assert process.argv[:11] == (
         "mpirun", "-n", "2", "-ppn", "1", "-hosts", "n1,n2", "-wdir", "/home/me/my job", "-genvlist", "MY_TOKEN",
     )  # fmt: skip
-    assert process.argv[11:14] == ("-v", "env", "A=1")
+    given = process.argv.index("-v")
+    assert process.argv[given : given + 3] == ("-v", "env", "A=1")
     assert process.argv[-2:] == ("t.py", "a")
     assert (dict(process.env), "s" in process.argv) == ({"MY_TOKEN": "s"}, False)
 
@@ -364,3 +357,42 @@ def test_pdsh_cannot_carry_a_secret() -> None:
 def test_an_option_and_its_value_are_left_out() -> None:
     words = ("--nproc", "2", "--autotuning", "run", "--grace", "1", "--autotuning=tune")
     assert without_option(words, "--autotuning") == ("--nproc", "2", "--grace", "1")
+
+
+def test_mpi_and_slurm_leave_all_cores_of_a_node_to_its_ranks() -> None:
+    def line(name: str, **env: str) -> str:
+        return shlex.join(launch(f"--launcher {name} t.py", hosts=CLUSTER, exports={}, env=env).processes[0].argv)
+
+    assert "--bind-to none" in line("openmpi")
+    assert "-genv I_MPI_PIN 0" in line("impi")
+    assert "-genv MV2_ENABLE_AFFINITY 0" in line("mvapich")
+    assert "-genv" not in line("mpich")  # which binds nothing
+    assert "--cpu-bind=none --cpus-per-task 16" in line("slurm", SLURM_CPUS_ON_NODE="16")
+    assert "--cpus-per-task" not in line("slurm")
+
+
+def test_slots_of_an_allocation_come_from_slurm() -> None:
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+    assert remote_hosts(asked("--launcher slurm t.py"), replace(FACTS, env=env)) == (
+        Host("n1", (0, 1, 2, 3)),
+        Host("n2", (0, 1, 2, 3)),
+    )
+
+
+def test_a_file_is_sourced_before_each_rank_on_every_host() -> None:
+    (here, _) = launch("--nproc 2 --venv_script env.sh t.py a").processes
+    assert here.argv == (
+        "bash", "-c", 'source "$0" && exec "$@"', "env.sh", "/venv/bin/python", "-u", "t.py", "a",
+    )  # fmt: skip
+    assert not here.fork
+    (there, *_) = launch("--venv_script env.sh t.py", hosts=CLUSTER).processes
+    assert "--venv-script env.sh" in there.argv[-1]
+
+
+def test_elastic_training_in_the_words_of_the_agent() -> None:
+    options = asked("--elastic_training --min_elastic_nodes 2 --max_elastic_nodes 4 --master_addr n1 t.py")
+    assert (options.nnodes, options.rdzv_endpoint, options.max_restarts) == ("2:4", "n1:29500", 100)
+    alone = asked("--elastic_training t.py")
+    assert (alone.nnodes, alone.rdzv_endpoint) == ("1:1", "")
+    with pytest.raises(ConfigError, match="max_elastic_nodes"):
+        asked("--max_elastic_nodes 4 t.py")

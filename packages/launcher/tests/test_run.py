@@ -326,3 +326,28 @@ def test_the_last_restarts_failure_is_reported_like_any_other(box: Sandbox) -> N
     assert done.returncode == 1
     assert "ds run: rank 1 failed first (exit code 1); no restart is left" in done.stderr
     assert done.stderr.splitlines()[-1] == "ValueError: never works"
+
+
+def test_save_pid_names_the_job_while_it_runs(box: Sandbox) -> None:
+    script = box.script("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(60)\n")
+    job = box.start("run", "--save_pid", script, env={"TMPDIR": str(box.folder)})
+    box.wait(lambda: box.file("up").exists())
+    assert box.file(f"{job.pid}.deepspeed").read_text() == str(job.pid)
+    job.terminate()
+    assert job.wait(timeout=10) == 143
+    assert not box.file(f"{job.pid}.deepspeed").exists()
+    job.communicate()
+
+
+def test_a_file_is_sourced_before_each_rank(box: Sandbox) -> None:
+    box.file("env.sh").write_text("export GREETING=hello\n")
+    script = box.script("import os\nprint(os.environ['GREETING'])\nraise SystemExit(3)\n")
+    done = box.ds("run", "--nproc", "2", "--venv_script", "./env.sh", script)
+    assert (done.returncode, "hello" in done.stdout) == (3, True)
+
+
+def test_a_log_folder_that_cannot_be_made(box: Sandbox) -> None:
+    box.file("taken").touch()
+    done = box.ds("run", "--log-dir", "taken/logs", box.script("pass"))
+    assert done.returncode == 1
+    assert "errors.md#launch-log-dir" in done.stderr

@@ -30,6 +30,7 @@ class Job:
         exports: variables that travel.
         launcher_args: extra arguments for ssh, pdsh, srun or mpirun, split.
         ssh_port: None: ssh's own choice.
+        cores: of a node, for the one task on it; 0: not known.
     """
 
     inventory: Inventory
@@ -40,6 +41,7 @@ class Job:
     exports: Mapping[str, str]
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
+    cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ def _pdsh(job: Job) -> tuple[Process, ...]:
 def _slurm(job: Job) -> tuple[Process, ...]:
     count, names = str(len(job.inventory)), ",".join(host.name for host in job.inventory)
     base = ("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names)
-    ends = ("--kill-on-bad-exit=1", "--chdir", job.cwd, *job.launcher_args)
+    # One task is one core to srun, unless it is told; what each rank may use is divided on the node.
+    wide = ("--cpus-per-task", str(job.cores)) if job.cores else ()
+    ends = ("--kill-on-bad-exit=1", "--cpu-bind=none", *wide, "--chdir", job.cwd, *job.launcher_args)
     # srun gives its own environment to its tasks.
     return (
         Process("srun", (*base, *ends, *_with_exports(job, node_command(job, "auto"))), split_secrets(job.exports)[1]),
@@ -130,7 +134,19 @@ def _slurm(job: Job) -> tuple[Process, ...]:
 
 def _openmpi(job: Job) -> tuple[Process, ...]:
     names = ",".join(f"{host.name}:1" for host in job.inventory)
-    base = ("mpirun", "-n", str(len(job.inventory)), "--host", names, "--map-by", "ppr:1:node", "-wdir", job.cwd)
+    base = (
+        "mpirun",
+        "-n",
+        str(len(job.inventory)),
+        "--host",
+        names,
+        "--map-by",
+        "ppr:1:node",
+        "--bind-to",
+        "none",
+        "-wdir",
+        job.cwd,
+    )
     _, secrets = split_secrets(job.exports)
     named = [word for name in secrets for word in ("-x", name)]  # mpirun takes their values from its own environment
     return (
@@ -138,15 +154,23 @@ def _openmpi(job: Job) -> tuple[Process, ...]:
     )
 
 
-def _hydra(job: Job) -> tuple[Process, ...]:
-    """MPICH's process manager, which is Intel MPI's and MVAPICH's, too."""
+def _hydra(job: Job, all_cores: Mapping[str, str] | None = None) -> tuple[Process, ...]:
+    """MPICH's process manager, which is Intel MPI's and MVAPICH's, too; those two bind the one task of a node unless told."""
     names = ",".join(host.name for host in job.inventory)
     base = ("mpirun", "-n", str(len(job.inventory)), "-ppn", "1", "-hosts", names, "-wdir", job.cwd)
     _, secrets = split_secrets(job.exports)
     named = ("-genvlist", ",".join(secrets)) if secrets else ()  # mpirun takes their values from its own environment
-    return (
-        Process("mpirun", (*base, *named, *job.launcher_args, *_with_exports(job, node_command(job, "auto"))), secrets),
-    )
+    free = [word for name, value in (all_cores or {}).items() for word in ("-genv", name, value)]
+    command = _with_exports(job, node_command(job, "auto"))
+    return (Process("mpirun", (*base, *named, *free, *job.launcher_args, *command), secrets),)
+
+
+def _impi(job: Job) -> tuple[Process, ...]:
+    return _hydra(job, {"I_MPI_PIN": "0"})
+
+
+def _mvapich(job: Job) -> tuple[Process, ...]:
+    return _hydra(job, {"MV2_ENABLE_AFFINITY": "0"})
 
 
 BACKENDS: dict[str, Backend] = {
@@ -155,6 +179,6 @@ BACKENDS: dict[str, Backend] = {
     "slurm": Backend("srun", _slurm),
     "openmpi": Backend("mpirun", _openmpi),
     "mpich": Backend("mpirun", _hydra),
-    "impi": Backend("mpirun", _hydra),
-    "mvapich": Backend("mpirun", _hydra),
+    "impi": Backend("mpirun", _impi),
+    "mvapich": Backend("mpirun", _mvapich),
 }

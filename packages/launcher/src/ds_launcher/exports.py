@@ -19,6 +19,7 @@ from ds_config.errors import ConfigError, LaunchError
 
 __all__ = [
     "ALLOWED",
+    "changes",
     "collect",
     "is_secret",
     "parse_env_file",
@@ -95,6 +96,19 @@ def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str
             )
         chosen[name] = value if given else env[name]
     return dict(sorted(chosen.items()))
+
+
+def changes(env: Mapping[str, str], exports: Mapping[str, str]) -> list[str]:
+    """What other hosts get, as a diff against this environment: ` ` as it is here, `+` only there, `~` changed, `-` stays here."""
+    lines = []
+    for name in sorted({*env, *exports}):
+        shown = "..." if is_secret(name) else exports.get(name, "")
+        if name not in exports:
+            lines.append(f"- {name}")
+        else:
+            mark = "+" if name not in env else " " if env[name] == exports[name] else "~"
+            lines.append(f"{mark} {name}={shown}")
+    return lines
 
 
 def parse_env_file(text: str, source: str) -> dict[str, str]:

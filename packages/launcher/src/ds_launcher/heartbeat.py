@@ -5,7 +5,7 @@ A connection that is cut says nothing for hours, and a batch system or ssh may n
 `ds run` that started them (LAUNCHER). A member sends a datagram to the centre, which answers: UDP, on the number of rank 0's port, which
 TCP leaves free. Who was heard once and then not for `lost_after_s` is lost, on both sides. Who was never heard is not missed: a firewall
 may be between. A member that fails says so and the centre passes it on, so no host waits for the deadline where the network is whole.
-Each datagram carries a keyed digest, since one can end a job.
+Signs of life carry the versions of Python and torch, so hosts that differ are named at once. Each datagram carries a keyed digest, since one can end a job.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ class Message:
     member: int
     told: Told | None = None
     bye: bool = False
+    about: str = ""
 
 
 def encode_message(message: Message, key: str) -> bytes:
     """Digest and JSON."""
     told = message.told
     words = [told.host, told.text[:800], told.status] if told else None
-    body = json.dumps({"from": message.member, "told": words, "bye": message.bye}).encode()
+    body = json.dumps({"from": message.member, "told": words, "bye": message.bye, "about": message.about}).encode()
     return _digest(body, key) + body
 
 
@@ -66,7 +67,7 @@ def decode_message(data: bytes, key: str) -> Message | None:
     if not hmac.compare_digest(digest, _digest(body, key)):
         return None
     found = json.loads(body)
-    return Message(found["from"], Told(*found["told"]) if found["told"] else None, found["bye"])
+    return Message(found["from"], Told(*found["told"]) if found["told"] else None, found["bye"], found["about"])
 
 
 def _digest(body: bytes, key: str) -> bytes:
@@ -133,7 +134,7 @@ class Line:
     def speak(self, now_s: float) -> None:
         """Send a sign of life when it is time."""
         if self.beats.due(now_s):
-            self._send(Message(self._watch.member), {CENTRE: self._centre})
+            self._send(Message(self._watch.member, about=self._watch.about), {CENTRE: self._centre})
 
     def listen(self, now_s: float) -> list[Message]:
         """Take what came; return those that tell something."""
@@ -152,6 +153,8 @@ class Line:
                     self._members[message.member] = sender
                     if message.told is None and not message.bye:
                         self._send(Message(CENTRE), {message.member: sender})
+                if (unlike := _unlike(self._watch, message)) is not None:
+                    message = Message(message.member, unlike)
                 if message.told is not None:
                     told.append(message)
         return told
@@ -166,3 +169,11 @@ class Line:
         for address in to.values():
             with contextlib.suppress(OSError):  # no network just now: that is what silence is for
                 self.socket.sendto(data, address)
+
+
+def _unlike(watch: Watch, message: Message) -> Told | None:
+    """Other versions on a host than on node 0: said before ranks wait for each other, or agree on what they do not share."""
+    if watch.member != CENTRE or not (watch.about and message.about) or message.about == watch.about:
+        return None
+    host, first = watch.names[message.member], watch.names[CENTRE]
+    return Told(host, f"host {host} has {message.about}; host {first} has {watch.about}: install the same on both", 1)

@@ -28,6 +28,7 @@ __all__ = [
     "parse_hostfile",
     "read_hostfile",
     "select",
+    "slurm_gpus",
 ]
 
 
@@ -231,3 +232,12 @@ def from_slurm(env: Mapping[str, str], slots: int) -> Inventory | None:
     """The hosts of the allocation that `env` describes, `slots` on each; None outside of one."""
     nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     return tuple(Host(name, tuple(range(slots))) for name in expand_nodelist(nodelist)) if nodelist else None
+
+
+def slurm_gpus(env: Mapping[str, str]) -> int:
+    """Devices on each node of Slurm's allocation, from `4`, `a100:4` or `gpu:a100:4`; 0 where it says none."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        count = env.get(name, "").rpartition(":")[2]
+        if count.isdecimal():
+            return int(count)
+    return 0

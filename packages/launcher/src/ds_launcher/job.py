@@ -12,7 +12,7 @@ from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.cores import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
 from ds_launcher.heartbeat import LAUNCHER
-from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select
+from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select, slurm_gpus
 from ds_launcher.options import RunOptions, node_options, parse_nnodes
 from ds_launcher.plan import Launch, Process, Watch
 from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
@@ -34,6 +34,7 @@ class Facts:
         port: for rank 0; held by the caller while the job runs.
         secret: what only the ranks of this job are to know; empty: nothing.
         core_ids: the numbers of the cores that this process may use.
+        about: versions that must be the same on every host.
     """
 
     env: Mapping[str, str]
@@ -48,6 +49,7 @@ class Facts:
     exports: Mapping[str, str] | None = None
     secret: str = ""
     core_ids: tuple[int, ...] = ()
+    about: str = ""
 
 
 def is_elastic(options: RunOptions) -> bool:
@@ -77,6 +79,7 @@ def make_launch(options: RunOptions, facts: Facts) -> Launch:
         address = options.master_addr or inventory[0].name
         key = facts.env.get(SECRET) or options.run_id or f"{address}:{facts.port}"
         watch = _watch(options, inventory, node_rank, (address, facts.port, key))
+        watch = watch and replace(watch, about=facts.about)
     return Launch(processes, options.grace, options.stop_on_eof, watch)
 
 
@@ -149,15 +152,17 @@ def _rank(options: RunOptions, facts: Facts, world: World, local: tuple[int, Map
         log=f"{options.log_dir}/rank{rank}.log" if options.log_dir else "",
         stdin="inherit" if rank == 0 and not options.stop_on_eof else "null",
         group=options.no_python,
-        fork=options.start == "fork" and not (options.no_python or options.module),
+        fork=options.start == "fork" and not (options.no_python or options.module or options.venv_script),
     )
 
 
 def _command(options: RunOptions, python: str) -> tuple[str, ...]:
-    if options.no_python:
-        return (options.script, *options.script_args)
     # -u: a line is on the screen when it is printed, and not lost when the rank is killed.
-    return (python, "-u", *(["-m"] if options.module else []), options.script, *options.script_args)
+    words = () if options.no_python else (python, "-u", *(["-m"] if options.module else []))
+    command = (*words, options.script, *options.script_args)
+    # The shell becomes the rank, so signals and exit codes are the rank's own.
+    sourced = ("bash", "-c", 'source "$0" && exec "$@"', options.venv_script)
+    return (*sourced, *command) if options.venv_script else command
 
 
 def world_of(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
@@ -194,7 +199,10 @@ def world_of(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
 
 
 def _local_slots(options: RunOptions, facts: Facts) -> int:
-    return options.nproc if options.nproc > 0 else max(1, len(facts.devices.visible))
+    if options.nproc > 0:
+        return options.nproc
+    # Where `ds run` itself has no devices (a login or batch node), Slurm says what the nodes of the allocation have.
+    return max(1, len(facts.devices.visible) or slurm_gpus(facts.env))
 
 
 def _narrowed(options: RunOptions, inventory: Inventory) -> Inventory:
@@ -244,6 +252,7 @@ def _remote_job(options: RunOptions, facts: Facts, inventory: Inventory) -> Job:
         exports,
         tuple(shlex.split(options.launcher_args)),
         None if options.ssh_port == -1 else options.ssh_port,
+        int(on_node) if (on_node := facts.env.get("SLURM_CPUS_ON_NODE", "")).isdecimal() else 0,
     )
 
 

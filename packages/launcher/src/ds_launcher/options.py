@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
-from ds_config.errors import ConfigError, UnsupportedError
+from ds_config.errors import ConfigError
 from ds_launcher.backends import BACKENDS
 
 __all__ = [
-    "UNBUILT",
     "RunOptions",
     "joined",
     "node_options",
@@ -19,6 +18,8 @@ __all__ = [
     "register",
     "without_option",
 ]
+
+_ELASTIC_PORT, _ELASTIC_RESTARTS = 29500, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,8 @@ class RunOptions:
     core_list: str = ""
     host_timeout: float = 30.0
     start: str = "fork"
-
-
-# Options of DeepSpeed's launcher that are known and not built, and what to do without them.
-UNBUILT: Mapping[str, str] = {
-    "--elastic_training": "Give --nnodes MIN:MAX and --max-restarts.",
-    "--min_elastic_nodes": "Give --nnodes MIN:MAX.",
-    "--max_elastic_nodes": "Give --nnodes MIN:MAX.",
-    "--save_pid": "The shell's $! is the launcher's process id, and ending it ends everything.",
-    "--venv_script": "Start `ds` from the environment's own bin directory; nodes use the same interpreter.",
-}
-
-
-class _Unbuilt(argparse.Action):
-    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
-        raise UnsupportedError(
-            f"`ds run` has no {option_string}", code="launch-unbuilt", fix=UNBUILT[option_string or ""]
-        )
+    save_pid: bool = False
+    venv_script: str = ""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +98,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="meeting point of hosts that come and go",
     )
+    ranks.add_argument(
+        "--elastic-training", "--elastic_training", action="store_true",
+        help="as --nnodes MIN:MAX --max-restarts 100 --rdzv-endpoint MASTER_ADDR:MASTER_PORT",
+    )  # fmt: skip
+    for flag, which in (("--min_elastic_nodes", "least"), ("--max_elastic_nodes", "most")):
+        ranks.add_argument(flag, type=int, default=-1, metavar="N", help=f"with --elastic-training: the {which} hosts")
     script = parser.add_argument_group("script")
     script.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module, as in `python -m`")
     script.add_argument("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
@@ -123,6 +115,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     script.add_argument(
         "--no_local_rank", "--no-local-rank", action="store_false", dest="local_rank_arg", help=argparse.SUPPRESS
     )
+    script.add_argument(
+        "--venv-script", "--venv_script", default="", metavar="FILE",
+        help="source this file, on every host, before each rank is started",
+    )  # fmt: skip
     cores = parser.add_argument_group("cores")
     cores.add_argument(
         "--bind-cores", "--bind_cores_to_rank", action="store_true", help="give each rank of a host cores of its own"
@@ -145,6 +141,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     screen.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print what would be started, start nothing"
     )
+    screen.add_argument(
+        "--save-pid", "--save_pid", action="store_true",
+        help="while the job runs, keep the process id of this command in TMP/<that id>.deepspeed",
+    )  # fmt: skip
     hosts = parser.add_argument_group("hosts")
     hosts.add_argument("--hostfile", "-H", default="", metavar="FILE", help="lines `host slots=n`")
     hosts.add_argument("--include", "-i", default="", metavar="FILTER", help="use only these: host1@host2:0,2")
@@ -192,8 +192,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         takes: dict[str, object] = {"action": "store_true"} if "-q" in flags else {"type": str}
         parser.add_argument(*flags, help=argparse.SUPPRESS, **takes)  # type: ignore[arg-type]
     parser.add_argument("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # there is no check
-    for flag in UNBUILT:
-        parser.add_argument(flag, nargs="?", action=_Unbuilt, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="what every rank runs")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -230,9 +228,33 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     for name in ("script_args", "export"):
         values[name] = tuple(values[name])
     values["launcher"] = values["launcher"].lower()
-    options = RunOptions(**values)
+    options = _elastic(RunOptions(**values), args)
     _check(options)
     return options
+
+
+def _elastic(options: RunOptions, args: argparse.Namespace) -> RunOptions:
+    """What `--elastic_training` and its numbers come to, in the words of torch's agent."""
+    low, high = args.min_elastic_nodes, args.max_elastic_nodes
+    if not args.elastic_training:
+        if (low, high) != (-1, -1):
+            raise ConfigError(
+                "--min_elastic_nodes and --max_elastic_nodes are for --elastic_training",
+                code="launch-options",
+                fix="Give that, too, or leave them out.",
+            )
+        return options
+    least = max(low, 1)
+    most = max(high, least)
+    endpoint = options.rdzv_endpoint
+    if not endpoint and options.master_addr:
+        endpoint = f"{options.master_addr}:{options.master_port or _ELASTIC_PORT}"
+    return replace(
+        options,
+        nnodes=options.nnodes if ":" in options.nnodes else f"{least}:{most}",
+        rdzv_endpoint=endpoint,
+        max_restarts=options.max_restarts or _ELASTIC_RESTARTS,
+    )
 
 
 def _check(options: RunOptions) -> None:
@@ -294,4 +316,5 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
     where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
     ends = ("--grace", str(options.grace), "--host-timeout", str(options.host_timeout))
     start = [] if options.start == "fork" else ["--start", options.start]
-    return (*where, *ends, *log_dir, *start, *flags)
+    venv = ["--venv-script", options.venv_script] if options.venv_script else []
+    return (*where, *ends, *log_dir, *start, *venv, *flags)

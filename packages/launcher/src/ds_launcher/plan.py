@@ -59,6 +59,7 @@ class Watch:
         address, port: of node 0.
         key: of the digests.
         lost_after_s: silence after which a host is lost.
+        about: versions here, which must be those of node 0; empty: not known.
     """
 
     member: int
@@ -67,6 +68,7 @@ class Watch:
     port: int
     key: str
     lost_after_s: float
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)

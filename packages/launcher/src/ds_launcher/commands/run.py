@@ -7,20 +7,23 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import secrets
 import shutil
 import socket
 import sys
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_config.errors import LaunchError
 from ds_config.names import nearest
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
-from ds_launcher.exports import collect, read_env_files, read_secrets
+from ds_launcher.exports import changes, collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
 from ds_launcher.options import RunOptions, joined, options_of, without_option
@@ -71,7 +74,11 @@ def main(args: argparse.Namespace) -> int:
         if not options.dry_run:
             _check_tools(options, elastic)
         launch = make_launch(options, facts)
-        return _show(describe(launch)) if options.dry_run else supervise(launch)
+        if options.dry_run:
+            told = ["# variables: what the hosts get (- stays here)", *changes(facts.env, facts.exports or {})]
+            return _show("\n".join([describe(launch), *(told if remote else [])]))
+        with _pid_file(options):
+            return supervise(launch)
     _check_script(options)
     inventory, node_rank = world_of(options, facts)
     wanted = options.master_port or (0 if len(inventory) == 1 else MANY_HOSTS_PORT)
@@ -81,8 +88,41 @@ def main(args: argparse.Namespace) -> int:
         if options.dry_run:
             return _show(describe(launch))
         if options.log_dir:
-            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
-        return supervise(launch)
+            _make_log_dir(options.log_dir)
+        with _pid_file(options):
+            return supervise(launch)
+
+
+def _make_log_dir(folder: str) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {folder} cannot be made: {error.strerror}",
+            code="launch-log-dir",
+            fix="Give a folder that can be written on every host.",
+        ) from error
+
+
+@contextlib.contextmanager
+def _pid_file(options: RunOptions) -> Iterator[None]:
+    """While inside, with --save-pid, a file by which scripts that know our id find that it is a job's."""
+    if not options.save_pid:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
+    try:
+        path.write_text(str(os.getpid()))
+    except OSError as error:
+        raise LaunchError(
+            f"--save-pid: {path} cannot be written: {error.strerror}",
+            code="launch-save-pid",
+            fix="Set TMPDIR to a folder that can be written, or leave --save-pid out: ending `ds run` ends the job.",
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _tune(args: argparse.Namespace, options: RunOptions) -> int:
@@ -108,6 +148,7 @@ def _facts(options: RunOptions) -> Facts:
         hostname=socket.gethostname(),
         cores=len(cores) or os.cpu_count() or 1,
         core_ids=cores,
+        about=_about() if options.world_info or options.nnodes not in ("", "1", "-1") or options.no_ssh else "",
         devices=find_devices(env),
         python=sys.executable,
         cwd=os.getcwd(),
@@ -117,6 +158,14 @@ def _facts(options: RunOptions) -> Facts:
         hosts=read_hostfile(options.hostfile) if options.hostfile else None,
         exports=collect(env, options.export, read_env_files(env, Path.home(), Path.cwd())),
     )
+
+
+def _about() -> str:
+    versions = {"Python": platform.python_version()}
+    for name in ("torch", "ds-launcher", "ds-comm"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _check_script(options: RunOptions) -> None:
