@@ -169,3 +169,13 @@ def test_explain_lists_all_and_knows_the_nearest(capsys: pytest.CaptureFixture[s
     assert listed == sorted(explanations())
     assert main(["explain", listed[0] + "x"]) == 1
     assert f"did you mean `{listed[0]}`?" in capsys.readouterr().err
+
+
+def test_hosts_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=3\n")
+    assert main(["hosts", "-H", str(tmp_path / "hosts"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == [
+        {"host": "n1", "slots": [0, 1], "first_rank": 0},
+        {"host": "n2", "slots": [0, 1, 2], "first_rank": 2},
+    ]

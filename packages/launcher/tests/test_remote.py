@@ -152,7 +152,8 @@ def test_dry_run_shows_everything_that_would_travel(box: Sandbox) -> None:
     assert "NCCL_DEBUG=INFO" in done.stdout
     assert "MORE=1" in done.stdout
     assert "GREETING=" in done.stdout
-    assert not any(line.startswith("SECRET") for line in done.stdout.split())  # the job's own is named, never shown
+    assert "- SECRET" in done.stdout.splitlines()  # the diff: it stays here
+    assert "SECRET=s" not in done.stdout
     assert "DS_JOB_SECRET=" not in done.stdout
 
 

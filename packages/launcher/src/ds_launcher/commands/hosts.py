@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
+from itertools import accumulate
 
 from ds_launcher.devices import find_devices
 from ds_launcher.inventory import Host, from_slurm, limit, read_hostfile, select
@@ -27,6 +29,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", "-e", default="", metavar="FILTER", help="all but these")
     parser.add_argument("--nnodes", "--num_nodes", type=int, default=-1, metavar="N", help="the first N hosts")
     parser.add_argument("--nproc", "--num_gpus", type=int, default=-1, metavar="N", help="slots 0..N-1 of each")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,6 +44,13 @@ def main(args: argparse.Namespace) -> int:
     else:
         inventory = from_slurm(os.environ, slots) or (Host(socket.gethostname(), tuple(range(slots))),)
     inventory = limit(select(inventory, args.include, args.exclude), args.nnodes, args.nproc)
+    if args.json:
+        first = accumulate((len(host.slots) for host in inventory), initial=0)
+        rows = [
+            {"host": h.name, "slots": h.slots, "first_rank": rank} for h, rank in zip(inventory, first, strict=False)
+        ]
+        print(json.dumps(rows, indent=1))
+        return 0
     width = max(len(host.name) for host in inventory)
     rank = 0
     for host in inventory:
