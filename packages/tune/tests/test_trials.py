@@ -135,7 +135,7 @@ def test_a_tuning_ends_with_files_and_goes_on_from_the_disk(folder: Path, capsys
     (folder / "train.py").write_text("raise SystemExit('started again')")
     assert ds([*words, "train.py"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == said["best"]
-    assert ds([*words[:-1], "--explain", first, "train.py"]) == 0
+    assert ds([*words[:-1], "--explain", "--name", first, "train.py"]) == 0
     assert "forward and backward" in capsys.readouterr().out
 
 

@@ -57,13 +57,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--results", default="autotuning_results", metavar="DIR", help="where all of it is kept (autotuning_results)")
     add("--exps", default="autotuning_exps", metavar="DIR", help="what was tried, a file each (autotuning_exps)")
     add("--overwrite", action="store_true", help="forget what is there; otherwise go on from it")
-    add(
-        "--explain",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="start nothing: tell what is known, or all of one candidate",
-    )
+    add("--explain", action="store_true", help="start nothing: tell what is known")
+    add("--name", default="", metavar="NAME", help="with --explain: of this candidate alone")
     add("--json", action="store_true", help="print JSON instead of text")
     add("script", metavar="SCRIPT", help="what every rank runs")
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -93,8 +88,8 @@ def main(args: argparse.Namespace) -> int:
     job = _job(args, (asked.config, words, launch))
     world = args.world or args.nproc or devices_here()
     tuning = Tuning(asked, job, world, told=teller(), shapes=shapes_from(args.model) if args.model else None)
-    if args.explain is not None:
-        return _explain(tuning, args.explain, args.json, job)
+    if args.explain:
+        return _explain(tuning, args.name, args.json, job)
     return _tune(tuning, asked, (args.overwrite, args.json))
 
 

@@ -1,0 +1,342 @@
+"""How well `ds tune` predicts and chooses: nox -s bench -- tune PART ...; then `page` writes docs/benchmarks/tune.md and its picture.
+
+grid FORM     one model (quickstart, deep, wide, experts) on 2 ranks: every configuration of a grid in a job of its own, then a tuning
+              with a quarter of as many trials; about 4 minutes alone
+limits [N]    N drawn configurations (200) under a limit of memory (RLIMIT_AS): predicted to fit or not, and whether they did; 5 minutes
+page          the page and the picture, from the record
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "tune.json"
+PAGE = ROOT / "docs" / "benchmarks" / "tune.md"
+PICTURE = ROOT / "docs" / "benchmarks" / "img" / "tune.svg"
+WORKER = Path(__file__).parent / "workers" / "tune.py"
+FORMS = ("quickstart", "deep", "wide", "experts")
+CONFIG = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "gradient_clipping": 1.0,
+}
+MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
+SIZES, STAGES = (2, 4, 8), (0, 1, 2, 3)
+
+
+def noted(part: str, found: Any) -> None:
+    """Put one part into the record."""
+    record = json.loads(DATA.read_text()) if DATA.exists() else {}
+    line = os.environ.get("ALONE", "")
+    machine = {
+        "date": str(datetime.date.today()),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+    record[part] = {"machine": machine | ({"alone": line} if line else {}), **found}
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# ---- the grid
+
+
+def grid(form: str) -> None:
+    """Every configuration of the grid measured, and a tuning beside it."""
+    from ds_tune import Limits
+    from ds_tune.asking import asked_of
+    from ds_tune.deciding import Budget, standing
+    from ds_tune.trials import Job
+    from ds_tune.tuning import Tuning
+    from ds_tune.writing import rows_of
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    folder = Path(tempfile.mkdtemp(prefix="ds-tune-"))
+    values = {MICRO: SIZES, STAGE: STAGES}
+
+    def tuning(name: str, budget: Budget, tuner: Any) -> Tuning:
+        asked = replace(asked_of(CONFIG), values=values, budget=budget, tuner=tuner)
+        (folder / "ds.json").write_text(json.dumps(CONFIG))
+        words = (str(folder / "ds.json"),)
+        job = Job(
+            CONFIG, words, ("--nproc", "2"), str(WORKER), ("--form", form, "--deepspeed_config", *words), folder / name, folder / f"{name}-exps",
+            time_limit_s=120,
+        )  # fmt: skip
+        return Tuning(asked, job, 2, told=_tell)
+
+    began = time.monotonic()
+    # The first trial tells the layers, and with them the space doubles: every candidate is measured once, in the order of the grid.
+    whole = tuning("grid", Budget(1000, 4), "gridsearch").run()
+    size = len(whole.candidates)
+    ours = tuning("ours", Budget(max(1, size // 4), 4), "model_based").run()
+    known = standing(ours.candidates, ours.results, Limits())
+    rows = [
+        row for row in rows_of(whole.candidates, whole.results, known, "throughput") if row["outcome"] == "measured"
+    ]
+    if ours.best is None or whole.best is None or not rows:
+        raise SystemExit(f"{form}: nothing was measured; see {folder}")
+    taken = {row["name"]: row["measured_ms"] for row in rows}
+    found = {
+        "rows": [{k: row[k] for k in ("name", "predicted_ms", "measured_ms", "predicted_bytes", "measured_bytes")} for row in rows],
+        "candidates": size, "trials": len(ours.results), "chosen": ours.best[0].name, "chosen_ms": taken[ours.best[0].name],
+        "best": min(taken, key=lambda name: taken[name]), "best_ms": min(taken.values()),
+        "base_bytes": int(known.numbers.process_bytes) if known.numbers else 0, "minutes": (time.monotonic() - began) / 60,
+    }  # fmt: skip
+    noted(f"grid {form}", found)
+    print(_line(form, found))
+    shutil.rmtree(folder)
+
+
+def _tell(step: Any, result: Any) -> None:
+    if result is not None:
+        took = f"{result.measured.step_s * 1e3:.1f} ms" if result.measured else result.outcome
+        print(f"  {step.candidate.name:<24} {took} ({result.seconds:.1f} s)", flush=True)
+
+
+def errors(found: dict[str, Any]) -> dict[str, float]:
+    """Medians over the grid: of memory whole and beside the bare process, and of time; and how far the choice is from the best."""
+
+    def median(kind: str, base: int = 0) -> float:
+        return statistics.median(
+            abs(r[f"predicted_{kind}"] - r[f"measured_{kind}"]) / max(1, r[f"measured_{kind}"] - base)
+            for r in found["rows"]
+        )
+
+    return {
+        "memory": median("bytes"), "above the process": median("bytes", found["base_bytes"]), "time": median("ms"),
+        "choice": found["chosen_ms"] / found["best_ms"] - 1,
+    }  # fmt: skip
+
+
+def _line(form: str, found: dict[str, Any]) -> str:
+    e = errors(found)
+    return (
+        f"{form}: {found['candidates']} configurations; memory {e['memory']:.1%} off (above the bare process {e['above the process']:.1%}), "
+        f"time {e['time']:.1%}; {found['trials']} trials chose {found['chosen']}, {e['choice']:.1%} slower than {found['best']}"
+    )
+
+
+# ---- limits
+
+
+def limits(count: int) -> None:
+    """Drawn models and configurations, each forked from one process that has imported everything, under a limit of address space."""
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "MALLOC_ARENA_MAX": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+    }
+    if os.environ.get("DS_TUNE_LIMITS") != "again":  # malloc reads its setting when a process starts
+        os.environ["DS_TUNE_LIMITS"] = "again"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    draw, rows, began = random.Random(43), [], time.monotonic()
+    models = max(1, count // 20)
+    for index in range(models):
+        sizes = {"layers": draw.randint(2, 8), "width": draw.choice((128, 192, 256, 384)), "heads": 4}
+        rows += _of_model(sizes, draw, count // models)
+        wrong = sum(row["predicted"] != row["fitted"] for row in rows)
+        print(f"model {index + 1} of {models} {sizes}: {len(rows)} drawn, {wrong} predicted wrong", flush=True)
+    noted("limits", {"rows": rows, "minutes": (time.monotonic() - began) / 60})
+
+
+def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[dict[str, Any]]:
+    import torch
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    from ds_engine import shapes_of
+    from ds_tune import Limits, Result, Task, candidates_of, standing
+
+    with torch.device("meta"):
+        shapes = shapes_of(GPT(GPTConfig(**sizes)))
+    space = {MICRO: (1, 2, 4, 8), STAGE: STAGES, "activation_checkpointing.modules": ((), ("blocks.*",))}
+    found, _ = candidates_of(Task(CONFIG, shapes, 2), space, Limits())
+    by_name = {c.name: c for c in found}
+    results = []
+    probes = (
+        "z1_gas8_tmbspg1",
+        "z1_gas1_tmbspg8",
+        "z0_gas2_tmbspg4",
+        "z2_gas2_tmbspg4",
+        "z3_gas2_tmbspg4",
+        "z1_gas2_tmbspg4_ckpt",
+    )
+    for i, name in enumerate(probes):
+        measured = _forked(by_name[name], sizes, 0, detail=i == 0)
+        if i == 0 and measured is not None:  # measuring the links has taken memory of its own by the end
+            plain = _forked(by_name[name], sizes, 0)
+            measured = None if plain is None else replace(measured, peak_bytes=plain.peak_bytes)
+        if measured is None:
+            raise SystemExit(f"{name} of {sizes} died without a limit")
+        results.append(Result(name, 0, "measured", measured))
+    known = standing(found, results, Limits())
+    rows = []
+    for _ in range(count):
+        candidate = draw.choice(found)
+        said = known.predicted[candidate.name].peak_bytes
+        # Most limits are near: there a wrong number is seen.
+        limit = int(said * draw.choice((draw.uniform(0.9, 0.99), draw.uniform(1.01, 1.1), draw.uniform(0.7, 1.3))))
+        fitted = _forked(candidate, sizes, limit) is not None
+        rows.append(
+            {"name": candidate.name, "limit": limit, "said": int(said), "predicted": said <= limit, "fitted": fitted}
+        )
+    return rows
+
+
+def _forked(candidate: Any, sizes: dict[str, int], limit: int, *, detail: bool = False) -> Any:
+    """What a job of two forked ranks measured, its peak being that of the address space; None when one died."""
+    from ds_engine.trials import read_measured
+
+    folder = Path(tempfile.mkdtemp(prefix="ds-tune-"))
+    ranks = []
+    for rank in range(2):
+        pid = os.fork()
+        if not pid:
+            _rank(rank, candidate, sizes, (folder, limit, detail))
+        ranks.append(pid)
+    ended = {}
+    while len(ended) < 2:
+        pid, status = os.wait()
+        ended[pid] = status
+        if status:
+            for other in ranks:
+                if other not in ended:
+                    os.kill(other, 9)
+    try:
+        peaks = [int((folder / f"peak{rank}").read_text()) for rank in range(2)]
+        return replace(read_measured(folder / "measured.json"), peak_bytes=max(peaks))
+    except OSError:
+        return None
+    finally:
+        shutil.rmtree(folder)
+
+
+def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int, bool]) -> None:
+    folder, limit, detail = how
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if limit:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        import torch
+        from model import GPT, GPTConfig
+
+        import ds_engine
+        from ds_engine.orders import Order
+        from ds_engine.trials import write_json
+
+        order = folder / f"order{rank}.json"
+        write_json(order, Order(candidate.changes, 2, 3, str(folder / "measured.json"), detail=detail))
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_TRIAL": str(order)}
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        torch.manual_seed(0)
+        engine, *_ = ds_engine.initialize(model=GPT(GPTConfig(**sizes)), config=CONFIG)
+        while True:
+            loss = engine(torch.randint(256, (engine.plan.batch.micro, 129)))
+            engine.backward(loss)
+            engine.step()
+    except SystemExit as end:
+        code = int(end.code or 0)
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPeak"))
+        (folder / f"peak{rank}").write_text(str(int(line.split()[1]) * 1024))
+    except BaseException:
+        code = 1
+    finally:
+        os._exit(code)
+
+
+# ---- the page
+
+
+def page() -> None:
+    """docs/benchmarks/tune.md and its picture, from the record."""
+    from ds_tune.picture import draw
+
+    record = json.loads(DATA.read_text())
+    lines = ["# What `ds tune` predicts and chooses", ""]
+    points: list[dict[str, Any]] = []
+    parts = [(form, record[f"grid {form}"]) for form in FORMS if f"grid {form}" in record]
+    for form, found in parts:
+        points += [{**row, "name": f"{form} {row['name']}"} for row in found["rows"]]
+    if points:
+        draw(points, PICTURE)
+        lines += ["![Predicted beside measured, of every configuration of the grids](img/tune.svg)", ""]
+    lines += [
+        "Every configuration of a grid (3 sizes of a microbatch, 4 ZeRO stages, with and without checkpointing of the layers), 16 samples a step on 2 ranks, "
+        "each in a job of its own; then a tuning with at most a quarter of as many jobs, which sees nothing of the grid.",
+        "",
+        "| model | configurations | memory, median error | above the bare process | time of a step | trials | the choice beside the best of the grid |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for form, found in parts:
+        e = errors(found)
+        lines.append(
+            f"| {form} | {found['candidates']} | {e['memory']:.1%} | {e['above the process']:.1%} | {e['time']:.1%} | {found['trials']} | "
+            f"{'the same' if found['chosen'] == found['best'] else format(e['choice'], '.1%') + ' slower'} |"
+        )
+    lines += ["| aim | | 5 % | | 15 % | a quarter | 3 % |", ""]
+    if (found := record.get("limits")) is not None:
+        wrong = [row for row in found["rows"] if row["predicted"] != row["fitted"]]
+        died = sum(row["predicted"] for row in wrong)
+        lines += [
+            f"Under a limit of memory (`RLIMIT_AS` of each rank), {len(found['rows'])} drawn configurations of {len(found['rows']) // 20} drawn models, most limits "
+            f"within 10 % of what was predicted: **{len(wrong)} predicted wrong** ({len(wrong) / len(found['rows']):.1%}; aim 2 %), {died} of them died though predicted to fit.",
+            "",
+        ]
+    lines += ["## How it was measured", ""]
+    for part, found in record.items():
+        machine = found["machine"]
+        alone = (
+            machine.get("alone")
+            or f"not alone: load {machine['load']:.1f} on {machine['cores']} cores, so its times say little"
+        )
+        lines.append(f"- `nox -s bench -- tune {part}`, {machine['date']}, {found['minutes']:.1f} minutes; {alone}.")
+    lines += [
+        "",
+        "Record `data/tune.json`; `nox -s bench -- tune page` writes this page. One thread a rank; fp32; AdamW.",
+    ]
+    PAGE.write_text("\n".join(lines) + "\n")
+    print(PAGE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("grid", "limits", "page"))
+    parser.add_argument("what", nargs="?", default="")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "docs" / "examples" / "train_gpt"))
+    if args.part == "page":
+        page()
+        return
+    if args.part == "limits":
+        for name in ("ds_engine.build", "ds_tune.tuning"):  # before the first fork
+            importlib.import_module(name)
+        limits(int(args.what or 200))
+    else:
+        for form in [args.what] if args.what else FORMS:
+            grid(form)
+    page()
+
+
+if __name__ == "__main__":
+    main()
