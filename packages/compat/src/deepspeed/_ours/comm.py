@@ -262,9 +262,7 @@ def get_comm_operation_count(operation_name: str | None = None) -> int:
     return sum(row["count"] for name in names for row in told[name].values())
 
 
-def get_total_comm_operations() -> int:
-    """How many operations it collected."""
-    return get_comm_operation_count()
+get_total_comm_operations = get_comm_operation_count
 
 
 def reset_log() -> None:

@@ -25,12 +25,8 @@ from ds_data.variable import (
 )
 
 __all__ = [
-    "CurriculumScheduler",
-    "DeepSpeedDataSampler",
-    "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
-    "RandomLTDScheduler",
-]
+    "CurriculumScheduler", "DeepSpeedDataSampler", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "RandomLTDScheduler",
+]  # fmt: skip
 
 
 class CurriculumScheduler:

@@ -228,8 +228,6 @@ class SavesAndLoads(Engine):
             return False
         return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """`save_16bit_model`."""
-        return self.save_16bit_model(save_dir, save_filename)
+    save_fp16_model = save_16bit_model
 
     # ---- state that moves, the end

@@ -41,20 +41,9 @@ class FlopsProfiler:
         self._counter = counter or ForwardCounter()
         self._seconds, self._begun = 0.0, 0.0
 
-    @property
-    def flops(self) -> int:
-        """Operations that were counted last."""
-        return int(self.get_total_flops())
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds that were counted last."""
-        return int(self.get_total_macs())
-
-    @property
-    def params(self) -> int:
-        """Elements of the model's parameters."""
-        return int(self.get_total_params())
+    flops = property(lambda self: int(self.get_total_flops()), doc="Operations that were counted last.")
+    macs = property(lambda self: int(self.get_total_macs()), doc="Multiply-adds that were counted last.")
+    params = property(lambda self: int(self.get_total_params()), doc="Elements of the model's parameters.")
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
         """Count from here on, but not in modules of the classes of `ignore_list`. Slows the model down several times."""

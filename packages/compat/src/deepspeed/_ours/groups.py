@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm import Mesh, MeshSpec, world_group
+from ds_comm import Mesh, MeshSpec, single_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.sequence.hf import SequenceRanks
 
@@ -67,75 +68,49 @@ def _group(name: str) -> Any:
     return _alone[0][1]
 
 
-def get_data_parallel_group() -> Any:
-    """torch's group of the ranks that train on different samples."""
-    if _shared:
-        return _shared[0].get_data_parallel_group()
-    return _group("data") if _cut else dist.group.WORLD
+def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Callable[[], Any]:
+    """A function that gives the group, rank or world_size of this rank on an axis of the mesh.
+
+    Args:
+        sequences: What the ranks that share sequences call it, which count where there are any.
+        whole: Where nothing is cut, the axis is the world; else this rank alone.
+    """
+
+    def ask() -> Any:
+        if sequences and _shared:
+            return getattr(_shared[0], f"get_{sequences}_parallel_{what}")()
+        cut = bool(_cut and axis)
+        if what == "group":
+            return _group(axis) if cut else dist.group.WORLD if whole else None
+        place = _cut[0][axis] if cut else world_group() if whole else single_group(axis)
+        return place.rank if what == "rank" else place.size
+
+    return ask
 
 
-def get_data_parallel_rank() -> int:
-    """This process's rank among them."""
-    if _shared:
-        return _shared[0].get_data_parallel_rank()
-    return _cut[0]["data"].rank if _cut else world_group().rank
-
-
-def get_data_parallel_world_size() -> int:
-    """Ranks that train on different samples."""
-    if _shared:
-        return _shared[0].get_data_parallel_world_size()
-    return _cut[0]["data"].size if _cut else world_group().size
-
-
-def get_model_parallel_group() -> Any:
-    """torch's group of the ranks that layers are cut over; None where they are whole."""
-    return _group("tensor") if _cut else None
-
-
-def get_model_parallel_rank() -> int:
-    """This process's rank among them."""
-    return _cut[0]["tensor"].rank if _cut else 0
-
-
-def get_model_parallel_world_size() -> int:
-    """Ranks that layers are cut over."""
-    return _cut[0]["tensor"].size if _cut else 1
+_WHAT = ("group", "rank", "world_size")
+get_data_parallel_group, get_data_parallel_rank, get_data_parallel_world_size = (
+    _asks(what, "data", "data", whole=True) for what in _WHAT
+)
+get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size = (
+    _asks(what, "tensor") for what in _WHAT
+)
+_get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequence_data_parallel_world_size = (
+    _asks(what, "gradient", whole=True) for what in _WHAT
+)
+_get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_parallel_world_size = (
+    _asks(what, "", "sequence") for what in _WHAT
+)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them, as a rank of the world: whose batch the others should have."""
+    """The first of the ranks that layers are cut over, as a rank of the world: whose batch the others should have."""
     return _cut[0]["tensor"].ranks[0] if _cut else world_group().rank
 
 
 def _get_world_group() -> Any:
     """torch's group of all ranks."""
     return dist.group.WORLD
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    return _group("gradient") if _cut else dist.group.WORLD
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return _cut[0]["gradient"].rank if _cut else world_group().rank
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return _cut[0]["gradient"].size if _cut else world_group().size
-
-
-def _get_sequence_parallel_group() -> Any:
-    """torch's group of the ranks that share a sequence; None where nobody does."""
-    return _shared[0].get_sequence_parallel_group() if _shared else None
-
-
-def _get_sequence_parallel_rank() -> int:
-    return _shared[0].get_sequence_parallel_rank() if _shared else 0
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return _shared[0].get_sequence_parallel_world_size() if _shared else 1
 
 
 get_tensor_model_parallel_group = get_model_parallel_group

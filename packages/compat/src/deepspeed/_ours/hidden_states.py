@@ -59,12 +59,8 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self, use_pin_memory: bool = True, use_streams: bool = True, min_offload_bytes: int = 1024, max_fwd_stash_count: int = 2,
         max_cpu_buffer_pool_count: int = 64, keep_last_count: int = 1,
     ) -> None:  # fmt: skip
-        told = {
-            "min_offload_bytes": min_offload_bytes, "max_fwd_stash_count": max_fwd_stash_count,
-            "max_cpu_buffer_pool_count": max_cpu_buffer_pool_count, "keep_last_count": keep_last_count,
-        }  # fmt: skip
-        for name, value in told.items():
-            if value < 0:
+        for name, value in {**locals()}.items():
+            if isinstance(value, int) and value < 0:
                 raise also(ConfigError, ValueError)(
                     f"{name} must be >= 0, got {value}", code="compat-argument", fix="Use 0 or more."
                 )

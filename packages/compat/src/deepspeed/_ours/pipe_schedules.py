@@ -56,32 +56,17 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-class LoadMicroBatch(BufferOpInstruction):
-    """Take the next microbatch."""
+def _of_buffer(name: str, meaning: str) -> type[BufferOpInstruction]:
+    return type(name, (BufferOpInstruction,), {"__doc__": meaning, "__module__": __name__})
 
 
-class ForwardPass(BufferOpInstruction):
-    """Run the stage."""
-
-
-class BackwardPass(BufferOpInstruction):
-    """Run its backward."""
-
-
-class SendActivation(BufferOpInstruction):
-    """Give the output to the next stage."""
-
-
-class RecvActivation(BufferOpInstruction):
-    """Take the input from the stage before."""
-
-
-class SendGrad(BufferOpInstruction):
-    """Give the input's gradient to the stage before."""
-
-
-class RecvGrad(BufferOpInstruction):
-    """Take the output's gradient from the next stage."""
+LoadMicroBatch = _of_buffer("LoadMicroBatch", "Take the next microbatch.")
+ForwardPass = _of_buffer("ForwardPass", "Run the stage.")
+BackwardPass = _of_buffer("BackwardPass", "Run its backward.")
+SendActivation = _of_buffer("SendActivation", "Give the output to the next stage.")
+RecvActivation = _of_buffer("RecvActivation", "Take the input from the stage before.")
+SendGrad = _of_buffer("SendGrad", "Give the input's gradient to the stage before.")
+RecvGrad = _of_buffer("RecvGrad", "Take the output's gradient from the next stage.")
 
 
 class PipeSchedule(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,41 +72,25 @@ def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 # ---- groups of another library
 
 
-def _of_mpu(mpu: Any, *names: str) -> Any:
-    return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), None)
+def _of_mpu(default: Any, meaning: str, *names: str) -> Callable[..., Any]:
+    """What an object of Megatron's tells under a newer or an older name; `default` without one."""
+
+    def ask(mpu: Any = None) -> Any:
+        return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), default)
+
+    ask.__doc__ = meaning
+    return ask
 
 
-def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """The tensor-parallel rank that an object of Megatron's tells under a newer or an older name; 0 without one."""
-    return (
-        0
-        if mpu is None
-        else _of_mpu(mpu, "get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
-    )
-
-
-def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """The number of tensor-parallel ranks, in the same way; 1 without one."""
-    names = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size")
-    return 1 if mpu is None else _of_mpu(mpu, *names)
-
-
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """Their group, in the same way; None without one."""
-    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
-    return None if mpu is None else _of_mpu(mpu, *names)
-
-
-def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """The number of stages, in the same way; 1 without one."""
-    names = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
-    return 1 if mpu is None else _of_mpu(mpu, *names) or 1
-
-
-def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    """Their group, in the same way; None without one."""
-    names = ("get_pipeline_model_parallel_group", "get_pipe_parallel_group")
-    return None if mpu is None else _of_mpu(mpu, *names)
+_TENSOR, _STAGE = (
+    ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+    ("pipeline_model_parallel", "pipe_parallel"),
+)
+bwc_tensor_model_parallel_rank = _of_mpu(0, "The tensor-parallel rank.", *(f"get_{name}_rank" for name in _TENSOR))
+bwc_tensor_model_parallel_world_size = _of_mpu(1, "Their number.", *(f"get_{name}_world_size" for name in _TENSOR))
+bwc_tensor_model_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _TENSOR))
+bwc_pipeline_parallel_world_size = _of_mpu(1, "The number of stages.", *(f"get_{name}_world_size" for name in _STAGE))
+bwc_pipeline_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _STAGE))
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:

@@ -163,10 +163,6 @@ class ThroughputTimer:
         self.global_step_count = self.micro_step_count = self.epoch_count = 0
         self.total_elapsed_time = self._begun = 0.0
 
-    def update_epoch_count(self) -> None:
-        """An epoch ended."""
-        self.epoch_count, self.micro_step_count = self.epoch_count + 1, 0
-
     def start(self) -> None:
         """A microbatch begins."""
         if self.config.enabled:
