@@ -3,7 +3,7 @@
     python suites.py NAME=CHECKOUT ... [--results FILE] [--page] [--who theirs|ours]
 
 NAME is one of `SUITES`, CHECKOUT a folder of that project's repository, of which `tests` is copied to a scratch folder and nothing
-is kept. DS_PEER_PYTHON and DS_CLIENTS_PYTHON are the two environments. What passes with DeepSpeed on this host is the list; results
+is kept. PYTHONPATH may name a folder with other versions of libraries, where a suite needs them. DS_PEER_PYTHON and DS_CLIENTS_PYTHON are the two environments. What passes with DeepSpeed on this host is the list; results
 are added to FILE, and what is in it is not run again. Writes docs/reference/suites.md.
 """
 
@@ -100,7 +100,7 @@ def run(name: str, checkout: Path, who: str, results: Path) -> None:
             if file in done:
                 continue
             environ = os.environ | {
-                "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{HERE}{os.pathsep}{scratch}",
+                "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]), str(scratch)]),
                 "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MAX_JOBS": "1",
                 "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
                 "SUITES_OUT": str(results.resolve()), "SUITES_ROW": json.dumps({"suite": name, "who": who, "file": file}),
