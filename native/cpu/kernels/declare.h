@@ -28,6 +28,8 @@ void decoder_norm(const decoder::Normed &n, const float *x, std::int64_t size, f
 void decoder_activate(decoder::Activation kind, const float *gate, const float *value, float *out);
 void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,
                    std::int64_t from, std::int64_t to, float *qkv);
+void decoder_place_latent(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, float *kv,
+                          float *queries);
 std::int64_t attend_floats(const decoder::Layer &y);
 void decoder_attend(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch);
 }  // namespace ds::DS_ISA

@@ -182,7 +182,7 @@ DS_INLINE Word first_key(const Layer &y, Word position) {
 
 DS_INLINE Word kept_at(const Step &s, const Layer &y, const Attend &a, Word position) {
   const Word slot = a.chunk->blocks[position / s.block_size] * s.block_size + position % s.block_size;
-  return slot * y.kv_heads + a.kv_head;
+  return y.latent ? slot : slot * y.kv_heads + a.kv_head;
 }
 
 // scale * score, capped, with its bias of distance, or `none` where a query does not see the key.
@@ -253,7 +253,7 @@ static void each_query(const Step &s, const Layer &y, const Attend &a, float *sc
     for (Word i = 0; i < few_keys; i++) {
       const Word at = kept_at(s, y, a, j + i <= last ? j + i : j);  // what nobody sees has no weight, and must be a number
       k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
-      v[i] = kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
+      v[i] = y.latent ? k[i] : kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
     }
     for (Word q = 0; q < queries; q++) {
       const Word head = a.kv_head * group + q % group, position = first + q / group;
@@ -365,7 +365,7 @@ static void many_queries(const Step &s, const Layer &y, const Attend &a, float *
       const Word at = kept_at(s, y, a, j + i);
       k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
       float *to = value_rows + i * wide;
-      const float *v = kept_row(s.kept, y.values, y.value_scales, at, wide, to);
+      const float *v = y.latent ? k[i] : kept_row(s.kept, y.values, y.value_scales, at, wide, to);
       if (v != to) std::memcpy(to, v, static_cast<std::size_t>(wide) * 4);
     }
     for (Word at = 0; at < count; at += 32) {
@@ -433,6 +433,20 @@ void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decode
     keep(s.kept, y.keys, y.key_scales, slot * y.kv_heads + h, y.width, keys + h * y.width);
     keep(s.kept, y.values, y.value_scales, slot * y.kv_heads + h, y.value_width, values + h * y.value_width);
   }
+}
+
+void decoder_place_latent(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, float *kv,
+                          float *queries) {
+  const Latent &l = *y.latent;
+  const Word position = c.start + row - c.first;
+  const Word slot = c.blocks[position / s.block_size] * s.block_size + position % s.block_size;
+  const Word turns = y.rope < 0 ? 0 : (y.rope * s.rows + row) * s.rope_stride;
+  norm_row(l.norm, kv, l.rank, kv);
+  if (y.rope >= 0) {
+    rotate(y, s.cos + turns, s.sin + turns, kv + l.rank);
+    for (Word h = 0; h < y.heads; h++) rotate(y, s.cos + turns, s.sin + turns, queries + h * (l.plain + l.rotated) + l.plain);
+  }
+  keep(s.kept, y.keys, nullptr, slot, l.rank + l.rotated, kv);
 }
 
 void decoder_attend(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch) {

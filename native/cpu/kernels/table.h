@@ -51,6 +51,9 @@ struct Kernels {
   void (*decoder_norm)(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
   // out [32] = f(gate), times value if there is one.
   void (*decoder_activate)(decoder::Activation kind, const float *gate, const float *value, float *out);
+  // For one row of a layer with latents, in place: kv (latent, rotated part of the key) to the cache, and the queries' rotated parts.
+  void (*decoder_place_latent)(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row, float *kv,
+                               float *queries);
   // Norms and turns queries and keys of one row, in place, and writes keys and values to the cache: of heads [from, to) of keys,
   // and the queries that read them.
   void (*decoder_place)(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,

@@ -47,9 +47,36 @@ enum class Activation : Word { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, quic
 // Element types of the cache: fp32, bf16, or int8 with one scale for a token and head.
 enum class Kept : Word { f32 = 0, bf16 = 1, int8 = 2 };
 
+// A router and experts, beside or instead of the layer's own feed-forward part. How weights are chosen: DeepSeek-V3, arXiv:2412.19437,
+// section 2.1.2, and what others leave out of it.
+enum class Score : Word { softmax = 0, sigmoid = 1, softmax_chosen = 2 };
+
+struct Experts {
+  Matrix router;               // [count (+ 1: the gate of the layer's own part)]
+  const Matrix *up, *down;     // [held] each: of experts [first, first + held)
+  Word count, chosen, first, held;
+  Word groups, chosen_groups, pair;  // pair: a group's score is the sum of its best two, else its best
+  Score score;
+  Word normalized;
+  double scale;
+  const float *correction;     // [count], added to scores for choosing only; null: none
+  double clamp, alpha;         // clamp > 0: (value + 1) * gate * sigmoid(alpha * gate), both cut at it before
+  Word own_gated;              // the layer's own part is multiplied by a sigmoid of logit `count`
+};
+
+// Keys and values that are made from `rank` numbers a token: DeepSeek-V2, arXiv:2405.04434, section 2.1. The layer's qkv makes (queries,
+// or `small` numbers that query_up makes them of; the latent; the rotated part of the key). The cache holds latent and rotated part.
+// Queries go to the latent's space by key_up, and weighted sums of latents become values by value_up.
+struct Latent {
+  Normed query_norm, norm;          // of the small numbers; of latents
+  Matrix query_up;                  // no data: qkv makes queries
+  const Matrix *key_up, *value_up;  // [heads]: [rank, plain] and [value_width, rank] each
+  Word rank, plain, rotated, small, value_width;
+};
+
 struct Layer {
   Normed before_attention, after_attention, before_feed, after_feed, query_norm, key_norm;
-  Matrix qkv, out, up, down;  // gated: units of `up` are gate and value in turn
+  Matrix qkv, out, up, down;  // gated: units of `up` are gate and value in turn; no data: there are only experts
   Word heads, kv_heads, width, value_width;
   double scale, softcap;  // softcap 0: none
   Word window;            // 0: none
@@ -62,7 +89,10 @@ struct Layer {
   Word parallel;  // attention and feed-forward part read the same x
   Word after;     // norms follow the residual instead of preceding it
   Word activation, gated;
-  void *keys, *values;  // [blocks, size, kv_heads, width]
+  const Experts *experts;  // null: none
+  const Latent *latent;    // null: none. Else width is rank + rotated, value_width is rank, and kv_heads says how heads are dealt out:
+                           // all read the one key of a token, and the first `rank` numbers of it are the value
+  void *keys, *values;  // [blocks, size, kv_heads, width]; of a latent [blocks, size, 1, width], no values
   float *key_scales, *value_scales;  // [blocks, size, kv_heads], int8 only
 };
 
@@ -108,7 +138,7 @@ struct Attend {
   Word out_stride;
 };
 
-static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 87 * 8 && sizeof(Step) == 32 * 8);
+static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 89 * 8 && sizeof(Latent) == 25 * 8 && sizeof(Experts) == 24 * 8 && sizeof(Step) == 32 * 8);
 
 // Floats of scratch that `run` needs for such a step.
 Word scratch_floats(const Step &s, int threads);

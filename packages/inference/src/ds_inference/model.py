@@ -309,13 +309,13 @@ class Decoder:
             q = self._linear(f"{at}.q", x)
         else:
             small = _normed(
-                self._linear(f"{at}.q_down", x), self._floats[f"{at}.q_down_norm.weight"], None, _LATENT_NORM
+                self._linear(f"{at}.q_down", x), self._floats[f"{at}.q_down_norm.weight"], None, latent.norm
             )
             q = self._linear(f"{at}.q_up", small)
         q = q.unflatten(-1, (spec.heads, spec.width))
         plain, turned = q.split([latent.plain, latent.rotated], dim=-1)
         kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.rank, latent.rotated], dim=-1)
-        kv = _normed(kv, self._floats[f"{at}.kv_down_norm.weight"], None, _LATENT_NORM)
+        kv = _normed(kv, self._floats[f"{at}.kv_down_norm.weight"], None, latent.norm)
         k_turned = k_turned[:, None]
         if spec.rope is not None:
             turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
@@ -411,9 +411,6 @@ class Decoder:
 
 def _all_heads(attention: Attention) -> int:
     return attention.heads if attention.of is None else attention.of[0]
-
-
-_LATENT_NORM = Norm("rms", 1e-6)
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:

@@ -11,18 +11,21 @@ from torch.nn import functional as F
 
 from ds_comm.arena import Arena
 from ds_inference.attention import Batch, alibi_slopes
-from ds_inference.quantize import Weight
+from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
-from ds_inference.spec import Layer, Mlp, Norm, Rope, Spec
+from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
 from ds_ops.decoder import (
     Activation,
     Chunk,
+    DecoderExperts,
+    DecoderLatent,
     DecoderLayer,
     DecoderProgram,
     Inputs,
     KeptLayer,
     Normed,
     Packed,
+    Score,
     obstacle,
     pack,
 )
@@ -51,6 +54,10 @@ _NORMS = {
 }
 """By order of a layer: numbers of the norms before and after attention, before and after the feed-forward part."""
 _MATRICES = ("attention.qkv", "attention.out", "feed.up", "feed.down")
+_EXPERTS = ("feed.experts.up", "feed.experts.down")
+_LATENT = ("attention.q", "attention.q_down", "attention.q_up", "attention.kv_down")
+_SHARED = ("feed.shared.up", "feed.shared.down")
+_SCORES = {"softmax": Score.SOFTMAX, "sigmoid": Score.SIGMOID, "softmax_chosen": Score.SOFTMAX_CHOSEN}
 
 
 def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
@@ -60,8 +67,9 @@ def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
     forms = {w.dtype if isinstance(w, Tensor) else w.spec.format for w in matrices}
     reasons = {
         f"the weights are on {embed.device if isinstance(embed, Tensor) else '?'}": not _on_cpu(embed),
-        "latent attention": any(y.attention.latent is not None for y in spec.layers),
-        "experts": any(not isinstance(y.feed, Mlp) for y in spec.layers),
+        "experts beside attention": any(
+            isinstance(y.feed, Experts) and y.order.startswith("parallel") for y in spec.layers
+        ),
         "ALiBi rounded to bf16": any(y.attention.alibi is not None and y.attention.alibi.rounded for y in spec.layers),
         "a projection before the head": "embed_out.weight" in weights,
         f"weights of {', '.join(sorted(map(str, forms)))}": not forms <= {torch.float32, torch.bfloat16, INT8, INT4},
@@ -78,7 +86,7 @@ def _on_cpu(weight: Weight) -> bool:
 
 
 def _tails() -> tuple[str, ...]:
-    return (*(f"{m}.weight" for m in _MATRICES), "head.weight")
+    return (*(f"{m}.weight" for m in (*_MATRICES, *_SHARED, *_LATENT)), *_EXPERTS, "head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,8 @@ class NativeDecoder:
     @staticmethod
     def packed_roles(spec: Spec) -> list[str]:
         """Of which only the packed form is read."""
-        return [f"layers.{i}.{m}.weight" for i in range(len(spec.layers)) for m in _MATRICES] + ["head.weight"]
+        each = (*(f"{m}.weight" for m in (*_MATRICES, *_SHARED, *_LATENT)), *_EXPERTS)
+        return [f"layers.{i}.{role}" for i in range(len(spec.layers)) for role in each] + ["head.weight"]
 
     def step(self, x: Tensor, batch: Batch, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
@@ -158,18 +167,78 @@ class NativeDecoder:
     def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> Packed:
         keep = role == "embed"
         weight = self._weights[f"{role}.weight"] if keep else self._weights.pop(f"{role}.weight")
-        inputs = Inputs.F32
+        return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=self._inputs(weight))
+
+    def _inputs(self, weight: Weight) -> Inputs:
         if isinstance(weight, QuantTensor):
-            inputs = Inputs.INT8 if self._rounded else Inputs.F32
-        elif weight.dtype == torch.bfloat16:
-            inputs = Inputs.BF16
-        return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=inputs)
+            return Inputs.INT8 if self._rounded else Inputs.F32
+        return Inputs.BF16 if weight.dtype == torch.bfloat16 else Inputs.F32
+
+    def _grouped(self, role: str, gated: bool) -> list[Packed]:
+        """Every expert's matrix."""
+        weight, bias = self._weights.pop(role), self._float(f"{role}_bias")
+        count = weight.shape[0]
+        each = (_expert(weight, e) for e in range(count))
+        inputs = self._inputs(weight)
+        return [pack(w, None if bias is None else bias[e], gated=gated, inputs=inputs) for e, w in enumerate(each)]
+
+    def _latent(self, at: str, spec: Attention, latent: Latent) -> tuple[Packed, DecoderLatent]:
+        """What the layer's input is multiplied with, and the rest."""
+        small = latent.query_rank is not None
+        names = (f"{at}.{'q_down' if small else 'q'}", f"{at}.kv_down")
+        parts = [self._weights.pop(f"{name}.weight") for name in names]
+        biases = [self._float(f"{name}.bias") for name in names]
+        bias = None
+        if any(b is not None for b in biases):
+            rows = [p.shape[0] for p in parts]
+            bias = torch.cat([torch.zeros(n) if b is None else b for b, n in zip(biases, rows, strict=True)])
+        both = _stacked(parts)
+        first = pack(both, bias, inputs=self._inputs(both))
+        up = dequantised(self._weights[f"{at}.kv_up.weight"])
+        key_up, value_up = up.view(spec.heads, -1, latent.rank).split([latent.plain, spec.value_width], 1)
+        inputs = self._inputs(up)
+        return first, DecoderLatent(
+            self._norm(f"{at}.kv_down_norm", latent.norm),
+            [pack(k.t().contiguous(), inputs=inputs) for k in key_up],
+            [pack(v.contiguous(), inputs=inputs) for v in value_up],
+            latent.rank,
+            latent.plain,
+            latent.rotated,
+            spec.value_width,
+            self._norm(f"{at}.q_down_norm", latent.norm) if small else Normed(),
+            self._packed(f"{at}.q_up") if small else None,
+        )
+
+    def _experts(self, at: str, spec: Experts) -> DecoderExperts:
+        router = dequantised(self._weights[f"{at}.router.weight"]).float().contiguous()
+        bias, gate = self._float(f"{at}.router.bias"), self._float(f"{at}.shared_gate.weight")
+        if gate is not None:
+            router = torch.cat([router, gate])
+            bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
+        return DecoderExperts(
+            pack(router, bias),
+            self._grouped(f"{at}.experts.up", gated=True),
+            self._grouped(f"{at}.experts.down", gated=False),
+            spec.count,
+            spec.chosen,
+            0 if spec.held is None else spec.held[0],
+            spec.groups,
+            spec.chosen_groups,
+            spec.group_score == "pair",
+            _SCORES[spec.score],
+            spec.normalized,
+            spec.scale,
+            self._float(f"{at}.correction"),
+            spec.clamp or 0.0,
+            spec.alpha,
+            gate is not None,
+        )
 
     def _layer(self, at: str, layer: Layer, spec: Spec) -> DecoderLayer:
         a, feed = layer.attention, layer.feed
         own: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
         inner = a.whole_norm or a.head_norm
-        gated = isinstance(feed, Mlp) and feed.gated
+        gated = isinstance(feed, Experts) or feed.gated
         norms = [own(n) for n in _NORMS[layer.order]]
         norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
         slopes = None
@@ -177,13 +246,20 @@ class NativeDecoder:
             all_heads = a.heads if a.of is None else a.of[0]
             slopes = alibi_slopes(all_heads).float()[a.first : a.first + a.heads].contiguous() * a.alibi.scale
         sinks = self._float(f"{at}.attention.sinks")
-        qkv, out, up, down = (self._packed(f"{at}.{m}", gated and m == "feed.up") for m in _MATRICES)
+        if a.latent is None:
+            latent, qkv, sizes = None, self._packed(f"{at}.attention.qkv"), (a.kv_heads, a.width, a.value_width)
+        else:
+            qkv, latent = self._latent(f"{at}.attention", a, a.latent)
+            sizes = _parts(a.heads), a.latent.rank + a.latent.rotated, a.latent.rank
+        out = self._packed(f"{at}.attention.out")
+        up = down = None
+        if isinstance(feed, Mlp) or feed.shared:
+            names = _MATRICES[2:] if isinstance(feed, Mlp) else _SHARED
+            up, down = (self._packed(f"{at}.{m}", gated and m.endswith("up")) for m in names)
         return DecoderLayer(
             (qkv, out, up, down),
             a.heads,
-            a.kv_heads,
-            a.width,
-            a.value_width,
+            *sizes,
             a.scale,
             tuple(norms),
             a.softcap or 0.0,
@@ -200,4 +276,29 @@ class NativeDecoder:
             norm_late=a.head_norm_late,
             clip=a.clip or 0.0,
             residual=layer.residual,
+            experts=self._experts(f"{at}.feed", feed) if isinstance(feed, Experts) else None,
+            latent=latent,
         )
+
+
+def _parts(heads: int) -> int:
+    """Into how many parts heads are dealt out that read the same key: of at most 8, so that threads have something to share."""
+    return next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= 8)
+
+
+def _stacked(parts: list[Weight]) -> Weight:
+    """Rows under each other; codes stay codes where they are of one kind."""
+    codes = [p for p in parts if isinstance(p, QuantTensor)]
+    if len(codes) == len(parts) and len({(c.spec, c.cols) for c in codes}) == 1:
+        rows = sum(c.rows for c in codes)
+        wire = torch.cat([c.wire for c in codes])
+        return QuantTensor(wire, codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype)
+    return torch.cat([dequantised(p) for p in parts])
+
+
+def _expert(weight: Weight, e: int) -> Weight:
+    """One of [experts, N, K]."""
+    if isinstance(weight, Tensor):
+        return weight[e]
+    _, n, k = weight.shape
+    return QuantTensor(weight.wire[e * n : (e + 1) * n], weight.spec, weight.cols, (n, k), weight.dtype)

@@ -63,6 +63,11 @@ class Latent:
     plain: int
     rotated: int
 
+    @property
+    def norm(self) -> Norm:
+        """Of the compressed numbers; configurations do not name it."""
+        return Norm("rms", 1e-6)
+
 
 @dataclass(frozen=True, slots=True)
 class Alibi:

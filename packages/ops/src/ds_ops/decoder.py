@@ -24,12 +24,15 @@ from ds_ops.shm import Channel
 __all__ = [
     "Activation",
     "Chunk",
+    "DecoderExperts",
+    "DecoderLatent",
     "DecoderLayer",
     "DecoderProgram",
     "Inputs",
     "KeptLayer",
     "Normed",
     "Packed",
+    "Score",
     "obstacle",
     "pack",
 ]
@@ -45,6 +48,14 @@ class Inputs(enum.IntEnum):
     F32 = 0
     INT8 = 1
     BF16 = 2
+
+
+class Score(enum.IntEnum):
+    """Of a router's logits: a softmax of all, a sigmoid of each, a softmax of the chosen ones."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SOFTMAX_CHOSEN = 2
 
 
 class Activation(enum.IntEnum):
@@ -210,6 +221,86 @@ class Normed:
 
 
 _NO_NORM = Normed()
+_NO_MATRIX = (0,) * 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderExperts:
+    """A layer's router and experts: see `Experts` of `native/include/ds/decoder.h`.
+
+    Attributes:
+        router: [count (+ 1 for the gate of the layer's own part), hidden].
+        up, down: Of every expert that is held here, gated.
+        first: Number of the first of them.
+        pair: A group's score is the sum of its best two, else its best.
+        correction: fp32 [count], added to scores for choosing.
+        clamp, alpha: clamp > 0: (up + 1) * gate * sigmoid(alpha * gate), both cut at the clamp before.
+        own_gated: The layer's own part is multiplied by a sigmoid of the router's last output.
+    """
+
+    router: Packed
+    up: Sequence[Packed]
+    down: Sequence[Packed]
+    count: int
+    chosen: int
+    first: int = 0
+    groups: int = 1
+    chosen_groups: int = 1
+    pair: bool = False
+    score: Score = Score.SOFTMAX
+    normalized: bool = True
+    scale: float = 1.0
+    correction: Tensor | None = None
+    clamp: float = 0.0
+    alpha: float = 1.0
+    own_gated: bool = False
+    _tables: tuple[np.ndarray, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tables = tuple(np.array([m.words() for m in part], dtype=np.int64) for part in (self.up, self.down))
+        object.__setattr__(self, "_tables", tables)
+
+    def words(self) -> np.ndarray:
+        """`Experts`; it must outlive the step."""
+        up, down = (t.ctypes.data if len(t) else 0 for t in self._tables)
+        found = [*self.router.words(), up, down, self.count, self.chosen, self.first, len(self.up), self.groups]
+        found += [self.chosen_groups, int(self.pair), int(self.score), int(self.normalized), _word(self.scale)]
+        found += [_at(self.correction), _word(self.clamp), _word(self.alpha), int(self.own_gated)]
+        return np.array(found, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLatent:
+    """How a layer's keys and values are compressed: see `Latent` of `native/include/ds/decoder.h`.
+
+    Attributes:
+        norm: Of latents.
+        key_up, value_up: Of every head, [rank, plain] and [value width, rank].
+        query_norm, query_up: What makes queries of `small` numbers; None: the layer's first matrix makes them.
+    """
+
+    norm: Normed
+    key_up: Sequence[Packed]
+    value_up: Sequence[Packed]
+    rank: int
+    plain: int
+    rotated: int
+    value_width: int
+    query_norm: Normed = _NO_NORM
+    query_up: Packed | None = None
+    _tables: tuple[np.ndarray, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tables = tuple(np.array([m.words() for m in part], dtype=np.int64) for part in (self.key_up, self.value_up))
+        object.__setattr__(self, "_tables", tables)
+
+    def words(self) -> np.ndarray:
+        """`Latent`; it must outlive the step."""
+        up = self.query_up
+        found = [*self.query_norm.words(), *self.norm.words(), *(_NO_MATRIX if up is None else up.words())]
+        found += [t.ctypes.data for t in self._tables]
+        found += [self.rank, self.plain, self.rotated, 0 if up is None else up.inner, self.value_width]
+        return np.array(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +309,9 @@ class DecoderLayer:
 
     Attributes:
         norms: Before and after attention, before and after the feed-forward part, of queries, of keys.
-        matrices: qkv, out, up, down.
+        matrices: qkv, out, up, down; without the last two there are only experts.
+        experts: Beside or instead of the layer's own feed-forward part.
+        latent: Then `width` is rank + rotated, `value_width` is rank, and `kv_heads` says in how many parts heads are dealt out.
         rope: (number of the tables, rotated features, whether pairs are neighbours); None: no rotation.
         whole, norm_each, norm_late: Norms of queries and keys: over all heads at once; every head has weights of its own; they come
             after the rotation.
@@ -226,7 +319,7 @@ class DecoderLayer:
         residual: Outputs of both parts are multiplied by it.
     """
 
-    matrices: tuple[Packed, Packed, Packed, Packed]
+    matrices: tuple[Packed, Packed, Packed | None, Packed | None]
     heads: int
     kv_heads: int
     width: int
@@ -247,11 +340,13 @@ class DecoderLayer:
     norm_late: bool = False
     clip: float = 0.0
     residual: float = 1.0
+    experts: DecoderExperts | None = None
+    latent: DecoderLatent | None = None
 
     def words(self) -> list[int]:
-        """`Layer`, up to its cache."""
+        """`Layer`, up to the tables of its experts and its latent, and its cache."""
         found = [word for norm in self.norms for word in norm.words()]
-        found += [word for matrix in self.matrices for word in matrix.words()]
+        found += [word for matrix in self.matrices for word in (_NO_MATRIX if matrix is None else matrix.words())]
         rope, dim, pairs = self.rope or (-1, 0, False)
         found += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
         found += [self.window, _at(self.slopes), _at(self.sinks), rope, dim, int(pairs), int(self.whole)]
@@ -261,10 +356,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLayer:
-    """A layer's cache: keys and values [blocks, size, heads, width], fp32, bf16, or int8 with scales fp32 [blocks, size, heads]."""
+    """A layer's cache: keys and values [blocks, size, heads, width], fp32, bf16, or int8 with scales fp32 [blocks, size, heads].
+
+    Of a latent: keys [blocks, size, 1, rank + rotated], fp32 or bf16, and no values.
+    """
 
     keys: Tensor
-    values: Tensor
+    values: Tensor | None = None
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
 
@@ -297,13 +395,19 @@ class DecoderProgram:
     head: Packed
     ranks: Channel | None = None
     _table: np.ndarray = field(init=False)
+    _parts: list[np.ndarray] = field(init=False)
     _scratch: Tensor = field(init=False)
     _taken: Sequence[KeptLayer] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._table = np.zeros((len(self.layers), _call.native().decoder_layer_words), dtype=np.int64)
+        self._parts = []
         for row, layer in zip(self._table, self.layers, strict=True):
             words = layer.words()
+            for part in (layer.experts, layer.latent):
+                if part is not None:
+                    self._parts.append(part.words())
+                words.append(0 if part is None else self._parts[-1].ctypes.data)
             row[: len(words)] = words
         self._scratch = torch.empty(0)
 
@@ -374,9 +478,12 @@ class DecoderProgram:
             raise self._misfit(f"outputs are not all below {x.shape[0]}")
         for layer, kept in zip(self.layers, cache, strict=True) if cache is not self._taken else ():
             count, size, *rest = kept.keys.shape
-            heads = [layer.kv_heads, layer.width], [count, size, layer.kv_heads, layer.value_width]
-            if rest != heads[0] or list(kept.values.shape) != heads[1] or kept.keys.dtype not in _KEPT:
-                raise self._misfit(f"keys {_call.describe(kept.keys)}, values {_call.describe(kept.values)}")
+            heads = 1 if layer.latent else layer.kv_heads
+            found = None if kept.values is None else list(kept.values.shape)
+            wanted_values = None if layer.latent else [count, size, heads, layer.value_width]
+            fits = rest == [heads, layer.width] and found == wanted_values and kept.keys.dtype in _KEPT
+            if not fits or (layer.latent and kept.keys.dtype == torch.int8):
+                raise self._misfit(f"keys {_call.describe(kept.keys)}, values {found}")
         count, size = cache[0].keys.shape[:2]
         for c in chunks:
             if c.count < 1 or c.start < 0 or len(c.blocks) * size < c.start + c.count:
