@@ -340,7 +340,9 @@ def torches(session: nox.Session) -> None:
         found = session.run(
             *into, f"torch=={version}", env=environ, external=True, success_codes=[0, 1, 2], silent=True
         )
-        if session.run(interpreter, "-c", "import torch", external=True, success_codes=[0, 1], silent=True):
+        told = "import importlib.metadata as m; print(m.version('torch'))"
+        there = session.run(interpreter, "-c", told, external=True, success_codes=[0, 1], silent=True)
+        if not str(there).startswith(version):
             why = str(found).strip()[-300:]
             session.warn(
                 f"[torches-unavailable] asked: torch {version} on Python {python}; found: {why}; "
