@@ -170,8 +170,10 @@ class Check:
         box = self.driver.find_element("css selector", ".md-search__input")
         self.driver.execute_script("document.querySelector('#__search').checked = true")
         links = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
-        # What is typed while the index is still being read is lost: type again, as people do.
-        for seconds in (4.0, 8.0, 20.0, 40.0):
+        # What is typed while the index is still being read is lost.
+        meta = "return document.querySelector('.md-search-result__meta').textContent"
+        _until(lambda: "Initializing" not in self.driver.execute_script(meta), "the index of the search", 90.0)
+        for seconds in (4.0, 20.0):  # typed again, as people do
             box.clear()
             box.send_keys(term)
             try:
