@@ -106,18 +106,23 @@ def main() -> None:
     parser.add_argument(
         "--config", default="comm", choices=("comm", "compute"), help="of `zero.py`: 1 x 32 or 2 x 128 tokens"
     )
-    parser.add_argument("--cycles", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--peer-files", action="store_true", help="DeepSpeed with files, too; here it did not answer within 4 minutes"
+    )
     parser.add_argument("--folder", help="of the files; else a new one beside the checkout")
     args = parser.parse_args()
     ensure("deepspeed")
     lines = []
-    with tempfile.TemporaryDirectory(dir=args.folder or ROOT, prefix=".offload-") as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder or ROOT / ".nox", prefix="offload-") as folder:
         rates = file_rates(folder)
         print("file, GB/s: " + ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items()), flush=True)
         for stage, where, kind in LINES:
             engines = [f"ours{stage}-device{kind}@shm", f"ours{stage}-{where}{kind}@shm", f"ours{stage}-{where}{kind}",
                        f"deepspeed{stage}-{where}{kind}"]  # fmt: skip
+            if where == "file" and not args.peer_files:
+                engines.pop()
             first: dict[str, dict] = {}
             start = {e: (lambda e=e, f=first: started(e, args.config, folder, f)) for e in engines}
             found = meet(start, args.cycles, args.steps)
@@ -127,7 +132,10 @@ def main() -> None:
             for engine, ms in took.items():
                 bound = 2e-2 if kind else 1e-5
                 alike = all(abs(a - b) <= bound * abs(b) for a, b in zip(first[engine]["losses"], base, strict=True))
-                beside = [a["ms"] / b["ms"] for a, b in zip(found[engine], found.get(engines[-1], []), strict=False)]
+                beside = [
+                    a["ms"] / b["ms"]
+                    for a, b in zip(found[engine], found.get(f"deepspeed{stage}-{where}{kind}", []), strict=False)
+                ]
                 line["engines"][engine] = first[engine] | {
                     "ms": ms, "alike": alike, "of_deepspeed": statistics.median(beside) if beside else None
                 }  # fmt: skip

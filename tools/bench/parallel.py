@@ -22,6 +22,8 @@ from turns import Ranks, meet
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "parallel.json"
 WORKER = Path(__file__).parent / "workers" / "parallel.py"
+TURNS = {"exchange": (8, 8), "ulysses": (8, 6), "tensor": (8, 4), "long": (4, 3), "loss": (3, 2)}
+"""Cycles, and steps of a turn."""
 # configuration, ranks, engines, (ours, peer, aim: time of ours over the peer's at most)
 MEETINGS = [
     ("exchange", 2, ["ours@shm", "ours", "deepspeed"], [("ours@shm", "deepspeed", 0.5), ("ours", "deepspeed", 1.0)]),
@@ -50,11 +52,20 @@ def started(engine: str, config: str, world: int, first: dict[str, dict]) -> Ran
     return ranks
 
 
+def keep(lines: list[dict]) -> None:
+    """Write the record: after each configuration."""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    DATA.write_text(
+        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- parallel", description=__doc__)
     parser.add_argument("configs", nargs="*", default=[config for config, *_ in MEETINGS])
-    parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--cycles", type=int, help="turns of each engine; by default as many as the configuration is short"
+    )
     args = parser.parse_args()
     ensure("deepspeed")
     kept = json.loads(DATA.read_text())["lines"] if DATA.exists() else []
@@ -63,9 +74,9 @@ def main() -> None:
         if config not in args.configs:
             continue
         first: dict[str, dict] = {}
-        found = meet(
-            {e: (lambda e=e, c=config, w=world, f=first: started(e, c, w, f)) for e in engines}, args.cycles, args.steps
-        )
+        cycles, steps = TURNS[config]
+        start = {e: (lambda e=e, c=config, w=world, f=first: started(e, c, w, f)) for e in engines}
+        found = meet(start, args.cycles or cycles, steps)
         took = {engine: statistics.median(turn["ms"] for turn in turns) for engine, turns in found.items()}
         print(f"{config}, {world} rank(s): " + ", ".join(f"{e} {ms:.2f} ms" for e, ms in took.items()))
         for ours, peer, aim in pairs:
@@ -78,10 +89,7 @@ def main() -> None:
             lines.append({"config": config, "ranks": world, "ours": ours, "peer": peer, "ratio": ratio, "aim": aim,
                           "ms": [took[ours], took[peer]], "step_mb": [first[e]["step_mb"] for e in (ours, peer)],
                           "alike": alike})  # fmt: skip
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    DATA.write_text(
-        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
-    )
+        keep(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/benchmarks/{moe,pipe,parallel,offload}.md from the records of the benchmarks of those names.
+"""Fill the tables of docs/benchmarks/{moe,pipe,parallel,offload}.md, where a page has a place for one, from the records of the benchmarks of those names.
 
 usage: nox -s bench -- tables [--check]
 
@@ -119,6 +119,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 def filled(name: str) -> tuple[Path, str]:
     """A page, and its text with the table as the record says."""
     page = PAGES / f"{name}.md"
+    if not TABLE.search(page.read_text()):
+        return page, page.read_text()
     text = TABLES[name](json.loads((PAGES / "data" / f"{name}.json").read_text()))
     return page, TABLE.sub(lambda m: m[1] + "\n" + text + "\n" + m[2], page.read_text())
 

@@ -278,6 +278,54 @@ def _pipe() -> Sequence[Chart]:
     ]
 
 
+def _parallel() -> Sequence[Chart]:
+    lines = _record("parallel")["lines"]
+    titles = {
+        "exchange": "Ulysses: the exchanges of 2,048 tokens",
+        "tensor": "Two Llama blocks, each cut in two",
+    }
+    names = {
+        "ours@shm": "ds-parallel, shm",
+        "ours": "ds-parallel, gloo",
+        "deepspeed": "DeepSpeed",
+        "torch": "torch",
+        "half": "the arithmetic alone",
+    }
+    charts = []
+    for config, title in titles.items():
+        ms = {
+            line[who]: line["ms"][i]
+            for line in lines
+            if line["config"] == config
+            for i, who in enumerate(("ours", "peer"))
+        }
+        bars = [
+            Bar(names[who], ms[who], "limit" if who == "half" else "ours" if who.startswith("ours") else "theirs")
+            for who in sorted(ms, key=lambda one: (one != "half", one not in ("ours@shm",), one != "ours", one))
+        ]
+        charts.append(Chart(title, "forward and backward, two ranks; less is better", "ms", bars, 1))
+    return charts
+
+
+def _offload() -> Sequence[Chart]:
+    charts = []
+    for line in _record("offload")["lines"]:
+        if line["stage"] != 3 or line["bf16"]:
+            continue
+        names = {
+            "ours3-device@shm": "ds-zero, all on the device",
+            f"ours3-{line['where']}@shm": "ds-zero, shm",
+            f"ours3-{line['where']}": "ds-zero, gloo",
+            f"deepspeed3-{line['where']}": "DeepSpeed",
+        }
+        found = {label: line["engines"][name]["ms"] for name, label in names.items() if name in line["engines"]}
+        title = f"Stage 3, optimizer state {'in a file' if line['where'] == 'file' else 'on the host'}"
+        charts.append(
+            Chart(title, "a step of a GPT of 17 million parameters, two ranks; less is better", "ms", _bars(found))
+        )
+    return charts
+
+
 def _quant() -> Sequence[Chart]:
     rows = [r for r in _record("quant")["rows"] if r["threads"] == 1 and r.get("share")]
     chosen = [r for r in rows if r["name"].startswith(("quantize ", "dequantize "))][:8]
@@ -314,7 +362,9 @@ PICTURES: Mapping[str, Callable[[], Sequence[Chart]]] = {
     "io": _io,
     "launch": _launch,
     "moe": _moe,
+    "offload": _offload,
     "ops": _ops,
+    "parallel": _parallel,
     "pipe": _pipe,
     "quant": _quant,
     "start-step": _one(0),

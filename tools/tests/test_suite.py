@@ -28,7 +28,7 @@ def test_files_run_side_by_side_unless_asked_otherwise(arguments, cores, added):
 
 def test_what_is_above_a_package(projects):
     assert above({"deepspeed"}, projects) == ["deepspeed"]
-    assert above({"ds-pipe"}, projects) == ["deepspeed", "ds-engine", "ds-pipe"]
+    assert above({"ds-pipe"}, projects) == ["deepspeed", "ds-engine", "ds-pipe", "ds-tune"]
     assert above({"ds-config"}, projects) == sorted(projects)
 
 
@@ -37,7 +37,7 @@ def test_what_is_above_a_package(projects):
     [
         ([], []),
         (["docs/index.md"], ["tools/tests"]),
-        (["packages/pipe/src/ds_pipe/x.py"], ["compat", "engine", "pipe", "tests-integration/pipe"]),
+        (["packages/pipe/src/ds_pipe/x.py"], ["compat", "engine", "pipe", "tune", "tests-integration/pipe"]),
         (["packages/pipe/tests/world/test_x.py"], ["pipe"]),
         (["tests-integration/ckpt/test_families.py"], ["tests-integration/ckpt"]),
         (["packages/compat/README.md"], ["compat"]),

@@ -50,7 +50,10 @@ def test_lines_about_steps(tmp_path):
     assert {momentum for *_, momentum in steps} == {"(0.9, 0.99)"}
     speed = r"epoch=\d+/micro_step=6/global_step=6, RunningAvgSamplesPerSec=[\d.e+]+, CurrSamplesPerSec=[\d.e+]+, MemAllocated=\S+GB"
     assert re.search(speed, out)
-    assert re.search(r"\[Rank 0\] time \(ms\) \| fwd: [\d.]+ \| bwd: [\d.]+ \| step: [\d.]+", out)
+    assert re.search(
+        r"\[Rank 0\] time \(ms\) \| fwd: [\d.]+ \| bwd: [\d.]+ \| bwd_inner: [\d.]+ \| bwd_allreduce: [\d.]+ \| step: [\d.]+",
+        out,
+    )
     overflow = r"\[deepspeed\] OVERFLOW! Rank 0 Skipping step\. Attempted loss scale: "
     assert re.search(overflow + "16, but hysteresis is 2. Reducing hysteresis to 1", out)
     assert re.search(overflow + "16, reducing to 8", out)

@@ -44,6 +44,12 @@ OURS = {
     "checkpoint.near.root",
     "checkpoint.near.every",
     "checkpoint.near.drain_every",
+    "monitor",
+    "monitor.sinks",
+    "monitor.sinks[0].sink",
+    "monitor.sinks[0].ranks",
+    "monitor.sinks[0].options",
+    "monitor.peak_tflops",
 }
 Path_ = tuple[str | int, ...]
 
@@ -133,7 +139,7 @@ class Made(list[Any]):
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     """What would be made, of classes that need files, threads or the network."""
     homes = {
-        ds_monitor.config: ("TensorBoardSink", "CsvSink", "WandbSink", "CometSink"),
+        ds_monitor.config: ("TensorBoardSink", "CsvSink", "WandbSink", "CometSink", "make_sink"),
         ds_ckpt.config: ("Synchronous", "Asynchronous", "NearCopies"),
     }
     recorders = []
@@ -201,6 +207,7 @@ CYCLE = {
 FILES = {"device": "nvme", "nvme_path": "folder"}
 SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
+    "monitor.sinks": {"monitor": {"sinks": [{"sink": "jsonl"}]}},
     "checkpoint.near": {"checkpoint": {"near": {"folder": "node", "root": "store", "every": 10, "drain_every": 1000}}},
     "weight_quantization.quantized_initialization": {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"some": {"num_bits": 8, "group_size": 16}}}},
@@ -301,6 +308,7 @@ VALUES: dict[str, list[Any]] = {
         )
     },
     "activation_checkpointing.modules": [["1"]],
+    "monitor.sinks": [[{"sink": "prometheus"}]],
     "optimizer.type": ["Lion", "Adagrad", "Adam"],
     "scheduler.type": ["WarmupLR", "LRRangeTest", "StepLR"],
     "scheduler.params": [{"gamma": 0.5}],

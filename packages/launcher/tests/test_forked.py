@@ -22,11 +22,10 @@ def rank(number: int, **env: str) -> Process:
 
 
 def test_only_modules_that_do_nothing_are_imported_early() -> None:
-    source = (
-        "import os, torch, pandas\nfrom ds_engine.plan import x\nfrom . import y\nif a:\n    import numpy\nimport dsx\n"
-    )
+    source = "import os, torch, pandas\nfrom ds_engine.plan import x\nfrom . import y\nimport dsx\nif a:\n    import numpy\nimport numpy\n"
     assert imports_of(source) == ("torch", "ds_engine.plan")
     assert imports_of("print 'two'") == ()
+    assert imports_of('"""What it is."""\nimport torch\nos.environ["A"] = "1"\nimport numpy\n') == ("torch",)
 
 
 def test_what_may_be_forks() -> None:

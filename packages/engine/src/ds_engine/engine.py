@@ -189,13 +189,13 @@ class Engine(EngineState):
         """
         return loader_of(self.plan, self.mesh["data"], dataset, Route(route, batch_size), options)
 
-    def set_train_batch_size(self, train: int) -> None:
+    def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of microbatches a step, from the next step on. Raises PlanError if it does not fit."""
-        self._rebatch(BatchRequest(train, self.plan.batch.micro))
+        self._rebatch(BatchRequest(train_batch_size, self.plan.batch.micro))
 
-    def set_train_micro_batch_size(self, micro: int) -> None:
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Take larger or smaller microbatches; the engine's loader gives them from its next iteration on."""
-        self._rebatch(BatchRequest(None, micro, self.plan.batch.accumulation))
+        self._rebatch(BatchRequest(None, micro_batch_size, self.plan.batch.accumulation))
 
     def close(self) -> None:
         """Give the model back whole, take hooks and sinks away. Collective. The engine is not usable afterwards."""

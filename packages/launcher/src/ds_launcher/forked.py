@@ -34,6 +34,7 @@ __all__ = ["BecomeRank", "Forks", "become", "forkable", "imports_of", "shared_en
 Streams = tuple[int | None, int | None, int]
 Prepare = Callable[[int, tuple[int, ...]], None]
 _ROOTS = ("torch", "numpy")
+_CUSTOM = {"sitecustomize", "usercustomize"}
 _BOUND = (
     "OMP_PROC_BIND",
     "OMP_PLACES",
@@ -51,7 +52,10 @@ class BecomeRank(BaseException):
 
 
 def imports_of(source: str) -> tuple[str, ...]:
-    """The modules, of those that may be imported early, that a script names at its top level. Pure."""
+    """The modules, of those that may be imported early, that a script imports before it does anything else. Pure.
+
+    A script may set a variable that an import reads: what it imports after its first other statement is imported by each rank.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -62,6 +66,8 @@ def imports_of(source: str) -> tuple[str, ...]:
             found |= dict.fromkeys(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found[node.module] = None
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            break
     return tuple(name for name in found if name.split(".")[0] in _ROOTS or name.startswith("ds_"))
 
 
@@ -89,7 +95,8 @@ class Forks:
     def __init__(self, processes: Sequence[Process], control: socket.socket) -> None:
         self.ready = False
         self._kept: set[int] = set()
-        if not forkable(processes, os.environ):
+        # What Python runs at every start, before a script, would run once and without the ranks' variables.
+        if not forkable(processes, os.environ) or _CUSTOM & sys.modules.keys():
             return
         with contextlib.suppress(OSError, UnicodeDecodeError):
             modules = imports_of(Path(processes[0].argv[2]).read_text(encoding="utf-8"))

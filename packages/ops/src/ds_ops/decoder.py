@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ds_config.errors import KernelError
 from ds_ops import _call, _native
-from ds_ops.arena import zeros_huge
-from ds_ops.formats import INT4, INT8, QuantTensor
+from ds_ops.packing import Inputs, Packed, address, pack
 from ds_ops.shm import Channel
 
 __all__ = [
@@ -37,17 +35,8 @@ __all__ = [
     "pack",
 ]
 
-UNIT = 32
 _STEP_WORDS = 32
 _RANK_FAILED = 4
-
-
-class Inputs(enum.IntEnum):
-    """What weights are multiplied with: fp32 inputs; codes, with inputs rounded to 8 bits by row and group; bf16, with bf16."""
-
-    F32 = 0
-    INT8 = 1
-    BF16 = 2
 
 
 class Score(enum.IntEnum):
@@ -69,7 +58,6 @@ class Activation(enum.IntEnum):
     RELU_SQUARED = 5
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -80,129 +68,6 @@ def obstacle() -> str:
 
 def _word(value: float) -> int:
     return int(np.float64(value).view(np.int64))
-
-
-def _at(t: Tensor | None) -> int:
-    return 0 if t is None else _call.address(t)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """A matrix as the native products read it. Made by `pack`.
-
-    Attributes:
-        data: The weights, in units of 32 outputs.
-        params: fp32 [units, groups, 2, 32], scales and zero points; None: floats.
-        bias: fp32 [n].
-        outputs, inner: That were packed, [outputs, inner]; n is a multiple of 32, k of 8.
-        gated: Units of the two halves alternate.
-    """
-
-    data: Tensor
-    params: Tensor | None
-    bias: Tensor | None
-    outputs: int
-    n: int
-    k: int
-    group: int
-    kind: int
-    inputs: Inputs
-    inner: int
-    gated: bool
-
-    def words(self) -> tuple[int, ...]:
-        """`Matrix`."""
-        return (
-            _at(self.data),
-            _at(self.params),
-            _at(self.bias),
-            self.n,
-            self.k,
-            self.group,
-            self.kind,
-            int(self.inputs),
-        )
-
-
-def pack(
-    weight: Tensor | QuantTensor, bias: Tensor | None = None, *, gated: bool = False, inputs: Inputs = Inputs.F32
-) -> Packed:
-    """Pack a matrix.
-
-    Args:
-        weight: [N, K], fp32, bf16, or int8 or int4 codes with groups that are multiples of 8.
-        gated: Its halves are gate and value: their units alternate.
-        inputs: INT8 for codes, BF16 for bf16, F32 for all.
-    Raises:
-        KernelError: "kernel-argument" for other weights.
-    Cost: two copies of the matrix in passing; the result has its size, padded to whole units and inputs in eights, in huge pages
-        where there are some.
-    """
-    if isinstance(weight, Tensor):
-        kind, group, params = _KINDS.get(weight.dtype, -1), weight.shape[-1], None
-        allowed: tuple[Inputs, ...] = (Inputs.F32, Inputs.BF16) if kind == 1 else (Inputs.F32,)
-    else:
-        kind = {INT8: 2, INT4: 3}.get(weight.spec.format, -1)
-        group, allowed = weight.spec.group, (Inputs.F32, Inputs.INT8)
-        params = None if kind < 0 else _units(_params(weight), gated)
-    if kind < 0 or len(weight.shape) != 2 or inputs not in allowed or (kind >= 2 and group % 8):
-        raise _call.refuse(
-            f"a weight {list(weight.shape)} of {weight.dtype if isinstance(weight, Tensor) else weight.spec} and {inputs!r}"
-            " inputs cannot be packed.",
-            "Give [N, K] of fp32, bf16, or int8 or int4 codes in groups of a multiple of 8.",
-        )
-    home = weight.device if isinstance(weight, Tensor) else weight.wire.device
-    if home.type != "cpu":
-        raise _call.refuse(f"a weight on {home} cannot be packed.", "Pack on the CPU: the layer loop runs there.")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != home or not bias.is_floating_point()):
-        raise _call.refuse(f"bias: expected [{weight.shape[0]}] beside the weight; found {_call.describe(bias)}.")
-    numbers = weight if isinstance(weight, Tensor) else _codes(weight)
-    rows = _units(F.pad(numbers.detach(), (0, -numbers.shape[1] % 8)), gated)
-    units, _, k = rows.shape
-    if kind == 0:
-        data = rows.permute(0, 2, 1)
-    elif kind == 1:
-        data = rows.view(units, UNIT, k // 2, 2).permute(0, 2, 1, 3)
-    elif kind == 2:
-        data = rows.view(units, UNIT, k // 4, 4).permute(0, 2, 1, 3)
-    else:
-        pairs = rows.view(units, UNIT, k // 8, 2, 4)
-        data = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).permute(0, 2, 1, 3)
-    if params is not None:
-        params = params.permute(0, 2, 3, 1).contiguous()
-    wide = None if bias is None else _units(bias.detach().float()[:, None], gated).flatten().contiguous()
-    outputs = weight.shape[0]
-    (room,) = zeros_huge([data.numel()], data.dtype)  # small pages cost a tenth of the bandwidth of one row
-    room.view(data.shape).copy_(data)
-    return Packed(room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated)
-
-
-def _units(rows: Tensor, gated: bool) -> Tensor:
-    """[N, ...] to [units, 32, ...], padded with zeros; units of the two halves alternate if gated."""
-    parts = rows.chunk(2) if gated else (rows,)
-    padded = [torch.cat([p, p.new_zeros(-p.shape[0] % UNIT, *p.shape[1:])]) for p in parts]
-    cut = [p.view(-1, UNIT, *p.shape[1:]) for p in padded]
-    return torch.stack(cut, 1).flatten(0, 1) if gated else cut[0]
-
-
-def _codes(weight: QuantTensor) -> Tensor:
-    """uint8 [N, K], unsigned."""
-    codes = weight.codes
-    if weight.spec.format == INT4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, : weight.cols]
-    if weight.spec.symmetric:
-        half = 8 if weight.spec.format == INT4 else 128
-        codes = codes ^ half
-    return codes
-
-
-def _params(weight: QuantTensor) -> Tensor:
-    """fp32 [N, groups, 2]: scale, and the code that means zero."""
-    params = weight.params
-    if weight.spec.symmetric:
-        half = 8.0 if weight.spec.format == INT4 else 128.0
-        params = torch.cat([params, torch.full_like(params, half)], -1)
-    return params
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +82,7 @@ class Normed:
 
     def words(self) -> tuple[int, ...]:
         """`Normed`."""
-        return (_at(self.weight), _at(self.bias), _word(self.eps), _word(self.offset), int(self.layer))
+        return (address(self.weight), address(self.bias), _word(self.eps), _word(self.offset), int(self.layer))
 
 
 _NO_NORM = Normed()
@@ -265,7 +130,7 @@ class DecoderExperts:
         up, down = (t.ctypes.data if len(t) else 0 for t in self._tables)
         found = [*self.router.words(), up, down, self.count, self.chosen, self.first, len(self.up), self.groups]
         found += [self.chosen_groups, int(self.pair), int(self.score), int(self.normalized), _word(self.scale)]
-        found += [_at(self.correction), _word(self.clamp), _word(self.alpha), int(self.own_gated)]
+        found += [address(self.correction), _word(self.clamp), _word(self.alpha), int(self.own_gated)]
         return np.array(found, dtype=np.int64)
 
 
@@ -349,7 +214,7 @@ class DecoderLayer:
         found += [word for matrix in self.matrices for word in (_NO_MATRIX if matrix is None else matrix.words())]
         rope, dim, pairs = self.rope or (-1, 0, False)
         found += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
-        found += [self.window, _at(self.slopes), _at(self.sinks), rope, dim, int(pairs), int(self.whole)]
+        found += [self.window, address(self.slopes), address(self.sinks), rope, dim, int(pairs), int(self.whole)]
         found += [int(self.norm_each), int(self.norm_late), _word(self.clip), _word(self.residual)]
         return [*found, int(self.parallel), int(self.after), int(self.activation), int(self.gated)]
 
@@ -433,7 +298,9 @@ class DecoderProgram:
         """
         rows = self._require(x, chunks, outputs, cache)
         if cache is not self._taken:
-            self._table[:, -4:] = [[_at(k.keys), _at(k.values), _at(k.key_scales), _at(k.value_scales)] for k in cache]
+            self._table[:, -4:] = [
+                [address(k.keys), address(k.values), address(k.key_scales), address(k.value_scales)] for k in cache
+            ]
             self._taken = cache
         blocks = np.array([b for c in chunks for b in c.blocks], dtype=np.int64)
         ends = np.cumsum([len(c.blocks) for c in chunks])
@@ -445,16 +312,24 @@ class DecoderProgram:
             dtype=np.int64,
         )
         logits = torch.empty(len(outputs), self.head.n)
-        sines = (0, 0, 0) if turns is None else (_at(turns), _at(turns[1]), turns.shape[-1])
-        words = [_at(x), rows, self.hidden, self._table.ctypes.data, len(self.layers), *self.last.words()]
-        words += [*self.head.words(), _at(outputs), len(outputs), _at(logits), table.ctypes.data, len(chunks), *sines]
+        sines = (0, 0, 0) if turns is None else (address(turns), address(turns[1]), turns.shape[-1])
+        words = [address(x), rows, self.hidden, self._table.ctypes.data, len(self.layers), *self.last.words()]
+        words += [
+            *self.head.words(),
+            address(outputs),
+            len(outputs),
+            address(logits),
+            table.ctypes.data,
+            len(chunks),
+            *sines,
+        ]
         words += [cache[0].keys.shape[1], _KEPT[cache[0].keys.dtype], 0, 0]
         words += (0, 0) if self.ranks is None else self.ranks.sum_hook()
         step, module, threads = np.array(words, dtype=np.int64), _call.native(), torch.get_num_threads()
         needed = module.decoder_scratch(step.ctypes.data, _STEP_WORDS, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.zeros(needed)
-        step[-4:-2] = _at(self._scratch), self._scratch.numel()
+        step[-4:-2] = address(self._scratch), self._scratch.numel()
         status = module.decoder_step(step.ctypes.data, _STEP_WORDS, threads)
         if status == _RANK_FAILED and self.ranks is not None:
             self.ranks.check_sums()

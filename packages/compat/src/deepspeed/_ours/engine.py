@@ -274,14 +274,6 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         self.close()
         unmark(module)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of microbatches a step, from the next step on."""
-        super().set_train_batch_size(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Take larger or smaller microbatches."""
-        super().set_train_micro_batch_size(micro_batch_size)
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """Train batch size, microbatch size, microbatches a step."""
         batch = self.plan.batch
