@@ -80,6 +80,19 @@ def test_the_ranks_are_forks(box: Sandbox) -> None:
 
 
 @posix
+def test_annotations_are_what_the_script_says(box: Sandbox) -> None:
+    script = box.script("""
+        import dataclasses
+        import numpy
+        @dataclasses.dataclass
+        class Arguments:
+            rate: float = 0.1
+        print(dataclasses.fields(Arguments)[0].type is float)
+    """)
+    assert box.ds("run", "--nproc", "2", script).stdout.count("True") == 2
+
+
+@posix
 def test_how_it_ends_is_the_same(box: Sandbox) -> None:
     script = box.script("""
         import atexit, os, sys

@@ -175,7 +175,8 @@ def _run(script: str) -> None:
     if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
         runpy.run_path(script, run_name="__main__")
         return
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+    # Not with this module's own `from __future__ import annotations`: types of dataclasses would become strings.
+    exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), vars(main))
 
 
 def _below(error: BaseException) -> TracebackType | None:
