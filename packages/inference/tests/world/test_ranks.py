@@ -79,6 +79,18 @@ def test_the_native_loop_sums_over_ranks() -> None:
         assert [a.tokens for a in ours.generate(prompts, how)] == [a.tokens for a in wanted], name
 
 
+@pytest.mark.parametrize("by_expert", [False, True])
+@world(2, backend="shm")
+def test_experts_of_the_native_loop_are_cut_or_given_to_ranks(by_expert: bool) -> None:
+    prompts, how = families._prompts_of([1, 5, 23, 12]), Sampling(8)
+    for name in ("mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss"):
+        model = families._tiny(name)
+        ours = load(model, native=True, group=ds_comm.world_group(), by_expert=by_expert)
+        assert not ours.decoder.obstacle, name
+        wanted = load(model, native=False).generate(prompts, how)
+        assert [a.tokens for a in ours.generate(prompts, how)] == [a.tokens for a in wanted], name
+
+
 @world(2, backend="shm")
 def test_over_shared_memory_with_codes() -> None:
     model, prompts = families._tiny("llama"), families._prompts_of([1, 30, 9])
