@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from peers import ensure
-from turns import Ranks, meet
+from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "moe.json"
@@ -34,17 +34,7 @@ MEETINGS = [
 
 def started(engine: str, config: str, world: int, losses: dict[str, float]) -> Ranks:
     python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    ranks = Ranks([python, str(WORKER), engine, config], world, interactive=True)
-    answers = ranks.answers
-
-    def noted() -> list[dict]:
-        found = answers()
-        if "loss" in found[0]:
-            losses[engine] = found[0]["loss"]
-        return found
-
-    ranks.answers = noted  # type: ignore[method-assign]
-    return ranks
+    return Told([python, str(WORKER), engine, config], world, lambda found: losses.update({engine: found[0]["loss"]}))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from peers import ensure
-from turns import Ranks, meet
+from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "offload.json"
@@ -30,20 +30,14 @@ LINES = [(stage, where, kind) for kind in ("", "-bf16") for stage in (1, 2, 3) f
 
 def started(engine: str, config: str, folder: str, first: dict[str, dict]) -> Ranks:
     python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    ranks = Ranks([python, str(WORKER), engine, config, folder], 2, interactive=True)
-    answers = ranks.answers
 
-    def noted() -> list[dict]:
-        found = answers()
-        if "losses" in found[0]:
-            first[engine] = {
-                "losses": found[0]["losses"], "mb": sum(one["mb"] for one in found),
-                "moved": [sum(one["moved"][i] for one in found) for i in (0, 1)],
-            }  # fmt: skip
-        return found
+    def keep(found: list[dict]) -> None:
+        first[engine] = {
+            "losses": found[0]["losses"], "mb": sum(one["mb"] for one in found),
+            "moved": [sum(one["moved"][i] for one in found) for i in (0, 1)],
+        }  # fmt: skip
 
-    ranks.answers = noted  # type: ignore[method-assign]
-    return ranks
+    return Told([python, str(WORKER), engine, config, folder], 2, keep)
 
 
 def file_rates(folder: str, nbytes: int = 64 << 20, rounds: int = 7) -> dict[str, float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from peers import ensure
-from turns import Ranks, meet
+from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "parallel.json"
@@ -39,17 +39,7 @@ MEETINGS = [
 def started(engine: str, config: str, world: int, first: dict[str, dict]) -> Ranks:
     """One engine; what its first line says is put into `first`."""
     python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    ranks = Ranks([python, str(WORKER), engine, config], world, interactive=True)
-    answers = ranks.answers
-
-    def noted() -> list[dict]:
-        found = answers()
-        if "loss" in found[0]:
-            first[engine] = found[0]
-        return found
-
-    ranks.answers = noted  # type: ignore[method-assign]
-    return ranks
+    return Told([python, str(WORKER), engine, config], world, lambda found: first.update({engine: found[0]}))
 
 
 def keep(lines: list[dict]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from peers import ensure
 from torch import nn
-from turns import Ranks, meet
+from turns import Ranks, Told, meet
 
 import ds_pipe
 
@@ -38,17 +38,11 @@ def stages(config: str, cycles: int, steps: int) -> dict[str, dict]:
 
     def started(engine: str) -> Ranks:
         python = str(ensure("deepspeed")) if engine == "deepspeed" else sys.executable
-        ranks = Ranks([python, str(worker), engine, config], 2, interactive=True)
-        answers = ranks.answers
 
-        def noted() -> list[dict]:
-            found = answers()
-            if "losses" in found[0]:
-                first[engine] = {"losses": found[0]["losses"], "mb": sum(one["mb"] for one in found)}
-            return found
+        def keep(found: list[dict]) -> None:
+            first[engine] = {"losses": found[0]["losses"], "mb": sum(one["mb"] for one in found)}
 
-        ranks.answers = noted  # type: ignore[method-assign]
-        return ranks
+        return Told([python, str(worker), engine, config], 2, keep)
 
     found = meet({engine: (lambda e=engine: started(e)) for engine in REAL}, cycles, steps)
     told = {}

@@ -103,6 +103,21 @@ class Ranks:
             left.unlink(missing_ok=True)
 
 
+class Told(Ranks):
+    """Ranks whose first lines are facts about the engine: `keep` is given them."""
+
+    def __init__(self, command: list[str], world: int, keep: Callable[[list[dict]], None]) -> None:
+        super().__init__(command, world, interactive=True)
+        self._keep: Callable[[list[dict]], None] | None = keep
+
+    def answers(self) -> list[dict]:
+        found = super().answers()
+        if self._keep is not None:
+            self._keep(found)
+            self._keep = None
+        return found
+
+
 def meet(start: dict[str, Callable[[], Ranks]], cycles: int, count: int) -> dict[str, list[dict[str, float]]]:
     """{engine: what each cycle took}; in every cycle every engine has one turn of `count` steps, in an order drawn anew.
 
