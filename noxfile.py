@@ -15,7 +15,7 @@ import nox
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
-from repo import install, projects, releasing, suite, wheelhouse  # noqa: E402
+from repo import install, measuring, projects, releasing, suite, wheelhouse  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -408,4 +408,5 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in scripts:
         session.error(f"usage: nox -s bench -- NAME [ARGUMENTS]; NAME is one of {', '.join(scripts)}")
     python = developing(session)
-    session.run(python, str(scripts[session.posargs[0]]), *session.posargs[1:], external=True)
+    with measuring.watched(ROOT / "docs" / "benchmarks" / "data", " ".join(session.posargs)):
+        session.run(python, str(scripts[session.posargs[0]]), *session.posargs[1:], external=True)

@@ -42,7 +42,6 @@ def main() -> None:
         recorded["meetings"][name] = measured(MEETINGS[name], args.cycles, args.steps)
         recorded["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         recorded["date"] = time.strftime("%Y-%m-%d")
-        recorded["load"] = os.getloadavg()[0]
         DATA.write_text(json.dumps(recorded, indent=1) + "\n")
     PICTURE.write_text(picture(recorded["meetings"]))
     PAGE.write_text(filled(PAGE.read_text(), recorded))
@@ -59,7 +58,7 @@ _NAMES = {
 def filled(page: str, recorded: dict) -> str:
     """The page with its tables as the record says."""
     parts = [tables(name, rows) for name, rows in recorded["meetings"].items()]
-    parts.append(f"Measured {recorded['date']} on {recorded['machine']}; load {recorded['load']:.1f} at the end.\n")
+    parts.append(f"Measured {recorded['date']} on {recorded['machine']}; `alone` in the record says what others took meanwhile.\n")
     text = "\n".join(parts)
     return TABLES.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
 
