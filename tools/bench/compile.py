@@ -58,7 +58,9 @@ _NAMES = {
 def filled(page: str, recorded: dict) -> str:
     """The page with its tables as the record says."""
     parts = [tables(name, rows) for name, rows in recorded["meetings"].items()]
-    parts.append(f"Measured {recorded['date']} on {recorded['machine']}; `alone` in the record says what others took meanwhile.\n")
+    parts.append(
+        f"Measured {recorded['date']} on {recorded['machine']}; `alone` in the record says what others took meanwhile.\n"
+    )
     text = "\n".join(parts)
     return TABLES.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import inference_page
 import peers
+from quiet import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).with_name("workers")
@@ -83,21 +84,8 @@ def made(name: str, layers: int) -> Path:
     return folder
 
 
-def busy_s() -> float:
-    """Processor seconds of everybody so far."""
-    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    user, nice, system, _, _, irq, soft, *_ = map(int, words)
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
-
-
-def own_s() -> float:
-    """Processor seconds of this process and of children that ended."""
-    t = os.times()
-    return t.user + t.system + t.children_user + t.children_system
-
-
 def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    before = time.monotonic(), busy_s(), own_s()
+    watch = Watch()
     engine, parts = Engine(name, folder, args.threads), args.parts.split(",")
     times: dict[str, list[float]] = {part: [] for part in parts}
     for cycle in range(args.cycles):
@@ -115,9 +103,7 @@ def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
     if name.startswith("ours"):
         found["read_bytes_per_s"] = max(engine.ask("read") for _ in range(5))
     engine.end()
-    took = time.monotonic() - before[0]
-    others = max(0.0, busy_s() - before[1] - (own_s() - before[2])) / took / (os.cpu_count() or 1)
-    return found | {"others_share": round(others, 3)}
+    return found | {"others_share": watch.others()}
 
 
 def said(name: str, entry: dict[str, Any]) -> str:

@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+import tables
 import torch
 from peers import ensure
+from quiet import Watch
 from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +41,11 @@ def started(engine: str, config: str, world: int, losses: dict[str, float]) -> R
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cycles", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     ensure("deepspeed")
-    lines = []
+    lines, watch = [], Watch()
     for config, world, engines, pairs in MEETINGS:
         losses: dict[str, float] = {}
         found = meet(
@@ -69,8 +71,12 @@ def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     DATA.parent.mkdir(parents=True, exist_ok=True)
     DATA.write_text(
-        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
+        json.dumps(
+            {"date": time.strftime("%Y-%m-%d"), "machine": machine, "others": watch.others(), "lines": lines}, indent=1
+        )
+        + "\n"
     )
+    tables.fill("moe")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import tables
 import torch
 from peers import ensure
+from quiet import Watch
 from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +110,7 @@ def main() -> None:
     parser.add_argument("--folder", help="of the files; else a new one beside the checkout")
     args = parser.parse_args()
     ensure("deepspeed")
-    lines = []
+    lines, watch = [], Watch()
     with tempfile.TemporaryDirectory(dir=args.folder or ROOT / ".nox", prefix="offload-") as folder:
         rates = file_rates(folder)
         print("file, GB/s: " + ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items()), flush=True)
@@ -145,6 +147,7 @@ def main() -> None:
             {
                 "date": time.strftime("%Y-%m-%d"),
                 "machine": machine,
+                "others": watch.others(),
                 "config": args.config,
                 "file": rates,
                 "lines": lines,
@@ -153,6 +156,7 @@ def main() -> None:
         )
         + "\n"
     )
+    tables.fill("offload")
 
 
 if __name__ == "__main__":

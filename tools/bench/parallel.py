@@ -15,8 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+import tables
 import torch
 from peers import ensure
+from quiet import Watch
 from turns import Ranks, Told, meet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,9 +66,11 @@ def main() -> None:
         if config not in args.configs:
             continue
         first: dict[str, dict] = {}
+        watch = Watch()
         cycles, steps = TURNS[config]
         start = {e: (lambda e=e, c=config, w=world, f=first: started(e, c, w, f)) for e in engines}
         found = meet(start, args.cycles or cycles, steps)
+        others = watch.others()
         took = {engine: statistics.median(turn["ms"] for turn in turns) for engine, turns in found.items()}
         print(f"{config}, {world} rank(s): " + ", ".join(f"{e} {ms:.2f} ms" for e, ms in took.items()))
         for ours, peer, aim in pairs:
@@ -78,8 +82,9 @@ def main() -> None:
             print(f"  {ours}: {ratio:.2f} x the time of {peer}{'' if alike else ', LOSSES DIFFER'}")
             lines.append({"config": config, "ranks": world, "ours": ours, "peer": peer, "ratio": ratio, "aim": aim,
                           "ms": [took[ours], took[peer]], "step_mb": [first[e]["step_mb"] for e in (ours, peer)],
-                          "alike": alike})  # fmt: skip
+                          "alike": alike, "others": others, "date": time.strftime("%Y-%m-%d")})  # fmt: skip
         keep(lines)
+    tables.fill("parallel")
 
 
 if __name__ == "__main__":

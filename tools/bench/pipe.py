@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import tables
 import torch
 from peers import ensure
+from quiet import Watch
 from torch import nn
 from turns import Ranks, Told, meet
 
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
+    watch = Watch()
     ranks = Ranks(
         [sys.executable, str(WORKER), ",".join(ENGINES), str(args.cycles), str(args.steps)], RANKS, interactive=False
     )
@@ -107,13 +110,11 @@ def main() -> None:
     print(f"running an action costs {cost:.1f} us (one stage, beside a plain loop)")
     real = {config: stages(config, 2 * args.cycles, args.steps) for config in ("gpt", "small")}
     machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
+    record = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "others": watch.others(), "ideal_ms": ideal_ms,
+              "action_us": cost, "lines": lines, "stages": real}  # fmt: skip
     DATA.parent.mkdir(parents=True, exist_ok=True)
-    DATA.write_text(
-        json.dumps(
-            {"machine": machine, "ideal_ms": ideal_ms, "action_us": cost, "lines": lines, "stages": real}, indent=1
-        )
-        + "\n"
-    )
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    tables.fill("pipe")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 usage: nox -s bench -- tables [--check]
 
-A table stands between `<!-- table -->` and `<!-- end -->`; a page's own text is left alone. `--check` only says whether pages are as
+A benchmark of those names calls `fill` at its end. A table stands between `<!-- table -->` and `<!-- end -->`; a page's own text is left alone. `--check` only says whether pages are as
 their records are.
 """
 
@@ -14,6 +14,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from repo import pictures
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -35,6 +38,13 @@ _SHARDS = {
     "long": "causal attention of 4,096 tokens, 8 heads of 64",
     "loss": "loss of 8,192 tokens over 32,768 words, one rank",
 }
+_MODELS = {"gpt": "a GPT of 17 million parameters, 1 x 32 tokens", "small": "24 layers of 64 x 64"}
+_STAGES = {
+    "ours": "ds-pipe",
+    "torch": "torch",
+    "deepspeed": "DeepSpeed",
+    "alone": "what each rank computes, waiting for nobody",
+}
 _WAYS = {
     "ours": "ds-parallel, gloo",
     "ours@shm": "ds-parallel, shm",
@@ -52,6 +62,14 @@ def _rows(*rows: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _measured(record: Mapping[str, Any], others: float | None) -> str:
+    """When, where, and how much of the machine others took meanwhile."""
+    beside = (
+        "; other work ran on the machine" if others is None else f"; others took {100 * others:.1f} % of the processors"
+    )
+    return f"Measured on {record.get('date', '2026-11-22')}{beside}: {record['machine']}."
+
+
 def moe(record: Mapping[str, Any]) -> str:
     found = [
         "| one layer, forward and backward | ranks | ms | beside | ms | ratio | aim |",
@@ -63,7 +81,7 @@ def moe(record: Mapping[str, Any]) -> str:
         mine, theirs = line["ms"]
         found.append(f"| {what} | {line['ranks']} | {mine:.1f} | {_ENGINES[line['theirs']]} | {theirs:.1f} | "
                      f"{line['ratio']:.2f} {word} | {line['aim']} |")  # fmt: skip
-    return _rows(*found, "", f"Measured alone on {record['date']}: {record['machine']}.")
+    return _rows(*found, "", _measured(record, record.get("others")))
 
 
 def pipe(record: Mapping[str, Any]) -> str:
@@ -72,9 +90,25 @@ def pipe(record: Mapping[str, Any]) -> str:
         who, _, schedule = line["engine"].partition(":")
         found.append(f"| {'ds-pipe' if who == 'ours' else 'torch'}, `{schedule}` | {line['ms']:.1f} ms | "
                      f"{line['best_ms']:.1f} ms | {100 * line['efficiency']:.1f} % |")  # fmt: skip
-    return _rows(
-        *found, "", f"Running an action costs {record['action_us']:.0f} us. Measured alone: {record['machine']}."
-    )
+    found += ["", f"Running an action costs {record['action_us']:.0f} us."]
+    stages = record.get("stages", {})
+    if stages:
+        found += [
+            "",
+            "| two real stages | with | ms | MB of both ranks | of DeepSpeed's step |",
+            "|---|---|---:|---:|---:|",
+        ]
+    for config, engines in stages.items():
+        for engine, e in engines.items():
+            ratio = f"**{e['of_deepspeed']:.2f}**" if e["of_deepspeed"] and engine.startswith("ours") else ""
+            found.append(f"| {_MODELS[config]} | {_stage_engine(engine)} | {e['ms']:.1f} | {e['mb']:.0f} | {ratio} |")
+    return _rows(*found, "", _measured(record, record.get("others")))
+
+
+def _stage_engine(engine: str) -> str:
+    who, _, schedule = engine.partition(":")
+    name, _, via = who.partition("@")
+    return _STAGES[name] + (f", `{schedule}`" if schedule else "") + (f", {via or 'gloo'}" if name == "ours" else "")
 
 
 def parallel(record: Mapping[str, Any]) -> str:
@@ -85,7 +119,8 @@ def parallel(record: Mapping[str, Any]) -> str:
         aim = f"<= {line['aim']}" if line["aim"] else ""
         found.append(f"| {_SHARDS[line['config']]} | {_WAYS[line['ours']]} | {mine:.1f} | {held:.0f} | {_WAYS[line['peer']]} | "
                      f"{theirs:.1f} | {held_there:.0f} | **{line['ratio']:.2f}** | {aim} |")  # fmt: skip
-    return _rows(*found, "", f"Measured alone on {record['date']}: {record['machine']}.")
+    others = [line["others"] for line in record["lines"] if "others" in line]
+    return _rows(*found, "", _measured(record, max(others, default=None)))
 
 
 def offload(record: Mapping[str, Any]) -> str:
@@ -104,7 +139,7 @@ def offload(record: Mapping[str, Any]) -> str:
     return _rows(
         *found, "",
         f"Milliseconds of a step. The file, GB/s by ds-ops alone: reads {rate['read']:.1f}, writes {rate['write']:.1f}, "
-        f"both at once {rate['both']:.1f}. Measured alone on {record['date']}: {record['machine']}.",
+        f"both at once {rate['both']:.1f}. {_measured(record, record.get('others'))}",
     )  # fmt: skip
 
 
@@ -125,12 +160,18 @@ def filled(name: str) -> tuple[Path, str]:
     return page, TABLE.sub(lambda m: m[1] + "\n" + text + "\n" + m[2], page.read_text())
 
 
+def fill(*names: str) -> None:
+    """Write the tables and the pictures of these pages."""
+    for name in names:
+        page, text = filled(name)
+        page.write_text(text)
+        pictures.file_of(name).write_text(pictures.text_of(name))
+
+
 def main(asked: list[str]) -> int:
-    changed = {page: new for page, new in map(filled, TABLES) if new != page.read_text()}
     if "--check" in asked:
-        return int(bool(changed))
-    for page, new in changed.items():
-        page.write_text(new)
+        return int(any(new != page.read_text() for page, new in map(filled, TABLES)))
+    fill(*TABLES)
     return 0
 
 

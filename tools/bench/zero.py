@@ -20,15 +20,16 @@ import time
 from pathlib import Path
 
 from peers import ensure
+from quiet import Watch
 from turns import RankFailedError, Ranks, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "zero.json"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 STEPS = {"compute": 10, "comm": 10, "small": 100, "bf16": 10}
-TURN = {"compute": 3, "comm": 8, "small": 60, "bf16": 3}
-# A turn of `small` is over in a fifth of a second, and the machine's speed changes within one.
-CYCLES = {"compute": 10, "comm": 10, "small": 40, "bf16": 10}
+TURN = {"compute": 3, "comm": 8, "small": 40, "bf16": 3}
+# A turn of `small` is over in some tenths of a second, and the machine's speed changes within one.
+CYCLES = {"compute": 10, "comm": 10, "small": 15, "bf16": 10}
 # Those of a line are alive at once and take turns; half of the memory of a small machine is what limits a line.
 MEETINGS = [
     ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3",
@@ -37,6 +38,21 @@ MEETINGS = [
      "fsdp2@shm"],
 ]  # fmt: skip
 ENGINES = list(dict.fromkeys(engine for members in MEETINGS for engine in members))
+FEW = [
+    "fwdbwd",
+    "local",
+    "ours1@shm",
+    "ours2@shm",
+    "ours3@shm",
+    "ours1",
+    "ours3",
+    "deepspeed1",
+    "deepspeed3",
+    "ddp",
+    "fsdp2",
+]
+USUAL = {"compute": ENGINES, "comm": ENGINES, "small": FEW, "bf16": FEW}
+"""Engines of a configuration, where none is named."""
 
 
 def ranks(engine: str, config: str, world: int, *, turns: bool) -> Ranks:
@@ -132,14 +148,14 @@ def show(entry: dict, world: int) -> None:
 def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
     """Bring the chosen engines of one configuration to so many rounds in `kept`; every run is written at once."""
     config, world = where
-    entry = kept.setdefault(f"{config}-{world}", {"runs": {}, "meetings": []})
+    entry, watch = kept.setdefault(f"{config}-{world}", {"runs": {}, "meetings": []}), Watch()
     entry["within"] = 1e-2 if config == "bf16" else 1e-6  # in bf16 engines round at different places
     if world == 1:
         chosen = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
 
     def keep() -> None:
         entry["machine"] = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-        entry["date"] = time.strftime("%Y-%m-%d")
+        entry["date"], entry["others"] = time.strftime("%Y-%m-%d"), watch.others()
         DATA.parent.mkdir(parents=True, exist_ok=True)
         DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
 
@@ -164,11 +180,15 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="nox -s bench -- zero", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", help="number of rounds (3), configurations and engines (all of them)")
+    parser.add_argument(
+        "what", nargs="*", help="number of rounds (1), configurations and engines (the usual ones of each)"
+    )
     parser.add_argument(
         "--within", type=float, default=math.inf, metavar="SECONDS", help="start nothing new after so long"
     )
-    parser.add_argument("--more", action="store_true", help="go on with the record that is there; else it is replaced")
+    parser.add_argument(
+        "--more", action="store_true", help="go on with what is recorded of these configurations; else it is replaced"
+    )
     given = parser.parse_args(words)
     if wrong := [w for w in given.what if not w.isdigit() and w not in STEPS and w not in ENGINES]:
         known = ", ".join([*STEPS, *ENGINES])
@@ -179,12 +199,16 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> None:
     given = arguments(words)
     end, asked = time.monotonic() + given.within, given.what
-    kept = json.loads(DATA.read_text())["results"] if given.more and DATA.exists() else {}
-    rounds = next((int(w) for w in asked if w.isdigit()), 3)
-    chosen = [e for e in ENGINES if e in asked] or ENGINES
+    kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
+    rounds = next((int(w) for w in asked if w.isdigit()), 1)
     for config in [c for c in STEPS if c in asked] or list(STEPS):
         for world in (1, 2) if config == "small" else (2,):
-            record(kept, rounds, (config, world), chosen, end)
+            if not given.more:
+                kept.pop(f"{config}-{world}", None)
+            record(kept, rounds, (config, world), [e for e in ENGINES if e in asked] or USUAL[config], end)
+    import zero_page  # here: it imports this module
+
+    zero_page.main([])
 
 
 if __name__ == "__main__":

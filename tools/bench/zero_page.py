@@ -11,8 +11,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 from zero import DATA, beside, floor_mb, quotient, rows_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from repo import pictures
 
 PAGES = (DATA.parent.parent / "zero.md", DATA.parents[2] / "decisions" / "measured" / "zero.md")
 TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -61,20 +65,23 @@ def table(entry: dict, world: int, transport: str) -> str:
         cells = [
             name_of(engine),
             f"{row['step_ms']:.{digits}f}",
-            f"{row['over_ms']:.{digits}f}",
+            f"{row['over_ms']:.{digits}f}" if "over_ms" in row else "",
             f"{row['cpu_ms']:.{min(digits, 1)}f}",
         ]
         cells += [f"{row['init_ms']:.0f}", f"{row['node_mb']:.0f}"]
         cells += [f"{row['node_mb'] / f:.2f}" if f else "" for f in (floor, shared)]
         lines.append("| " + " | ".join([*cells, str(row["turns"])]) + " |")
-    return "\n".join(lines) + "\n"
+    others = f"; others took {100 * entry['others']:.1f} % of the processors" if "others" in entry else ""
+    return "\n".join([*lines, "", f"Measured on {entry['date']}{others}."]) + "\n"
 
 
 def filled(page: str, results: dict) -> str:
-    """The page with every table as the record says."""
+    """The page with every table that has a record as the record says."""
 
     def one(match: re.Match[str]) -> str:
         head, config, world, transport, end = match.groups()
+        if f"{config}-{world}" not in results:
+            return match.group()
         return head + "\n" + table(results[f"{config}-{world}"], int(world), transport) + "\n" + end
 
     return TABLE.sub(one, page)
@@ -106,6 +113,8 @@ def main(asked: list[str]) -> int:
         return int(bool(changed))
     for page, new in changed.items():
         page.write_text(new)
+    for name in ("zero", "start-step", "start-memory"):
+        pictures.file_of(name).write_text(pictures.text_of(name))
     print(ratios(results))
     return 0
 

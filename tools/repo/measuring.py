@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Spent", "keep", "said", "watched"]
+__all__ = ["Spent", "keep", "others", "said", "watched"]
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds: by the clock, of all processors, of those that the host took away, and of this process's ended children."""
+    """Seconds: by the clock, of all processors, of those that the host took away, and of this process with its ended children."""
 
     wall: float
     busy: float
     stolen: float
-    children: float
+    own: float
 
     @classmethod
     def now(cls) -> Spent:
@@ -30,18 +30,22 @@ class Spent:
             int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         )
         tick = os.sysconf("SC_CLK_TCK")
-        own = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return cls(
-            time.monotonic(), (user + nice + system + irq + soft) / tick, stolen / tick, own.ru_utime + own.ru_stime
-        )
+        use = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own = sum(one.ru_utime + one.ru_stime for one in use)
+        return cls(time.monotonic(), (user + nice + system + irq + soft) / tick, stolen / tick, own)
+
+
+def others(before: Spent, after: Spent, cores: int) -> float:
+    """The share of the processors that others took."""
+    whole = (after.wall - before.wall) * cores
+    return max(0.0, after.busy - before.busy - (after.own - before.own)) / whole
 
 
 def said(before: Spent, after: Spent, cores: int) -> str:
     """One line of what others and the host took."""
-    whole = (after.wall - before.wall) * cores
-    others = max(0.0, after.busy - before.busy - (after.children - before.children)) / whole
-    host = (after.stolen - before.stolen) / whole
-    return f"{after.wall - before.wall:.0f} s; others took {others:.1%} of {cores} processors, the host {host:.1%}"
+    host = (after.stolen - before.stolen) / ((after.wall - before.wall) * cores)
+    share = others(before, after, cores)
+    return f"{after.wall - before.wall:.0f} s; others took {share:.1%} of {cores} processors, the host {host:.1%}"
 
 
 def keep(folder: Path, changed_since: dict[Path, int], command: str, line: str) -> list[Path]:

@@ -271,7 +271,7 @@ def _pipe() -> Sequence[Chart]:
     return [
         Chart(
             "One step of four stages",
-            "eight microbatches, kernels that sleep; less is better; the machine was busy",
+            "eight microbatches, kernels that sleep; less is better",
             "ms",
             bars,
         )
