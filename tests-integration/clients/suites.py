@@ -3,8 +3,9 @@
     python suites.py NAME=CHECKOUT ... [--results FILE] [--page] [--who theirs|ours]
 
 NAME is one of `SUITES`, CHECKOUT a folder of that project's repository, of which `tests` is copied to a scratch folder and nothing
-is kept. PYTHONPATH may name a folder with other versions of libraries, where a suite needs them. DS_PEER_PYTHON and DS_CLIENTS_PYTHON are the two environments. What passes with DeepSpeed on this host is the list; results
-are added to FILE, and what is in it is not run again. Writes docs/reference/suites.md.
+is kept. PYTHONPATH may name a folder with other versions of libraries, where a suite needs them. DS_PEER_PYTHON and DS_CLIENTS_PYTHON
+are the two environments. What passes with DeepSpeed on this host is the list; results are added to FILE, and a test that is in it is
+not run again, so that a run that was ended goes on. Writes docs/reference/suites.md.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--who", choices=sorted(PYTHONS), action="append")
     parser.add_argument("--page", action="store_true", help="only write the page from what --results holds")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
     for told in () if given.page else given.checkouts:
         name, _, folder = told.partition("=")
         if name not in SUITES or not Path(folder).is_dir():
@@ -89,7 +91,6 @@ def main() -> int:
 def run(name: str, checkout: Path, who: str, results: Path) -> None:
     """Every file of a suite in a process group of its own, with a time limit."""
     suite, python = SUITES[name], Path(os.environ[PYTHONS[who]])
-    done = {test.split("::")[0] for test in read(results).get((name, who), {})}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "suite"
         shutil.copytree(
@@ -97,8 +98,6 @@ def run(name: str, checkout: Path, who: str, results: Path) -> None:
         )
         files = sorted({str(path.relative_to(scratch)) for glob in suite.files for path in scratch.glob(glob)})
         for file in files:
-            if file in done:
-                continue
             environ = os.environ | {
                 "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]), str(scratch)]),
                 "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MAX_JOBS": "1",
@@ -112,9 +111,10 @@ def run(name: str, checkout: Path, who: str, results: Path) -> None:
                 process.wait(FILE_S)
             except subprocess.TimeoutExpired:
                 print(f"{file}: took longer than {FILE_S} s")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def read(results: Path) -> Found:

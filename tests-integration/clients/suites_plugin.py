@@ -87,6 +87,14 @@ def pytest_configure() -> None:
             _stand_in(kind)
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leave out what has its row."""
+    row, out = json.loads(os.environ["SUITES_ROW"]), Path(os.environ["SUITES_OUT"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+    done = {old["test"] for old in rows if (old["suite"], old["who"]) == (row["suite"], row["who"])}
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """The call, or the setup that did not come to it."""
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):

@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--files", default="*")
     parser.add_argument("--page", action="store_true")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
     ids = [line.strip() for line in (HERE / "ids.txt").read_text().splitlines() if line.strip()]
     if not given.page:
         if given.tests is None:
@@ -90,9 +91,10 @@ def run(tests: Path, ids: Sequence[str], results: Path) -> None:
                 process.wait(FILE_S)
             except subprocess.TimeoutExpired:
                 print(f"{file}: took longer than {FILE_S} s")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def read(results: Path) -> Results:

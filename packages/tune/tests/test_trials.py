@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ds_config.errors import ConfigError, LaunchError
 from ds_engine import load_config, shapes_of
 from ds_engine.trials import Measured, write_json
 from ds_launcher.cli import main as ds
+from ds_tune.autotuner import ResourceManager, get_val_by_key, set_val_by_key
 from ds_tune.cli import HELP
 from ds_tune.picture import draw
 from ds_tune.trials import Job, command_of, ended, script_words
@@ -218,3 +220,24 @@ def test_autotuning_asks_for_a_configuration() -> None:
         autotune("tune", (), "train.py", ())
     assert caught.value.code == "tune-config"
     assert HELP
+
+
+def test_experiments_of_files_run_and_the_best_is_named(folder):
+    for name, micro in (("small", 2), ("large", 8)):
+        config = {**CONFIG, "train_micro_batch_size_per_gpu": micro}
+        (folder / f"{name}.json").write_text(json.dumps({"name": name, "ds_config": config}))
+    args = SimpleNamespace(user_script="train.py", user_args=["--deepspeed_config", "ds.json"])
+    manager = ResourceManager(args, ["localhost"], 1, folder / "results", folder / "exps", None)
+    manager.schedule_experiments([str(folder / "small.json"), str(folder / "large.json")])
+    manager.run()
+    best, samples_per_s = manager.parse_results("throughput")
+    assert best == "large"  # one microbatch of 8 takes 3 ms, four of 2 take 9 ms
+    assert samples_per_s == pytest.approx(8 / 0.003)
+
+
+def test_a_key_is_read_and_set_wherever_it_is():
+    config = {"a": {"b": {"stage": 1}}, "stage_of": {"stage": 2}}
+    assert get_val_by_key(config, "stage") == 1
+    assert get_val_by_key(config, "absent") is None
+    set_val_by_key(config, "stage", 3)
+    assert config == {"a": {"b": {"stage": 3}}, "stage_of": {"stage": 3}}

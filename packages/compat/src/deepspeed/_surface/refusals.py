@@ -26,7 +26,7 @@ DATA = Missing(
     "ds_data (TokenFile, TokenWriter, schedules, Rows) with a DataLoader or data_iter of your own",
 )
 COMPRESS = Missing("layers keep their classes", "init_compression, which adds what is done to them")
-TUNING = Missing("there is no autotuner yet", "`ds plan`, which computes what fits before anything runs")
+TUNING = Missing("a tuning is decided by other parts", "deepspeed.autotuning.Autotuner, or ds_tune")
 TRANSFORMER = Missing("the fused BERT layer was not carried over", "torch.nn.TransformerEncoderLayer")
 COMPILE = Missing(
     "it belongs to the inside of upstream's compiler", "the `compile` section and engine.compile(schedule=...)"

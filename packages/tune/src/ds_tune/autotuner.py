@@ -1,4 +1,4 @@
-"""`deepspeed.autotuning`: upstream's names for ds-tune."""
+"""The classes of `deepspeed.autotuning` over this package, for programs that use them; the facade's table names them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_engine import Shapes
-from ds_tune import Limits, Result, Step, Task, candidates_of
-from ds_tune.deciding import value_of
+from ds_tune.deciding import Result, Step, value_of
+from ds_tune.space import Limits, Task, candidates_of
 from ds_tune.trials import Job, run_trial
 from ds_tune.upstream import autotune, section_of
 
