@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from deepspeed._ours import groups
 from deepspeed._ours.layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer, dress
-from deepspeed._ours.raising import also
 from deepspeed._ours.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
@@ -66,7 +65,7 @@ class TPLayerSpec:
         self.shape = tuple(tuple(entry) if isinstance(entry, Sequence) else entry for entry in self.shape)
         nested = [at for at, entry in enumerate(self.shape) if isinstance(entry, tuple)]
         if nested and nested != [self.get_partition_dim()]:
-            raise also(PlanError, ValueError)(
+            raise PlanError(
                 f"shape {list(self.shape)}: nested tuple only allowed at partition_dim, which is {self.get_partition_dim()}",
                 code="tensor-parts",
                 fix="Put the list of part sizes where the dim that is cut stands.",
@@ -141,7 +140,7 @@ class TPPlanConverter:
         """
         unknown = sorted({style for style in hf_tp_plan.values() if style.lower() not in SUPPORTED_STYLES})
         if unknown:
-            raise also(PlanError, ValueError)(
+            raise PlanError(
                 f"the tp_plan has entries of an unsupported partition style: {unknown}; known are {sorted(SUPPORTED_STYLES)}",
                 code="tensor-style",
                 fix="Say what becomes of these layers in tensor_parallel.partition_config.",

@@ -10,7 +10,6 @@ from typing import Any
 
 from deepspeed._ours.elasticity import compute_elastic_config
 from deepspeed._ours.launching import decode_world_info, parse_args
-from deepspeed._ours.raising import raising
 from deepspeed._ours.version import version
 from ds_ckpt.convert.deepspeed import write_universal
 from ds_ckpt.convert.fp32 import open_training
@@ -31,10 +30,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """`ds run` with upstream's habit: the script gets `--local_rank=N` unless `--no_local_rank` is given.
 
     Raises:
-        ConfigError: `args` contradict each other ("launch-options"); a ValueError, too. The program says it and ends with 2.
+        ConfigError: `args` contradict each other ("launch-options"). The program says it and ends with 2.
     """
     if args is not None:
-        raising(ValueError)(parse_args)(args)
+        parse_args(args)
     return ds(["run", "--local-rank-arg", *(sys.argv[1:] if args is None else args)])
 
 

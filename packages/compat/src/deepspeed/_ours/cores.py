@@ -6,22 +6,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed._ours.raising import also, raising
+from deepspeed._ours.raising import also
 from ds_config.errors import ConfigError
 from ds_launcher import cores
 
-__all__ = ["get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]
+__all__ = ["get_numa_cores", "get_numactl_cmd", "parse_range_list"]
 
 _NODES = Path("/sys/devices/system/node")
 
 
-@raising(ValueError)
-def parse_range(rng: str) -> range:
-    """The numbers of "3", or of "2-4", both ends among them; see `ds_launcher.cores`. Anything else is a ValueError."""
-    return cores.parse_range(rng)
-
-
-@raising(ValueError)
 def parse_range_list(range_str: str) -> list[int]:
     """The numbers of "0,2-4": ranges in ascending order that do not overlap. Anything else is a ValueError."""
     return list(cores.parse_ranges(range_str))
@@ -43,7 +36,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         ValueError: KMP_AFFINITY is set, which would bind threads another way, or there are fewer cores than ranks.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise also(ConfigError, ValueError)(
+        raise ConfigError(
             "KMP_AFFINITY is set and would move threads off the cores of their rank",
             code="compat-argument",
             fix="Unset it for this command.",

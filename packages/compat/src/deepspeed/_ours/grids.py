@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._ours.raising import also
 from deepspeed._surface.constants import CHECKPOINT
 from ds_config.errors import CheckpointError, PlanError
 from ds_moe.listed import ListedBlock
@@ -297,7 +296,7 @@ def check_layers(layers: Any) -> None:
             if lacking
             else f"a {type(layers).__name__}, expected a list"
         )
-        raise also(CheckpointError, RuntimeError)(
+        raise CheckpointError(
             f"ds_autoep_layers is malformed: {what}", code="compat-files", fix="Save the checkpoint again."
         )
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours.engine import DeepSpeedEngine
-from deepspeed._ours.raising import raising
 from ds_compress import generalized_divergence
 from ds_config.errors import UnsupportedError
 from ds_engine.generating import GeneratingMethods
@@ -273,7 +272,6 @@ class JSDLossOutput:
     valid_token_count: Tensor
 
 
-@raising(ValueError)
 def generalized_jsd_loss(
     student_logits: Tensor, teacher_logits: Tensor, response_mask: Tensor, beta: float = 0.5, temperature: float = 1.0,
     teacher_top_k: int | None = None, pointwise_clip: float | None = None,

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed._ours.raising import raising
 from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
 from ds_launcher.options import joined, options_of, register
@@ -33,7 +32,6 @@ __all__ = [
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 
 
-@raising(ValueError)
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     """Host -> slots of a hostfile; None when there is no such file.
 
@@ -46,7 +44,6 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     return {host.name: len(host.slots) for host in parse_hostfile(path.read_text(encoding="utf-8"), str(path))}
 
 
-@raising(ValueError)
 def hosts_of(hostfile_lines: Iterable[str]) -> dict[str, int]:
     """Host -> slots of a hostfile's lines. See `fetch_hostfile`."""
     text = "\n".join(line.strip() for line in hostfile_lines)
@@ -59,7 +56,6 @@ def _inventory(pool: Mapping[str, int | Sequence[int]]) -> Inventory:
     )
 
 
-@raising(ValueError)
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:

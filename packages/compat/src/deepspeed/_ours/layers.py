@@ -151,7 +151,7 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
 
     def _cuttable(self) -> None:
         if self._subparam_sizes is None:
-            raise also(UnsupportedError, RuntimeError)(
+            raise UnsupportedError(
                 f"{self.name}: a fused weight that interleaves or replicates blocks cannot be put together by parts",
                 code="tensor-parts",
                 fix="Let the engine cut the model: `tensor_parallel` of the configuration knows such layers.",
@@ -307,7 +307,7 @@ def _part_sizes(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
         return tuple(size - known if part == -1 else part for part in given)
     equal = shape[0] if shape is not None and dim == 0 and isinstance(given, int) and len(shape) > 1 else 1
     if not isinstance(equal, int) or equal < 1 or size % equal:
-        raise also(PlanError, ValueError)(
+        raise PlanError(
             f"a dim of {size} in the parts of shape {shape}", code="tensor-parts", fix="Give sizes that add up."
         )
     return (size // equal,) * equal

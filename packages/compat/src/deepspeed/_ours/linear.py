@@ -183,7 +183,7 @@ class QuantizedParameter(nn.Parameter):
         None, quantizer: Codes | None = None,
     ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
-            raise also(ConfigError, ValueError)(
+            raise ConfigError(
                 "QuantizedParameter(requires_grad=True): codes have no gradient",
                 code="compat-argument",
                 fix="Train an update beside it: OptimizedLinear with a LoRAConfig.",
@@ -239,7 +239,7 @@ class OptimizedLinear(nn.Module):
     ) -> nn.Module:
         for given, wanted in ((lora_config, "LoRAConfig"), (quantization_config, "QuantizationConfig")):
             if given is not None and not dataclasses.is_dataclass(given):
-                raise also(ConfigError, ValueError)(
+                raise ConfigError(
                     f"expected a {wanted}, got a {type(given).__name__}",
                     code="compat-argument",
                     fix=f"Pass deepspeed.linear.{wanted}(...).",

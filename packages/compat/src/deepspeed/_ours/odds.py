@@ -16,7 +16,7 @@ from ds_comm import as_group, reduce_scatter_single
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = [
-    "ProgressiveLayerDrop", "all_to_all_quant_reduce", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
+    "ProgressiveLayerDrop", "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "debug_clear_module_and_param_names", "debug_extract_module_and_param_names",
     "debug_module2name", "debug_module2name_class", "debug_param2name",
     "debug_param2name_id", "debug_param2name_id_shape",
     "get_state_devices",
@@ -60,6 +60,14 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     """`reduce_scatter_coalesced` over all ranks: exact, as upstream's for tensors that cannot be coded. Collective."""
     del groups
     return reduce_scatter_coalesced(tensors)
+
+
+def all_to_all_loco_quant_reduce(
+    params: Sequence[nn.Parameter], groups: Mapping[str, Any], loco_param: Any = None
+) -> list[Tensor]:
+    """The same of gradients: nothing is rounded, so there is no error to feed back. Collective."""
+    del loco_param
+    return all_to_all_quant_reduce([param.grad for param in params if param.grad is not None], groups)
 
 
 def get_state_devices(model: DeepSpeedEngine, state: OffloadStateTypeEnum) -> set[torch.device]:

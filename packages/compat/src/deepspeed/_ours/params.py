@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
@@ -20,7 +21,9 @@ from deepspeed._ours.reading import reads
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
 from ds_zero.runtime.scattered import chunk_of
 
-__all__ = ["Status", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_scattered", "unmark"]
+__all__ = [
+    "Status", "ZeroParamStatus", "ZeroParamType", "get_allgather_dtype", "is_zero_param", "mark", "mark_scattered", "unmark",
+]  # fmt: skip
 
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
@@ -114,6 +117,12 @@ def unmark(model: nn.Module) -> None:
 def is_zero_param(parameter: object) -> bool:
     """Whether a parameter is one of a stage 3 model."""
     return hasattr(parameter, "ds_id")
+
+
+def get_allgather_dtype(param: Parameter, param_ds_tensor: Tensor) -> torch.dtype:
+    """The format in which a parameter's parts travel: the one it computes in, whatever its master's is."""
+    del param_ds_tensor
+    return param.dtype
 
 
 def _share(numel: int, ranks: int) -> int:

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import torch
 
-from deepspeed._ours.raising import raising
 from deepspeed._ours.tools import logger
 from ds_engine import schedules
 from ds_engine.schedules import SCHEDULES, Scheduler
@@ -43,7 +42,6 @@ class _Attached(Scheduler, metaclass=_ByKind):
 
     kind: type[schedules.Schedule]
 
-    @raising(ValueError)
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **params: Any) -> None:
         if (shape := params.get("warmup_type", WARMUP_LOG_RATE)) not in ("log", "linear"):
             logger.warning("warmup_type %r is unknown (log, linear): the rate rises as with log", shape)

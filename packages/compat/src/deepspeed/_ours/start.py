@@ -22,7 +22,7 @@ from deepspeed._ours.layers import collect_autotp_universal_checkpoint_info, dre
 from deepspeed._ours.optimizer import DeepSpeedZeroOptimizer
 from deepspeed._ours.optimizers import dress_optimizer
 from deepspeed._ours.pipeline import PipelineEngine
-from deepspeed._ours.raising import also, raising
+from deepspeed._ours.raising import raising
 from deepspeed._ours.sections import get_zero_config
 from deepspeed._ours.tools import logger, mark_leaf_modules, set_log_level_from_string, tell_steps
 from deepspeed._ours.version import version
@@ -281,7 +281,7 @@ def _with_own_batch(config: Config, world: int) -> tuple[Config, int | None]:
 
 
 def _conflict(message: str, fix: str) -> PlanError:
-    return also(PlanError, ValueError)(message, code="tensor-sizes", fix=fix)  # type: ignore[return-value]
+    return PlanError(message, code="tensor-sizes", fix=fix)
 
 
 def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _Asked | None) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import ds_comm
 from deepspeed._ours.raising import also
+from ds_comm.differentiable import exchange
 from ds_config.errors import PlanError
 
 __all__ = [
     "AllGatherHandle", "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "MultipleAllGatherHandles",
-    "NoGatherHandle", "PartitionedTensor", "SeqAllToAll", "SparseTensor", "apply_rotary_pos_emb", "prefix_sum_inc",
-    "rotate_half", "single_all_to_all", "zero3_linear_wrap",
+    "NoGatherHandle", "PartitionedTensor", "SeqAllToAll", "SparseTensor", "prefix_sum_inc", "single_all_to_all", "zero3_linear_wrap",
 ]  # fmt: skip
 
 
@@ -239,53 +239,19 @@ class LinearModuleForZeroStage3(nn.Linear):
 # ---- sequences
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    """(a, b) -> (-b, a) of the halves of the last dim."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Turn the first features of `t` [sequence, ..., dim] by angles whose cosines and sines are given; the others stay."""
-    turned, rest = t[..., : freqs_cos.shape[-1]], t[..., freqs_cos.shape[-1] :]
-    turned = turned * freqs_cos + rotate_half(turned) * freqs_sin
-    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
-
-
 def single_all_to_all(
-    x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, *rest: Any
+    x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any, *others: Any
 ) -> Tensor:
     """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable."""
-    found: Tensor = SeqAllToAll.apply(group, x, scatter_idx, gather_idx, batch_dim_idx, *rest)
+    del batch_dim_idx, others
+    found: Tensor = exchange(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
     return found
 
 
-class SeqAllToAll(torch.autograd.Function):
+class SeqAllToAll:
     """The exchange of Ulysses: [sequence / N, heads] to [sequence, heads / N], and back as its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: Any, x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *rest: Any
-    ) -> Tensor:
-        del batch_dim_idx
-        ctx.group, ctx.dims, ctx.rest = group, (scatter_idx, gather_idx), len(rest)
-        return _exchanged(x, group, scatter_idx, gather_idx)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        scatter, gather = ctx.dims
-        return (None, _exchanged(grad, ctx.group, gather, scatter), *(None,) * (3 + ctx.rest))
-
-
-def _exchanged(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
-    found = ds_comm.as_group(group)
-    if x.shape[scatter] % found.size:
-        raise also(PlanError, AssertionError)(
-            f"dim {scatter} of {list(x.shape)} over {found.size} ranks",
-            code="compat-argument",
-            fix="Give every rank as much: DistributedAttention takes other numbers of heads.",
-        )
-    sent = torch.stack(x.chunk(found.size, dim=scatter)).contiguous()
-    received = torch.empty_like(sent)
-    ds_comm.all_to_all_single(received, sent, group=found, unit="sequence").wait()
-    return torch.cat(received.unbind(), dim=gather)
+    def apply(group: Any, x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *others: Any) -> Tensor:
+        """`single_all_to_all`."""
+        return single_all_to_all(x, scatter_idx, gather_idx, batch_dim_idx, group, *others)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed._ours import comm as dist
-from deepspeed._ours.raising import also
 from ds_config.errors import PlanError
 
 __all__ = [
@@ -78,7 +77,7 @@ def get_shard_size(
     """
     if rank is None:
         if mp_group is None and dist.get_world_size() != mp_size:
-            raise also(PlanError, ValueError)(
+            raise PlanError(
                 f"get_shard_size needs a group-local rank or process group: {mp_size} ranks share the dim, the world has "
                 f"{dist.get_world_size()}",
                 code="tensor-sizes",

@@ -64,14 +64,18 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.offload_config": g.OFFLOAD,
     "deepspeed.runtime.zero.partition_parameters": {
         **g.ZERO_ROWS,
-        **from_(g.PARAMS, "is_zero_param"),
-        **from_(g.ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor", _contradicting_single_rank_pg_error="single_rank_error"),
+        **from_(g.PARAMS, "get_allgather_dtype", "is_zero_param", PartitionedParamStatus="ZeroParamStatus"),
+        **from_(
+            g.ZERO, "_orig_torch_arange", "restore_init_context", "shutdown_init_context", "zero_wrapper_for_fp_tensor_constructor",
+            InsertPostInitMethodToModuleSubClasses="Init", _contradicting_single_rank_pg_error="single_rank_error",
+        ),
         **values({"partitioned_param_data_shape": [0]}),
         **from_("deepspeed._ours.accelerator", "get_accelerator"),
         **from_(g.TOOLS, "see_memory_usage"),
         **from_(g.TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
         **not_(
-            INTERNAL, "AllGatherCoalescedHandle", "InsertPostInitMethodToModuleSubClasses", "PartitionedParamStatus", "free_param",
+            Missing("parameters of a unit are gathered and released together", "zero.GatheredParameters, which does both"),
+            "AllGatherCoalescedHandle", "free_param",
         ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": g.ZERO_OPTIMIZER, **g.ESTIMATORS[2]},
@@ -172,7 +176,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.swap_tensor": values({"MIN_SWAPPABLE_BYTES": 1048576}),
     "deepspeed.runtime.activation_checkpointing.checkpointing": g.CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.offload_activations": from_(
-        "deepspeed._ours.hidden_states", "CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload",
+        "ds_parallel.hidden_states", "CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload",
         get_checkpoint_hidden_states_offloading_ctx_manager="CheckpointHiddenStatesOffload",
     ),
     "deepspeed.checkpointing": g.CHECKPOINTING,
@@ -242,8 +246,8 @@ CORE: Mapping[str, Rows] = {
         "deepspeed._ours.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
     ),
     "deepspeed.utils.numa": from_(
-        "deepspeed._ours.cores", "get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list",
-    ),
+        "deepspeed._ours.cores", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
+    ) | from_("ds_launcher.cores", "parse_range"),
     "deepspeed.utils.nvtx": from_(g.TOOLS, "instrument_w_nvtx"),
     "deepspeed.utils.tensor_fragment": {**g.ACCESS, **g.FRAGMENTS, **not_(INTERNAL, "tensor_fragment")},
     "deepspeed.utils.timer": {

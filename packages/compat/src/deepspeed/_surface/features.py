@@ -12,7 +12,6 @@ from deepspeed._surface.refusals import (
     GATES,
     INFERENCE,
     IO,
-    LOSSY,
     PRESETS,
     SEQUENCE,
     SERIAL,
@@ -86,11 +85,12 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.sequence": {**not_(SEQUENCE, "cross_entropy", "auto_sp")},
     "deepspeed.sequence.layer": {
         **from_("ds_parallel.sequence", "DistributedAttention"),
-        **from_(g.TENSORS, "apply_rotary_pos_emb", "single_all_to_all", _SeqAllToAll="SeqAllToAll", _rotate_half="rotate_half"),
+        **from_("ds_parallel.sequence.ulysses", apply_rotary_pos_emb="rotated", _rotate_half="rotate_half"),
+        **from_(g.TENSORS, "single_all_to_all", _SeqAllToAll="SeqAllToAll"),
         **values({"_torchembed_available": False}),
     },
     "deepspeed.sequence.fpdt_layer": from_(
-        "deepspeed._ours.fpdt", FPDT_Attention="FpdtAttention", FPDT_FFN="FpdtFfn", FPDT_InputConstruct="FpdtInput",
+        "ds_parallel.sequence.fpdt", FPDT_Attention="FpdtAttention", FPDT_FFN="FpdtFfn", FPDT_InputConstruct="FpdtInput",
         FPDT_LogitsLoss="FpdtLogitsLoss", _FPDTGPUOffloadingAttentionImpl_="FpdtFunction",
     ),
     "deepspeed.runtime.sequence_parallel": {},
@@ -196,7 +196,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.progressive_layer_drop": from_(g.ODDS, "ProgressiveLayerDrop"),
     "deepspeed.runtime.comm": {},
     "deepspeed.runtime.comm.coalesced_collectives": {
-        **from_(g.ODDS, "all_to_all_quant_reduce", "reduce_scatter_coalesced"), **not_(LOSSY, "all_to_all_loco_quant_reduce"),
+        **from_(g.ODDS, "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "reduce_scatter_coalesced"),
     },
     "deepspeed.runtime.zero.offload_states": {
         **from_(g.ODDS, "get_state_devices"),

@@ -21,7 +21,7 @@ from ds_comm.differentiable import InFlight, exchange
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
 
-__all__ = ["Dealt", "DistributedAttention", "deal"]
+__all__ = ["Dealt", "DistributedAttention", "deal", "rotate_half", "rotated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class DistributedAttention(nn.Module):
         dealt = deal(HeadCounts(query.shape[heads], key.shape[heads]), group.size)
         query, key, value = to_heads(query, key, value, dealt, (heads, seq), group, lengths)
         if rotary_pos_emb is not None:
-            query, key = (_rotated(t, *rotary_pos_emb) for t in (query, key))
+            query, key = (rotated(t, *rotary_pos_emb) for t in (query, key))
         context = self.local_attn(query, key, value, *args, **kwargs)
         return to_sequence(context, dealt, (heads, seq), group, lengths)
 
@@ -166,9 +166,14 @@ def to_sequence(
     return back
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat([-second, first], -1) * sin
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+def rotate_half(x: Tensor) -> Tensor:
+    """(a, b) -> (-b, a) of the halves of the last dim."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first features of x [..., dim] rotated by angles whose cosines and sines [..., features] are given; the others as they are."""
+    features, others = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    features = features * cos + rotate_half(features) * sin
+    return torch.cat([features, others], -1) if others.shape[-1] else features

@@ -1,4 +1,4 @@
-"""`deepspeed.sequence.fpdt_layer`: attention, feed-forward layers and losses in chunks of the sequence, by ds-parallel.
+"""FPDT (Yao et al., arXiv:2408.16978): attention, feed-forward layers and losses in chunks of the sequence, as DeepSpeed's layers take them.
 
 A chunk is cut over the ranks that share a sequence, so what a rank has of it is `chunks` pieces, which do not lie beside each other.
 """
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import ds_comm
-from deepspeed._ours.raising import also
-from deepspeed._ours.tensors import apply_rotary_pos_emb, single_all_to_all
 from ds_comm import as_group
+from ds_comm.differentiable import exchange, gather
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.sequence import Chunking, chunked_attention
+from ds_parallel.sequence.chunked import Chunking, chunked_attention
+from ds_parallel.sequence.ulysses import rotated
 from ds_parallel.tiling import tiled
 
 __all__ = ["FpdtAttention", "FpdtFfn", "FpdtFunction", "FpdtInput", "FpdtLogitsLoss"]
@@ -35,7 +34,7 @@ class FpdtInput:
     ) -> None:  # fmt: skip
         length, chunk = tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size
         if length % chunk or chunk % sp_size:
-            raise also(PlanError, AssertionError)(
+            raise PlanError(
                 f"{length} tokens in chunks of {chunk} on {sp_size} ranks",
                 code="sequence-chunks",
                 fix="Use a chunk that divides the tokens, and that the ranks divide.",
@@ -73,10 +72,10 @@ class FpdtFunction:
         if attention_mask is not None or dropout:
             raise UnsupportedError(
                 f"FPDT attention with {'a mask' if attention_mask is not None else f'dropout {dropout}'}",
-                code="compat-argument",
+                code="sequence-chunks",
                 fix="Leave it out: every token sees those before it.",
             )
-        turns = None if rotary is None else [part.permute(1, 0, 2, 3) for part in rotary]
+        angles = None if rotary is None else [part.permute(1, 0, 2, 3) for part in rotary]
         ranks = as_group(group).size
 
         def project(part: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,18 +84,18 @@ class FpdtFunction:
                 t.unflatten(-1, (-1, head_size)) for t in both.split([projection, kv_projection, kv_projection], -1)
             ]
             if ranks > 1:
-                made = [single_all_to_all(t, 2, 1, 0, group) for t in made]
+                made = [exchange(t, group, scatter_dim=2, gather_dim=1) for t in made]
             q, k, v = made
-            if turns is not None:
+            if angles is not None:
                 here = slice(q.shape[1] * index, q.shape[1] * (index + 1))
-                q, k = (apply_rotary_pos_emb(t, turns[0][:, here], turns[1][:, here]) for t in (q, k))
+                q, k = (rotated(t, angles[0][:, here], angles[1][:, here]) for t in (q, k))
             return q, k, v
 
         params = [weight] if bias is None else [weight, bias]
         out = chunked_attention(x, project, params, Chunking(num_chunks, on_host=cpu_offloading))
         if ranks == 1:
             return out
-        return torch.cat([single_all_to_all(chunk, 1, 2, 0, group) for chunk in out.chunk(num_chunks, 1)], 1)
+        return torch.cat([exchange(chunk, group, scatter_dim=1, gather_dim=2) for chunk in out.chunk(num_chunks, 1)], 1)
 
 
 class FpdtAttention(nn.Module):
@@ -113,7 +112,7 @@ class FpdtAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         del gather_idx, scatter_idx
-        self.config, self.spg, self.chunk_size, self.double_buffer = (
+        self.config, self.spg, self.chunk_size, self.on_host = (
             config,
             sequence_process_group,
             chunk_size,
@@ -130,7 +129,8 @@ class FpdtAttention(nn.Module):
         out = FpdtFunction.apply(
             layernorm_output, attention_mask, inference_params, rotary_pos_emb, self.spg, 2, 0, told.hidden_size,
             size * told.num_attention_heads, size, size * told.num_key_value_heads, self.qkv_linear_weight, self.qkv_linear_bias,
-            told.attention_dropout, max(1, len(layernorm_output) * as_group(self.spg).size // self.chunk_size), cpu_offloading,
+            told.attention_dropout, max(1, len(layernorm_output) * as_group(self.spg).size // self.chunk_size),
+            cpu_offloading and self.on_host,
         )  # fmt: skip
         out = F.linear(out.flatten(2).transpose(0, 1), self.qkv_dense_weight)
         return (out, self.qkv_dense_bias) if self._return_bias else (out + self.qkv_dense_bias, None)
@@ -166,23 +166,5 @@ class FpdtLogitsLoss:
             return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
 
         pairs = zip(lm_output.chunk(num_chunk), labels.t().chunk(num_chunk), strict=True)
-        found: Tensor = _Gathered.apply(
-            torch.cat([checkpoint(losses, *pair, use_reentrant=False) for pair in pairs]), spg
-        )
+        found: Tensor = gather(torch.cat([checkpoint(losses, *pair, use_reentrant=False) for pair in pairs]), spg, 0)
         return found
-
-
-class _Gathered(torch.autograd.Function):
-    """All ranks' parts along the first dim; the gradient of a part is its rank's own."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.length = as_group(group), len(part)
-        whole = part.new_empty((ctx.length * ctx.group.size, *part.shape[1:]))
-        ds_comm.all_gather_single(whole, part.contiguous(), ctx.group, unit="sequence").wait()
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        first = ctx.group.rank * ctx.length
-        return grads[0][first : first + ctx.length], None

@@ -1,4 +1,4 @@
-"""`offload_activations`: inputs of checkpointed layers go to the host between forward and backward, by ds-parallel's `Keeper`."""
+"""Inputs of checkpointed layers go to the host between forward and backward, for models of transformers that checkpoint by themselves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from deepspeed._ours.raising import also
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_parallel import Keeping
-from ds_parallel.keeping import Keeper, Kept
+from ds_parallel.keeping import Keeper, Keeping, Kept
 
 __all__ = ["CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload"]
 
@@ -52,7 +50,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             the stream of activation checkpointing, which need no numbers.
 
     Raises:
-        ConfigError: a number below 0 ("compat-argument"); a ValueError, too.
+        ConfigError: a number below 0 ("activations-host").
     """
 
     def __init__(
@@ -61,9 +59,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     ) -> None:  # fmt: skip
         for name, value in {**locals()}.items():
             if isinstance(value, int) and value < 0:
-                raise also(ConfigError, ValueError)(
-                    f"{name} must be >= 0, got {value}", code="compat-argument", fix="Use 0 or more."
-                )
+                raise ConfigError(f"{name} must be >= 0, got {value}", code="activations-host", fix="Use 0 or more.")
         del use_pin_memory, use_streams
         self.stats = CheckpointActivationOffloadStats()
         self._least, self._last = min_offload_bytes, keep_last_count
@@ -85,9 +81,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:  # type: ignore[override]
         if self in _open:
-            raise also(UnsupportedError, RuntimeError)(
+            raise UnsupportedError(
                 "CheckpointHiddenStatesOffload is not re-entrant",
-                code="compat-argument",
+                code="activations-host",
                 fix="Make another one for the inner context.",
             )
         self.reset()
