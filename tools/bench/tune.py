@@ -38,6 +38,7 @@ CONFIG = {
 }
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
 SIZES, STAGES = (2, 4, 8), (0, 1, 2, 3)
+JOB_S = 60.0  # torch waits for ever where memory for a thread of a gloo group was missing: such a job has died
 FASTEST, ROUNDS = 3, 3  # so many of the grid's fastest are measured again beside the choice, so many times
 
 
@@ -229,11 +230,15 @@ def _forked(candidate: Any, sizes: dict[str, int], limit: int, *, detail: bool =
         if not pid:
             _rank(rank, candidate, sizes, (folder, limit, detail))
         ranks.append(pid)
-    ended = {}
+    ended: dict[int, int] = {}
+    deadline = time.monotonic() + JOB_S
     while len(ended) < 2:
-        pid, status = os.wait()
-        ended[pid] = status
-        if status:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            ended[pid] = status
+        else:
+            time.sleep(0.01)
+        if any(ended.values()) or time.monotonic() > deadline:
             for other in ranks:
                 if other not in ended:
                     os.kill(other, 9)
