@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe.pulling import pulls_of
+from ds_moe.pulling import _spread, pulls_of
 
 
 @given(st.data())
@@ -17,6 +17,8 @@ def test_rows_go_to_their_experts_and_home(data):
     for rank, plan in enumerate(plans):
         mine = {here + i: rows[source][there + i] for source, there, here, n in plan.inward for i in range(n)}
         assert sorted(mine) == list(range(plan.bounds[-1]))
+        source, at = (x.tolist() for x in _spread(plan.inward))
+        assert [rows[s][a] for s, a in zip(source, at, strict=True)] == [mine[i] for i in range(len(mine))]
         experts = [mine[i][1] for i in range(len(mine))]
         ends = [sum(e <= rank * local + x for e in experts) for x in range(local)]
         assert experts == sorted(experts)

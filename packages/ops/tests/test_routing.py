@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops.capacity import padded_rows, within_capacity
-from ds_ops.routing import permute, regroup, sort_slots, unpermute
+from ds_ops.routing import gather_sum, permute, regroup, sort_slots, unpermute
 
 few = settings(max_examples=40, deadline=None)
 
@@ -110,3 +110,27 @@ def test_refusals() -> None:
         with pytest.raises(KernelError) as caught:
             call()
         assert caught.value.code == "kernel-argument"
+
+
+@few
+@given(
+    st.integers(0, 9),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_weighted_sums_and_their_gradients(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(tokens + 10 * k + width)
+    p = sort_slots(choices(tokens, 3, k), 3)
+    y = torch.randn(tokens * k, width, generator=g).to(dtype).requires_grad_()
+    weights = torch.rand(tokens, k, generator=g).requires_grad_()
+    grad = torch.randn(tokens, width, generator=g).to(dtype)
+    wanted = (y.double()[p.rows] * weights.double()[..., None]).sum(1)
+    of_y, of_weights = torch.autograd.grad(wanted, (y, weights), grad.double())
+    out = unpermute(y, p, weights)
+    near = {"atol": 1e-6, "rtol": 1e-6} if dtype is not torch.bfloat16 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(out, wanted.to(dtype), **near)
+    found = torch.autograd.grad(out, (y, weights), grad)
+    torch.testing.assert_close(found[0], of_y, **near)
+    torch.testing.assert_close(found[1], of_weights, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gather_sum(y.detach(), p.rows), y.detach().double()[p.rows].sum(1).to(dtype), **near)

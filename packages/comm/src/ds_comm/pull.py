@@ -5,6 +5,7 @@
     window.publish()                                     # everyone's rows are there
     for source, index in enumerate(wanted):              # which rows of each rank this one needs, in what order
         window.pull(source, index, out=parts[source])
+    mixed = window.everyone[sources * window.rows + index]   # or of all ranks at once
 
 Each row is written once by who makes it and read once by who needs it; `all_to_all_rows` sorts, copies in, copies out and sorts
 again. Two buffers are used alternately, so what was published may be pulled until this rank publishes again.
@@ -28,7 +29,8 @@ class Window:
     Attributes:
         rows: Capacity of each rank.
         width: Elements of a row.
-        mine: [rows, width], where this rank writes what it publishes next; another buffer after `publish` and `grow`.
+        mine: [rows, width], where this rank writes what it publishes next; another buffer after `publish` and `grow`. Zeros at first.
+        everyone: [size * rows, width]: what all ranks published last, one rank after the other, in their own memory: to be read, not kept.
 
     Raises:
         CommError: the ranks cannot share memory ("comm-arena"); ask `ds_comm.arena.arena_refusal` first.
@@ -42,21 +44,22 @@ class Window:
 
     @property
     def mine(self) -> Tensor:
-        return self._buffers[self._turn][self.group.rank]
+        return self._part(self._buffers[self._turn], self.group.rank)
 
     def grow(self, rows: int) -> None:
         """Allocate at least `rows` rows a rank; what was published can be pulled no more. The same on every rank."""
         self.rows, self._turn = rows, 0
-        wish = Wish(rows * self.width, self.dtype)
-        self._buffers = [
-            [one.view(rows, self.width) for one in symmetric] for symmetric in self._arena.allocate([wish, wish])
-        ] or [[torch.empty(0, self.width, dtype=self.dtype)] * self.group.size] * 2
-        self._published = self._buffers[1]
+        every = (self.group.size * rows, self.width)
+        wish = Wish(every[0] * every[1], self.dtype, shared=True)
+        self._buffers = [shared.view(every) for (shared,) in self._arena.allocate([wish, wish])]
+        if not self._buffers:
+            self._buffers = [torch.empty(every, dtype=self.dtype)] * 2
+        self.everyone = self._buffers[1]
 
     def publish(self, unit: str = "") -> None:
         """Return when every rank has written its rows, and let them be pulled. About 3 us when all are ready."""
         self._arena.barrier(unit)
-        self._published = self._buffers[self._turn]
+        self.everyone = self._buffers[self._turn]
         self._turn ^= 1
 
     def pull(self, source: int, index: Tensor, out: Tensor | None = None) -> Tensor:
@@ -73,20 +76,18 @@ class Window:
             raise self._beyond(f"rank {source} of {self.group.size}")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.rows:
             raise self._beyond(f"rows {int(index.min())} to {int(index.max())} of {self.rows}")
+        published = self._part(self.everyone, source)
         if out is None:
-            return self._published[source].index_select(0, index)
-        torch.index_select(self._published[source], 0, index, out=out)
+            return published.index_select(0, index)
+        torch.index_select(published, 0, index, out=out)
         return out
-
-    def rows_of(self, source: int) -> Tensor:
-        """[rows, width] of what rank `source` of the group published last, in its own memory: to be read, not kept."""
-        if not 0 <= source < self.group.size:
-            raise self._beyond(f"rank {source} of {self.group.size}")
-        return self._published[source]
 
     def close(self) -> None:
         """End it. Tensors stay valid as long as they are referenced."""
         self._arena.close()
+
+    def _part(self, buffer: Tensor, rank: int) -> Tensor:
+        return buffer[rank * self.rows : (rank + 1) * self.rows]
 
     def _beyond(self, what: str) -> CommError:
         return CommError(

@@ -110,20 +110,18 @@ def through_experts(
         CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
     Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
         rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows out of each
-        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and copied back.
+        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and summed from there.
     """
     choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
     weights = routed.weights
     if places.expert.size > 1 and x.device.type == "cpu" and places.windows.ask(places.expert):
-        way = _way(x, choices, places)
-        bounds = torch.tensor(way.pulls.bounds, dtype=torch.int64)
+        way, bounds = _way(x, choices, places)
         if weigh_first:
             rows, weights = _weighed(permute(x, choices), choices, routed)
             arrived = pull_rows(rows, way)
         else:
-            arrived = pull_tokens(x, choices, way)
-        out = pull_home(compute(arrived, Rows(bounds, way.pulls.bounds)), choices.slots.numel(), way)
-        return unpermute(out, choices, weights)
+            arrived = pull_tokens(x, way)
+        return pull_home(compute(arrived, Rows(torch.tensor(bounds, dtype=torch.int64), bounds)), weights, way)
     rows = permute(x, choices)
     if weigh_first:
         rows, weights = _weighed(rows, choices, routed)
@@ -141,8 +139,8 @@ def _weighed(rows: Tensor, choices: Permutation, routed: Routed) -> tuple[Tensor
     return rows, torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
 
 
-def _way(x: Tensor, choices: Permutation, places: Places) -> Way:
-    """Tell all ranks how many rows of whom each expert gets, and how many rows there can be anywhere."""
+def _way(x: Tensor, choices: Permutation, places: Places) -> tuple[Way, tuple[int, ...]]:
+    """Tell all ranks how many rows of whom each expert gets. Also where the rows of each expert of this rank end."""
     group, experts = places.expert, choices.ends.numel()
     facts = [x.shape[1], x.element_size(), choices.slots.numel()]
     told = torch.cat((choices.counts, torch.tensor(facts, dtype=torch.int64)))
@@ -151,7 +149,8 @@ def _way(x: Tensor, choices: Permutation, places: Places) -> Way:
     table = got.tolist()
     _check_alike([row[experts : experts + 2] for row in table], facts[:2], group)
     most = sum(row[experts + 2] for row in table)
-    return Way(group, places.windows, pulls_of([row[:experts] for row in table], group.rank), most)
+    pulls = pulls_of([row[:experts] for row in table], group.rank)
+    return Way(group, places.windows, choices, pulls, most), pulls.bounds
 
 
 def _check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Group) -> None:

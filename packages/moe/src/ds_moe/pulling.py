@@ -1,12 +1,12 @@
 """Rows to experts and back for ranks of one host: every rank takes what it needs straight out of its peers' memory.
 
 Words as in `dispatch`. A rank publishes its tokens once, unsorted, and which token each of its rows is; the ranks of the experts gather
-their rows out of that, already in the order (expert, source). Results are published where they were made, and each rank copies its own
-back. Compared with an all-to-all nothing is packed for sending or put in order after receiving:
+their rows out of that, already in the order (expert, source). Results are published where they were made, and each rank weighs and sums
+its own where they are. Compared with an all-to-all nothing is packed for sending, put in order after receiving, or copied home:
 
-    tokens -> published -> gathered in order -> experts -> published -> copied back as rows -> weighted sum
+    tokens -> published -> gathered in order -> experts -> published -> weighted sum
 
-Gradients go the same ways: of results as rows published by their homes, of tokens as results.
+Gradients go the same ways: those of sums are published like tokens and weighed where the experts are, those of tokens are summed like results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from ds_comm import Group
 from ds_comm.arena import arena_refusal
 from ds_comm.pull import Window
-from ds_ops.routing import Permutation, unpermute
+from ds_ops.routing import Permutation, gather_sum, row_products, weighed
 
-__all__ = ["Pulls", "Windows", "pull_home", "pull_rows", "pull_tokens", "pulls_of"]
+__all__ = ["Pulls", "Way", "Windows", "pull_home", "pull_rows", "pull_tokens", "pulls_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,41 +106,75 @@ class Windows:
         self._made.clear()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One layer's call: its group and windows, the pulls, and the most rows that a rank may come to hold."""
+    """One call of one layer: where each row of this rank's experts is, and where each choice's result is.
 
-    group: Group
-    windows: Windows
-    pulls: Pulls
-    most: int
+    Args:
+        choices: The choices of this rank, sorted.
+        pulls: Of this rank.
+        most: The most rows that a rank may come to hold. The same on all ranks.
+    """
+
+    def __init__(self, group: Group, windows: Windows, choices: Permutation, pulls: Pulls, most: int) -> None:
+        self._group, self._windows, self._most = group, windows, most
+        self._k = max(1, choices.rows.shape[1])
+        self.slots = choices.slots
+        self._from, self._at = _spread(pulls.inward)
+        holder, there = _spread(pulls.homeward)
+        # What no expert had is the last row of this rank's own part, which nobody writes: zeros.
+        lost = self.slots.numel() - pulls.sent
+        holder = torch.cat((holder, holder.new_full((lost,), group.rank)))
+        self._holder, self._there = holder, torch.cat((there, there.new_full((lost,), -1)))
+        self._rows = choices.rows
+        self._slot_there: Tensor | None = None
 
     def publish(self, x: Tensor, unit: str) -> Window:
         """Write rows and let the others take them. Collective."""
-        window = self.windows.of(self.group, self.most, x.shape[1], x.dtype)
+        window = self._windows.of(self._group, self._most + 1, x.shape[1], x.dtype)
         window.mine[: x.shape[0]].copy_(x)
         window.publish(unit)
         return window
 
-    def take_in(self, window: Window, like: Tensor) -> Tensor:
-        """Published rows in the order of this rank's experts."""
-        out = like.new_empty(self.pulls.bounds[-1], like.shape[1])
-        for source, there, here, number in self.pulls.inward:
-            out[here : here + number].copy_(window.rows_of(source)[there : there + number])
-        return out
+    def arriving(self, window: Window) -> Tensor:
+        """Published rows, which are sorted by expert at home, in the order of this rank's experts."""
+        return window.everyone.index_select(0, self._from * window.rows + self._at)
 
-    def take_home(self, window: Window, like: Tensor, rows: int) -> Tensor:
-        """Published results as this rank's rows; zeros for those that no expert had."""
-        out = like.new_empty(rows, like.shape[1])
-        for holder, there, here, number in self.pulls.homeward:
-            out[here : here + number].copy_(window.rows_of(holder)[there : there + number])
-        out[self.pulls.sent :].zero_()
-        return out
+    def of_slots(self, window: Window) -> Tensor:
+        """Published values of slots in that order."""
+        return window.everyone.index_select(0, self._from * window.rows + self._slots())
+
+    def of_tokens(self, window: Window) -> Tensor:
+        """Published tokens in that order: each as often as an expert of this rank was chosen for it."""
+        tokens = torch.div(self._slots(), self._k, rounding_mode="floor")
+        return window.everyone.index_select(0, self._from * window.rows + tokens)
+
+    def home(self, window: Window) -> Tensor:
+        """[T * k]: where in the window each of this rank's rows, sorted by expert, has its result."""
+        return self._holder * window.rows + torch.where(self._there < 0, window.rows - 1, self._there)
+
+    def home_of_choices(self, window: Window) -> Tensor:
+        """[T, k]: the same of each choice."""
+        return self.home(window)[self._rows]
+
+    def _slots(self) -> Tensor:
+        """Which slot, of its home, each row here is. Collective the first time."""
+        if self._slot_there is None:
+            self._slot_there = self.arriving(self.publish(self.slots[:, None], "moe tokens")).view(-1)
+        return self._slot_there
 
 
-def pull_tokens(x: Tensor, choices: Permutation, way: Way) -> Tensor:
+def _spread(pulls: Sequence[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
+    """For each row here: its rank, and which row it is there. `pulls` ascend without gaps in what they say of here."""
+    table = torch.tensor(pulls, dtype=torch.int64).view(-1, 4)
+    rank, there, here, number = table.unbind(1)
+    # A pull's row i is `there - here` before it in the rank's rows, whichever pull it is of.
+    both = torch.stack((rank, there - here)).repeat_interleave(number, 1)
+    return both[0], both[1] + torch.arange(both.shape[1])
+
+
+def pull_tokens(x: Tensor, way: Way) -> Tensor:
     """The rows of this rank's experts, of tokens [T, n] on all ranks. Collective over the group, as its gradient is."""
-    out: Tensor = _Tokens.apply(x, choices, way)
+    out: Tensor = _Tokens.apply(x, way)
     return out
 
 
@@ -150,53 +184,59 @@ def pull_rows(rows: Tensor, way: Way) -> Tensor:
     return out
 
 
-def pull_home(results: Tensor, rows: int, way: Way) -> Tensor:
-    """Results of this rank's experts to the ranks whose rows they are: [T * k, m], sorted by expert. Collective, as its gradient is."""
-    out: Tensor = _Home.apply(results, rows, way)
+def pull_home(results: Tensor, weights: Tensor, way: Way) -> Tensor:
+    """Results of this rank's experts to the ranks whose rows they are, weighed and summed there: [T, m].
+
+    Args:
+        weights: [T, k] of this rank's choices; 0 for those that no expert had.
+    Collective, as its gradient is; weights ask for one on all ranks or on none.
+    """
+    out: Tensor = _Home.apply(results, weights, way)
     return out
 
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, choices: Permutation, way: Way) -> Tensor:
-        ctx.choices, ctx.way = choices, way
-        tokens = way.windows.of(way.group, way.most, 1, torch.int64)
-        width = choices.rows.shape[1]
-        torch.div(choices.slots, width, rounding_mode="floor", out=tokens.mine[: choices.slots.numel(), 0])
-        tokens.publish("moe tokens")
-        window = way.publish(x, "moe dispatch")
-        out = x.new_empty(way.pulls.bounds[-1], x.shape[1])
-        for source, there, here, number in way.pulls.inward:
-            index = tokens.rows_of(source)[there : there + number, 0]
-            torch.index_select(window.rows_of(source), 0, index, out=out[here : here + number])
-        return out
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.of_tokens(way.publish(x, "moe dispatch"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        way, choices = ctx.way, ctx.choices
-        window = way.publish(grads[0], "moe dispatch.grad")
-        return unpermute(way.take_home(window, grads[0], choices.slots.numel()), choices), None, None
+        window = ctx.way.publish(grads[0], "moe dispatch.grad")
+        return gather_sum(window.everyone, ctx.way.home_of_choices(window)), None
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
-        ctx.way, ctx.rows = way, rows.shape[0]
-        return way.take_in(way.publish(rows, "moe dispatch"), rows)
+        ctx.way = way
+        return way.arriving(way.publish(rows, "moe dispatch"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        way = ctx.way
-        return way.take_home(way.publish(grads[0], "moe dispatch.grad"), grads[0], ctx.rows), None
+        window = ctx.way.publish(grads[0], "moe dispatch.grad")
+        return window.everyone.index_select(0, ctx.way.home(window)), None
 
 
 class _Home(torch.autograd.Function):
+    """Gradients of the sums are taken by the ranks of the experts, which have the results too: so nothing is kept at home."""
+
     @staticmethod
-    def forward(ctx: Any, results: Tensor, rows: int, way: Way) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        return way.take_home(way.publish(results, "moe combine"), results, rows)
+        window = way.publish(results, "moe combine")
+        out = gather_sum(window.everyone, way.home_of_choices(window), weights)
+        ctx.save_for_backward(results if ctx.needs_input_grad[1] else None, weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        way = ctx.way
-        return way.take_in(way.publish(grads[0], "moe combine.grad"), grads[0]), None, None
+        (results, weights), way = ctx.saved_tensors, ctx.way
+        got = way.of_tokens(way.publish(grads[0], "moe combine.grad"))
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            window = way.publish(row_products(got, results)[:, None], "moe weights.grad")
+            of_weights = window.everyone[:, 0][way.home_of_choices(window)].to(weights.dtype)
+        factors = way.of_slots(way.publish(weights.reshape(-1, 1), "moe weights"))
+        return weighed(got, factors.view(-1)), of_weights, None
