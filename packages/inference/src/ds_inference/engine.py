@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.model import Cache, Runner
@@ -91,9 +91,11 @@ class Generator:
         decoder: Runs batches.
         blocks: Of the cache; `size` tokens each.
         budget: Of a step.
-        share: Whether equal beginnings are computed once.
+        share: Whether equal beginnings are computed once; None: where the decoder has no states.
         speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
         cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
+    Raises:
+        UnsupportedError: beginnings or drafts of a decoder with states, or a dtype of keys that it does not keep ("inference-states").
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Generator:
         blocks: int,
         size: int = 16,
         budget: Budget | None = None,
-        share: bool = True,
+        share: bool | None = None,
         speculate: int = 0,
         tokenizer: Tokenizer | None = None,
         cache_dtype: torch.dtype | None = None,
@@ -111,8 +113,12 @@ class Generator:
         self.decoder: Any = decoder
         self.tokenizer, self.speculate = tokenizer, speculate
         budget = budget or Budget()
+        if decoder.stateful:
+            _check_states(decoder, share, speculate, cache_dtype)
         self.scheduler = Scheduler(
-            BlockPool(blocks, size), replace(budget, length=min(budget.length, decoder.spec.longest)), share=share
+            BlockPool(blocks, size),
+            replace(budget, length=min(budget.length, decoder.spec.longest)),
+            share=not decoder.stateful if share is None else share,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
         self.before_step: Callable[[StepPlan], None] | None = None
@@ -164,6 +170,7 @@ class Generator:
         """Compute one step. Empty when prompts are still under way; see `idle`."""
         plan = self.scheduler.plan(self._drafts() if self.speculate else None)
         if not plan.chunks:
+            self.cache.states.forget(plan.gone)
             self.scheduler.commit({})
             return []
         if self.before_step is not None:
@@ -172,6 +179,7 @@ class Generator:
         if self.decoder.adapters:
             batch = replace(batch, worn=self._worn(order))
         self.cache.copy(plan.copies)
+        self.cache.states.forget(plan.gone)
         logits = self.decoder.forward(batch, self.cache)
         likeliest = logits.argmax(-1).tolist() if len(logits) else []  # of all rows at once
         events, outcomes, row = [], {}, 0
@@ -333,6 +341,26 @@ class Generator:
 
     def _drafts(self) -> dict[int, Sequence[int]]:
         return {i: _guess(a.request.tokens, self.speculate) for i, a in self._asks.items() if a.request.generates}
+
+
+def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dtype: torch.dtype | None) -> None:
+    """What a decoder with states cannot do.
+
+    A state is of all its tokens: it is neither that of their beginning, nor what it was before tokens that are taken back.
+    """
+    asked = {
+        "share=True": bool(share),
+        f"speculate={speculate}": speculate > 0,
+        f"cache_dtype={cache_dtype}": cache_dtype is not None and not decoder.spec.layers,
+    }
+    wrong = [words for words, true in asked.items() if true]
+    if wrong:
+        raise UnsupportedError(
+            f"{', '.join(wrong)} for a {decoder.spec.family} model, whose layers keep states"
+            + ("" if decoder.spec.layers else " and no keys"),
+            code="inference-states",
+            fix="Leave it out: sequences are then computed whole, token after token.",
+        )
 
 
 def _renamed(request: Request, identity: int) -> Request:

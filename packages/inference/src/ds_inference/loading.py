@@ -36,7 +36,7 @@ def load(
     cache_tokens: int = 8192,
     block: int = 16,
     budget: Budget | None = None,
-    share: bool = True,
+    share: bool | None = None,
     speculate: int = 0,
     tokenizer: Tokenizer | None = None,
     weights: Mapping[str, Tensor] | None = None,
@@ -70,8 +70,9 @@ def load(
             parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
     Raises:
         UnsupportedError: this family of models is not declared, and it does not run through its own forward either
-            ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); the folder's codes are
-            of an unknown packing ("inference-packed").
+            ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); its layers have states
+            and it shall share beginnings or speculate ("inference-states"); the folder's codes are of an unknown packing
+            ("inference-packed").
         CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
     """
     decoder = read_decoder(

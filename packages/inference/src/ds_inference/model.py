@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -16,12 +15,13 @@ from ds_comm.arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.attention import Batch, alibi_slopes, attend, keep
+from ds_inference.cache import Cache
 from ds_inference.cutting import Cut
 from ds_inference.native import NativeDecoder, Shared, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
-from ds_ops.arena import trim, zeros_huge
+from ds_ops.arena import trim
 from ds_ops.routing import permute, sort_slots, unpermute
 
 __all__ = ["Cache", "Decoder", "Runner"]
@@ -39,63 +39,19 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Cache:
-    """Keys and values of all layers in blocks. Block numbers mean the same block in every layer.
+class Runner(Protocol):
+    """What runs a step: `Decoder`, or a module's own forward.
 
     Attributes:
-        layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
-            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8,
-            scales fp32 [blocks, size, kv heads] of keys and of values follow.
+        stateful: Layers have states: of a sequence only the whole can be kept, not a beginning.
     """
-
-    def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = size
-        latent = any(y.attention.latent is not None for y in spec.layers)
-        if dtype == torch.int8 and latent:
-            raise UnsupportedError(
-                f"an int8 cache for a {spec.family} model, whose cache is compressed already",
-                code="inference-cache-dtype",
-                fix="Leave cache_dtype out.",
-            )
-        self.layers = [self._made(_kept(y), (blocks, size), dtype, device) for y in spec.layers]
-
-    @staticmethod
-    def _made(
-        kept: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, ...]:
-        shapes = [(*room, *s) for s in kept]
-        if device.type == "cpu":  # memory is taken when a block is first written
-            found = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
-        else:
-            found = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
-        if dtype == torch.int8:
-            found += [torch.zeros(*room, heads, device=device) for heads, _ in kept]
-        return tuple(found)
-
-    @staticmethod
-    def bytes_of(spec: Spec, size: int, dtype: torch.dtype) -> int:
-        """Of one block of `size` tokens in all layers."""
-        scale = 4 if dtype == torch.int8 else 0
-        return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
-
-    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """(from, to): blocks that get another's content."""
-        if pairs:
-            source = torch.tensor([a for a, _ in pairs], device=self.layers[0][0].device)
-            target = torch.tensor([b for _, b in pairs], device=self.layers[0][0].device)
-            for tensors in self.layers:
-                for tensor in tensors:
-                    tensor[target] = tensor[source]
-
-
-class Runner(Protocol):
-    """What runs a step: `Decoder`, or a module's own forward."""
 
     spec: Spec
     device: torch.device
     dtype: torch.dtype
     obstacle: str
     adapters: dict[str, Adapter]
+    stateful: bool
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor: ...
 
@@ -107,13 +63,6 @@ class _Step:
     batch: Batch
     cache: tuple[Tensor, ...]
     turns: Mapping[Rope, tuple[Tensor, Tensor]]
-
-
-def _kept(layer: Layer) -> tuple[tuple[int, int], ...]:
-    attention = layer.attention
-    if attention.latent is not None:
-        return ((1, attention.latent.rank + attention.latent.rotated),)
-    return (attention.kv_heads, attention.width), (attention.kv_heads, attention.value_width)
 
 
 class Decoder:
@@ -131,6 +80,8 @@ class Decoder:
         adapters: By name; those that a batch wears are added. Not with the native loop.
         obstacle: Why the native loop does not run; empty: it runs.
     """
+
+    stateful = False
 
     def __init__(
         self,

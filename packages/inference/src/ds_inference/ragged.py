@@ -159,6 +159,7 @@ class RaggedEngine:
         known = self._known.pop(uid, None)
         if known is not None:
             self._pool.give_back(reversed(known.blocks))
+            self._cache.states.forget(known.blocks[:1])
 
 
 def build_hf_engine(
@@ -189,7 +190,7 @@ def _blocks(decoder: Runner, config: RaggedConfig) -> int:
     each = Cache.bytes_of(decoder.spec, _BLOCK, decoder.dtype)
     longest = min(limits.max_context, decoder.spec.longest)
     wanted = limits.max_tracked_sequences * -(-longest // _BLOCK)  # more than this is never used
-    found: int = min(wanted, (free - limits.memory_config.size) // each)
+    found: int = min(wanted, (free - limits.memory_config.size) // each) if each else wanted
     if found < 1:
         raise PlanError(
             f"{free} bytes are free, {limits.memory_config.size} of them reserved: no room for a block of {each} bytes",

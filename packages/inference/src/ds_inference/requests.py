@@ -129,10 +129,12 @@ class StepPlan:
     Attributes:
         chunks: At most one a request; those that generate first.
         copies: (from, to): blocks to copy before anything is computed.
+        gone: First blocks of sequences that gave theirs back since the last step: their states are not needed after the copies.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    gone: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ class Scheduler:
     Args:
         pool: The cache's blocks; only the scheduler takes any.
         budget: Of a step.
-        share: Whether blocks with equal content are shared between requests.
+        share: Whether blocks with equal content are shared between requests. Without, a fork computes all its tokens.
     """
 
     def __init__(self, pool: BlockPool, budget: Budget, *, share: bool = True) -> None:
@@ -45,6 +45,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._copies: list[tuple[int, int]] = []
+        self._gone: list[int] = []
         self._planned: tuple[Chunk, ...] | None = None
         self._arrivals = 0
 
@@ -77,7 +78,7 @@ class Scheduler:
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
 
     def fork(self, parent: Request, identity: int) -> Request:
-        """Another request with the parent's tokens, which goes on by itself. It shares what the parent has computed.
+        """Another request with the parent's tokens, which goes on by itself. It shares what the parent has computed, if blocks are shared.
 
         Call between steps. Costs one copy of a block in the next step, if the parent's last one is not full.
         """
@@ -85,7 +86,7 @@ class Scheduler:
         self.add(child)
         child.prompt = parent.prompt
         full, rest = divmod(parent.computed, self.pool.size)
-        if parent.state is not State.RUNNING or len(self._running) >= self.budget.requests:
+        if not self.share or parent.state is not State.RUNNING or len(self._running) >= self.budget.requests:
             return child
         own = self.pool.take(1 if rest else 0)
         if own is None:
@@ -167,9 +168,9 @@ class Scheduler:
             settled.add(request.identity)
             chunks.append(self._chunk(request, count))
             left -= count
-        copies, self._copies = tuple(self._copies), []
+        copies, gone, self._copies, self._gone = tuple(self._copies), tuple(self._gone), [], []
         self._planned = tuple(chunks)
-        return StepPlan(self._planned, copies)
+        return StepPlan(self._planned, copies, gone)
 
     def commit(self, outcomes: Mapping[int, Outcome]) -> list[Request]:
         """The step was computed: what its outputs became, by request. Returns the requests that ended.
@@ -281,6 +282,7 @@ class Scheduler:
             self._running.remove(request)
             self._copies = [(a, b) for a, b in self._copies if b not in request.blocks]
             self.pool.give_back(reversed(request.blocks))
+            self._gone += request.blocks[:1]
             request.blocks = []
 
     def _end(self, request: Request, state: State) -> None:

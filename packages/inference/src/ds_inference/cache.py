@@ -1,0 +1,119 @@
+"""What sequences hold between steps: keys and values in blocks, states in rows.
+
+Keys and values grow with a sequence. A *state* does not: it is what a recurrent layer keeps of all tokens together (the last
+inputs of a convolution, the matrix of a state space or of linear attention). A sequence has one row of states; it is found by
+the sequence's first block, which no other sequence has where nothing is shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_config.errors import UnsupportedError
+from ds_inference.spec import Layer, Spec
+from ds_ops.arena import zeros_huge
+
+__all__ = ["Cache", "States"]
+
+
+class States:
+    """Rows of states, one for each sequence that has any. Rows of sequences that are over are used again."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._rows: dict[int, int] = {}
+        self._blank: list[int] = []
+
+    def __len__(self) -> int:
+        """How many sequences have a row."""
+        return len(self._rows)
+
+    def read(self, sequences: Sequence[int]) -> list[Tensor]:
+        """Copies of the sequences' states, [G, ...] each, in the order in which they were written."""
+        at = [self._rows[s] for s in sequences]
+        return [t[torch.tensor(at, device=t.device)] for t in self._tensors]
+
+    def write(self, sequences: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Keep `states`, [G, ...] each, as those of the sequences. Costs a copy; memory doubles where rows run out."""
+        if not states:
+            return
+        new = [s for s in dict.fromkeys(sequences) if s not in self._rows]
+        while len(self._blank) < len(new):
+            self._grow(states)
+        self._rows.update((s, self._blank.pop()) for s in new)
+        at = [self._rows[s] for s in sequences]
+        for tensor, state in zip(self._tensors, states, strict=True):
+            tensor[torch.tensor(at, device=tensor.device)] = state
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """These sequences are over, or will be computed anew."""
+        self._blank += [self._rows.pop(s) for s in sequences if s in self._rows]
+
+    def _grow(self, states: Sequence[Tensor]) -> None:
+        had = len(self._tensors[0]) if self._tensors else 0
+        more = had or 4
+        fresh = [s.new_zeros(more, *s.shape[1:]) for s in states]
+        self._tensors = [torch.cat(pair) for pair in zip(self._tensors, fresh, strict=True)] if had else fresh
+        self._blank += range(had + more - 1, had - 1, -1)
+
+
+class Cache:
+    """Keys and values of all layers in blocks. Block numbers mean the same block in every layer.
+
+    Attributes:
+        layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
+            layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8,
+            scales fp32 [blocks, size, kv heads] of keys and of values follow.
+        states: Of recurrent layers, by the number of a sequence's first block.
+    """
+
+    def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size = size
+        latent = any(y.attention.latent is not None for y in spec.layers)
+        if dtype == torch.int8 and latent:
+            raise UnsupportedError(
+                f"an int8 cache for a {spec.family} model, whose cache is compressed already",
+                code="inference-cache-dtype",
+                fix="Leave cache_dtype out.",
+            )
+        self.layers = [self._made(_kept(y), (blocks, size), dtype, device) for y in spec.layers]
+        self.states = States()
+
+    @staticmethod
+    def _made(
+        kept: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        shapes = [(*room, *s) for s in kept]
+        if device.type == "cpu":  # memory is taken when a block is first written
+            found = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
+        else:
+            found = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
+        if dtype == torch.int8:
+            found += [torch.zeros(*room, heads, device=device) for heads, _ in kept]
+        return tuple(found)
+
+    @staticmethod
+    def bytes_of(spec: Spec, size: int, dtype: torch.dtype) -> int:
+        """Of one block of `size` tokens in all layers; 0 if none of them keeps keys and values."""
+        scale = 4 if dtype == torch.int8 else 0
+        return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
+
+    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """(from, to): blocks that get another's content."""
+        if pairs and self.layers:
+            source = torch.tensor([a for a, _ in pairs], device=self.layers[0][0].device)
+            target = torch.tensor([b for _, b in pairs], device=self.layers[0][0].device)
+            for tensors in self.layers:
+                for tensor in tensors:
+                    tensor[target] = tensor[source]
+
+
+def _kept(layer: Layer) -> tuple[tuple[int, int], ...]:
+    attention = layer.attention
+    if attention.latent is not None:
+        return ((1, attention.latent.rank + attention.latent.rotated),)
+    return (attention.kv_heads, attention.width), (attention.kv_heads, attention.value_width)

@@ -1,0 +1,201 @@
+"""How a Hugging Face module remembers from token to token: keys and values, states, or both.
+
+Where its states are differs from model to model, so this is learnt from its configuration and from one token:
+
+    in layers of transformers' cache     Mamba, Jamba, Zamba, Qwen3-Next, LFM2 and most others
+    in attributes of its modules         RecurrentGemma
+    in an argument and a result          RWKV
+
+`Memory` makes the *past* that a forward is given and takes the states out of it afterwards, always as a list of tensors [G, ...].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ds_config.errors import UnsupportedError
+
+__all__ = ["Memory", "strange"]
+
+# A forward of several tokens begins with the states that these were given. The scans of the others (Mamba 1 and its kin) begin
+# with zeros whatever they are given, so that tokens which follow others need a forward each.
+_CONTINUES = frozenset(
+    {
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "rwkv",
+        "zamba2",
+    }
+)
+# The forward of one token mixes the sequences of a batch up (transformers 5.24: states [G, hidden] meet inputs [G, 1, hidden]).
+_ALONE = frozenset({"rwkv"})
+_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
+_STATES = ("conv_states", "recurrent_states")
+
+
+class Memory:
+    """The memory of one module.
+
+    Attributes:
+        argument: Of the module's forward, that takes the past.
+        kept: Numbers of the layers, in the past, that keep keys and values.
+        continues: Whether several tokens may follow others in one forward.
+        alone: A forward takes one sequence.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._config = cast("Any", module).config
+        self._kind = str(self._config.model_type)
+        known = inspect.signature(module.forward).parameters
+        names = ("cache", "past_key_values", "cache_params", "state")  # the first is that of transformers since 5
+        self.argument = next((name for name in names if name in known), "past_key_values")
+        self.kept: tuple[int, ...] = ()
+        self.continues, self.alone = True, self._kind in _ALONE
+        self._makers = [] if self.argument == "state" else _makers(self._kind, self._config)
+        self._places: tuple[tuple[int, str, int], ...] = ()
+        self._holders = [
+            (part, name)
+            for part in module.modules()
+            for name in _ATTRIBUTES.get(self._kind, ())
+            if name in part.__dict__
+        ]
+
+    @property
+    def stateful(self) -> bool:
+        """Whether there are states."""
+        return bool(self._places or self._holders) or self.argument == "state"
+
+    def made(self, states: Sequence[Tensor] = ()) -> Any:
+        """A past with nothing in it but `states`, which the forward may change; none: those of sequences that begin."""
+        if self.argument == "state":
+            return _Loose(list(states) or None)
+        past = _cache_of([make() for make in self._makers])
+        for (at, what, number), state in zip(self._places, states, strict=False):
+            layer = past.layers[at]
+            getattr(layer, what)[number] = state
+            getattr(layer, f"is_{what}_initialized")[number] = True
+            if what == "conv_states":
+                layer.has_previous_state[number] = True
+                layer.conv_kernel_size[number] = state.shape[-1]
+                layer.device, layer.dtype = state.device, state.dtype
+        rest = states[len(self._places) :]
+        for i, (part, name) in enumerate(self._holders):
+            setattr(part, name, rest[i] if rest else None)
+        return past
+
+    def given(self, past: Any) -> dict[str, Any]:
+        """Keywords of a forward with this past."""
+        return {self.argument: past.states if isinstance(past, _Loose) else past, "use_cache": True}
+
+    def taken(self, past: Any, result: Any) -> list[Tensor]:
+        """The states after a forward, that had this past and this result. Attributes of modules are left empty."""
+        if isinstance(past, _Loose):
+            return list(result.state)
+        found = [getattr(past.layers[at], what)[number] for at, what, number in self._places]
+        for part, name in self._holders:
+            found.append(getattr(part, name))
+            setattr(part, name, None)
+        return found
+
+    def learn(self, past: Any) -> list[tuple[Tensor, Tensor]]:
+        """What a forward of one token left in a past that was empty: keys and values [1, heads, 1, width] of the layers that keep any.
+
+        Raises:
+            UnsupportedError: a layer keeps something else, or nothing ("inference-foreign").
+        """
+        pairs: list[tuple[Any, Any]] = [(getattr(y, "keys", None), getattr(y, "values", None)) for y in past.layers]
+        self.kept = tuple(i for i, (keys, _) in enumerate(pairs) if keys is not None)
+        self._places = tuple(_places(past.layers))
+        self.continues = not self.stateful or self._kind in _CONTINUES
+        silent = set(range(len(pairs))) - set(self.kept) - {at for at, _, _ in self._places}
+        silent -= {i for i, y in enumerate(past.layers) if self._holders or type(y).__name__ == "DummyLayer"}
+        found = [pairs[i] for i in self.kept]
+        strangers = any(t is None or t.dim() != 4 or t.shape[-2] != 1 for pair in found for t in pair)
+        if silent or strangers or not (found or self.stateful):
+            raise strange(
+                self._kind, "its layers keep neither keys and values of every token nor states that are known"
+            )
+        return found
+
+
+class _Loose:
+    """The past of a module that takes its states as they are."""
+
+    def __init__(self, states: list[Tensor] | None) -> None:
+        self.states = states
+        self.layers: list[Any] = []
+
+
+def strange(kind: str, why: str) -> UnsupportedError:
+    """A module that cannot run through its own forward here."""
+    return UnsupportedError(
+        f"generation by a {kind} model: {why}",
+        code="inference-foreign",
+        fix="Use the model's own generate, or a family that is declared (ds_inference.families).",
+    )
+
+
+def _cache_of(layers: list[Any]) -> Any:
+    from transformers import DynamicCache
+    from transformers.cache_utils import Cache
+
+    return Cache(layers=layers) if layers else DynamicCache()
+
+
+def _makers(kind: str, config: Any) -> list[Callable[[], Any]]:
+    """One for each layer of the cache; empty: all layers keep keys and values.
+
+    Those with a window keep everything, too: blocks do, and masks say what is seen.
+    """
+    try:
+        from transformers import DynamicCache
+        from transformers.cache_utils import (
+            DynamicLayer,
+            DynamicSlidingWindowLayer,
+            LinearAttentionAndFullAttentionLayer,
+            LinearAttentionCacheLayerMixin,
+        )
+    except ImportError:  # before transformers had layers with states
+        return []
+    if getattr(config.get_text_config(decoder=True), "layer_types", None) is None:
+        return []
+    layers = DynamicCache(config=config).layers
+    if not any(isinstance(y, LinearAttentionCacheLayerMixin) for y in layers):
+        return []
+    found: list[Callable[[], Any]] = []
+    for layer in layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            plain = LinearAttentionAndFullAttentionLayer if isinstance(layer, DynamicLayer) else type(layer)
+            found.append(partial(plain, number_of_states=layer.number_of_states))
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            found.append(DynamicLayer)
+        elif type(layer).__name__ == "DummyLayer":
+            found.append(type(layer))
+        else:
+            raise strange(kind, f"a layer keeps a {type(layer).__name__}")
+    return found
+
+
+def _places(layers: Sequence[Any]) -> Iterator[tuple[int, str, int]]:
+    """Where states are: the layer, its attribute, the number in it."""
+    for at, layer in enumerate(layers):
+        for what in _STATES:
+            states = getattr(layer, what, None)
+            if isinstance(states, dict):
+                yield from ((at, what, number) for number, state in states.items() if state is not None)
