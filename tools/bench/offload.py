@@ -119,6 +119,8 @@ def main() -> None:
                        f"deepspeed{stage}-{where}{kind}"]  # fmt: skip
             if where == "file" and not args.peer_files:
                 engines.pop()
+            if where == "host":
+                engines.insert(2, f"ours{stage}-early{kind}@shm")
             first: dict[str, dict] = {}
             start = {e: (lambda e=e, f=first: started(e, args.config, folder, f)) for e in engines}
             found = meet(start, args.cycles, args.steps)

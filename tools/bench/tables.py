@@ -124,16 +124,19 @@ def parallel(record: Mapping[str, Any]) -> str:
 
 
 def offload(record: Mapping[str, Any]) -> str:
-    found = ["| stage | optimizer state | format | all on the device | ds-zero | ds-zero, gloo | DeepSpeed | of its step | MB, ds-zero | MB, DeepSpeed |",
-             "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    early = any(f"ours{line['stage']}-early@shm" in line["engines"] for line in record["lines"])
+    more, rule = (" early |", "---:|") if early else ("", "")
+    found = [f"| stage | optimizer state | format | all on the device | ds-zero |{more} ds-zero, gloo | DeepSpeed | of its step | MB, ds-zero | MB, DeepSpeed |",
+             f"|---:|---|---|---:|---:|{rule}---:|---:|---:|---:|---:|"]  # fmt: skip
     for line in record["lines"]:
         stage, where, kind = line["stage"], line["where"], "-bf16" if line["bf16"] else ""
         engines, mine = line["engines"], f"ours{stage}-{where}{kind}"
         peer, shm = engines.get(f"deepspeed{stage}-{where}{kind}"), engines.get(f"{mine}@shm", {})
         cell = lambda e, key="ms": f"{e[key]:.0f}" if e and e.get(key) is not None else "-"  # noqa: E731
         ratio = f"**{shm['of_deepspeed']:.2f}**" if shm.get("of_deepspeed") else "-"
+        begun = f" {cell(engines.get(f'ours{stage}-early{kind}@shm'))} |" if early else ""
         found.append(f"| {stage} | {'in a file' if where == 'file' else 'on the host'} | {'bf16' if kind else 'fp32'} | "
-                     f"{cell(engines.get(f'ours{stage}-device{kind}@shm'))} | {cell(shm)} | {cell(engines.get(mine))} | {cell(peer)} | "
+                     f"{cell(engines.get(f'ours{stage}-device{kind}@shm'))} | {cell(shm)} |{begun} {cell(engines.get(mine))} | {cell(peer)} | "
                      f"{ratio} | {cell(shm, 'mb')} | {cell(peer, 'mb')} |")  # fmt: skip
     rate = record["file"]
     return _rows(

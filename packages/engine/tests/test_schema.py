@@ -214,6 +214,9 @@ BASES: dict[str, Mapping[str, Any]] = {
     "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "bf16": {"enabled": True}},
     "aio": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": {
+        "zero_optimization": {**SMALL, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    },
     "zero_optimization.offload_optimizer": {"zero_optimization": {**SMALL, "offload_optimizer": FILES}},
     "zero_optimization.zenflow": {"zero_optimization": {**SMALL, "zenflow": {"select_strategy": "step", "select_interval": 8, "update_interval": 4}}},
     "zero_optimization.offload_param": {"zero_optimization": {**SMALL, "offload_param": FILES}},

@@ -81,6 +81,11 @@ def test_offloading_sections_are_placements() -> None:
     assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (Placement(), Placement())
     part = zero(offload_optimizer={"device": "cpu", "pin_memory": False, "ratio": 0.3})
     assert part.offload_optimizer.placement(io) == Placement(pin=False, share=0.3)
+    early = {"device": "cpu", "cpuadam_cores_perc": 0.5}
+    assert zero(offload_optimizer=early).offload_optimizer.placement(io) == Placement()
+    assert zero(offload_optimizer={**early, "super_offload": True}).offload_optimizer.placement(io) == Placement(
+        early=0.5
+    )
     files = {"device": "nvme", "nvme_path": "/local", "buffer_count": 1}
     found = zero(
         offload_optimizer={**files, "pipeline_read": False, "pipeline_write": False},

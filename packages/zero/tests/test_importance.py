@@ -66,6 +66,8 @@ def test_the_section() -> None:
     told = ZenFlowConfig(topk_ratio=0.2, select_strategy="epoch", select_interval=2, full_warm_up_rounds=3)
     assert told.importance(7) == Importance(0.2, 14, 0, warm_up=3)
     assert ZenFlowConfig(select_strategy="step", select_interval=8, update_interval=2).importance(7).choose_every == 8
+    overlapping = ZenFlowConfig(overlap_step=True, update_interval=4), ZenFlowConfig(overlap_step=True), auto
+    assert [section.overlaps for section in overlapping] == [True, False, False]
     for section, match in (
         ({"select_interval": 3}, "select_strategy 'auto' with select_interval 3"),
         ({"select_strategy": "step"}, "select_strategy 'step' with select_interval 'auto'"),

@@ -2,8 +2,8 @@
 
 `offload.py timeline CONFIG FOLDER` says instead when one step of stage 3 with a file computes, reads and writes.
 
-ENGINE is `ours` or `deepspeed`, its ZeRO stage, where the optimizer's state is (`device`, `host`, `file`) and `bf16` for mixed precision,
-as `ours3-file-bf16`. The model and the data are those of `zero.py`. Gradients are clipped. The first line says the losses of four steps
+ENGINE is `ours` or `deepspeed`, its ZeRO stage, where the optimizer's state is (`device`, `host`, `file`; `early` is the host, with updates
+that begin during backward) and `bf16` for mixed precision, as `ours3-file-bf16`. The model and the data are those of `zero.py`. Gradients are clipped. The first line says the losses of four steps
 and what the state's folder is asked to move.
 """
 
@@ -28,6 +28,7 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
     tier = {
         "device": "device",
         "host": ds_zero.Placement(),
+        "early": ds_zero.Placement(early=1.0),
         "file": ds_zero.Placement("file", folder) if where == "file" else None,
     }[where]
     optimizer = ds_zero.shard(

@@ -34,6 +34,7 @@ from ds_engine.sections import (
 
 __all__ = [
     "FROM_MUP",
+    "apart",
     "check_optimizer",
     "check_scheduler",
     "make_optimizer",
@@ -152,6 +153,14 @@ def reduces_itself(section: OptimizerSection | None) -> bool:
 _STATE_TENSORS: Mapping[type, int] = {
     AdagradSection: 1, LionSection: 1, MuonSection: 1, OneBitAdamSection: 3, OneBitLambSection: 4, ZeroOneAdamSection: 5,
 }  # fmt: skip
+
+
+def apart(section: OptimizerSection | None) -> bool:
+    """Whether it is an optimizer of ds-ops that treats elements apart; one of the caller's is asked when it is there."""
+    if section is None or isinstance(section, TorchOptimizerSection):
+        return section is None
+    kind, _ = _TABLE[type(section)](section, {})
+    return isinstance(kind, type) and issubclass(kind, ds_ops.optim.OpsOptimizer) and kind.elementwise
 
 
 def state_tensors(section: OptimizerSection | None) -> int:

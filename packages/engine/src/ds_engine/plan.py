@@ -313,7 +313,9 @@ def _split_text(split: ZenFlowConfig) -> str:
     interval = (
         "when they have grown large" if split.update_interval == "auto" else f"every {split.update_interval} steps"
     )
-    return f"{split.topk_ratio:.0%} of the columns are updated in every step, the others {interval} (ZenFlow)"
+    late = split.overlap_step and not split.overlaps
+    why = "; all updates begin after backward: what the gradients of all ranks are says when that is" if late else ""
+    return f"{split.topk_ratio:.0%} of the columns are updated in every step, the others {interval} (ZenFlow){why}"
 
 
 def _offload_text(zero: ZeroPlan) -> str:
@@ -335,6 +337,10 @@ def _offload_text(zero: ZeroPlan) -> str:
     if trained:
         said.append(f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back")
     said += [f"reads and writes {bytes_text(filed)} of files" if filed else ""]
+    if zero.early:
+        said.append(
+            f"updates of {zero.early} units begin during backward; {bytes_text(zero.undo)} keep what they overwrite until the step is known"
+        )
     return "; ".join(filter(None, said))
 
 

@@ -106,6 +106,8 @@ def _places(config: Config) -> tuple[str | Placement, str | Placement]:
     """Where optimizer state and parameters are between uses."""
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
+    if isinstance(tier, Placement) and zero.zenflow is not None and zero.zenflow.overlaps:
+        tier = replace(tier, early=tier.early or 1.0 - zero.zenflow.pt_reserved_cores_perc)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
     return tier, param_tier
 

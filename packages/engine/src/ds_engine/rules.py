@@ -14,7 +14,7 @@ from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.degrees import degrees_of
 from ds_engine.elastic import elastic_batch
-from ds_engine.optimizers import check_optimizer, check_scheduler, reduces_itself
+from ds_engine.optimizers import apart, check_optimizer, check_scheduler, reduces_itself
 from ds_engine.sections import AdamParams
 from ds_engine.support import features_of, refused
 
@@ -91,6 +91,12 @@ RULES: tuple[Rule, ...] = (
         lambda c, mesh: bool(_without_folder(c)),
         lambda c, mesh: f"{' and '.join(_without_folder(c))}: device = nvme without nvme_path",
         "Set nvme_path to a folder of a fast disk.",
+    ),
+    Rule(
+        "zero-early",
+        lambda c, mesh: bool(_against_early(c)),
+        lambda c, mesh: f"{_early_key(c)} with {' and with '.join(_against_early(c))}",
+        "Use device: cpu and Adam or AdamW without torch_adam, or leave it out: all updates then begin after backward.",
     ),
     Rule(
         "zero-wire",
@@ -202,6 +208,30 @@ def _without_folder(config: Config) -> list[str]:
     names = [f"offload_{role}" for role in ("optimizer", "param")]
     found = {name: getattr(config.zero_optimization, name) for name in names}
     return [name for name, s in found.items() if s is not None and s.device == "nvme" and not s.nvme_path]
+
+
+def _early_key(config: Config) -> str:
+    """The key that asks for updates that begin during backward; empty where there is none."""
+    zero = config.zero_optimization
+    if zero.offload_optimizer is not None and zero.offload_optimizer.super_offload:
+        return "offload_optimizer.super_offload"
+    return "zenflow.overlap_step" if zero.zenflow is not None and zero.zenflow.overlap_step else ""
+
+
+def _against_early(config: Config) -> list[str]:
+    """What updates that begin during backward do not go with, if they were asked for."""
+    zero, optimizer, key = config.zero_optimization, config.optimizer, _early_key(config)
+    device = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
+    split, whole = zero.zenflow, zero.offload_optimizer
+    found = {
+        f"offload_optimizer.device = {device}": device != "cpu",
+        "pt_reserved_cores_perc = 1": key.startswith("zenflow")
+        and split is not None
+        and split.pt_reserved_cores_perc == 1,
+        "cpuadam_cores_perc = 0": key.startswith("offload") and whole is not None and whole.cpuadam_cores_perc == 0,
+        f"optimizer {'' if optimizer is None else optimizer.type}": not apart(optimizer),
+    }
+    return [what for what, wrong in found.items() if key and wrong]
 
 
 def _mode(config: Config) -> str:

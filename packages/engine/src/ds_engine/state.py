@@ -74,6 +74,7 @@ class EngineState(nn.Module):
             self.optimizer.judge = (
                 self._health.nonfinite
             )  # not a method of the engine, which would never end by itself then
+            self.optimizer.before_update = self.checkpointer.before_update
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from ds_engine import Engine
 from ds_testing import world
 from ds_zero import safe_get_full_optimizer_state, safe_set_full_fp32_param
 from ds_zero.offload import scratch
+from ds_zero.update.early import Ledger, State
 
 WIDTH = 24
 
@@ -166,10 +168,18 @@ def test_what_cannot_be_is_refused_with_the_plan() -> None:
     for zero, code in (
         ({"offload_param": CPU}, "offload-stage"),
         ({"offload_optimizer": {"device": "nvme"}}, "offload-placement"),
+        ({"offload_optimizer": {"super_offload": True}}, "zero-early"),
+        ({"offload_optimizer": {**CPU, "super_offload": True, "cpuadam_cores_perc": 0}}, "zero-early"),
+        ({"zenflow": {"overlap_step": True}}, "zero-early"),
+        ({"zenflow": {"overlap_step": True, "pt_reserved_cores_perc": 1.0}, "offload_optimizer": CPU}, "zero-early"),
     ):
         with pytest.raises(PlanError) as caught:
             start(2, zero=zero)
         assert caught.value.code == code
+    for kind in ("Lamb", "Muon", "SGD", "OneBitAdam"):
+        early = {"offload_optimizer": {**CPU, "super_offload": True}}
+        with pytest.raises(PlanError, match=f"super_offload with optimizer {kind}"):
+            start(2, zero=early, optimizer={"type": kind, "params": {"lr": 0.02}})
     few = HostMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
     with mock.patch.object(scratch, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
         start(2, zero={"offload_optimizer": CPU})
@@ -192,7 +202,72 @@ def test_the_plan_says_what_is_where_and_what_moves(tmp_path: Any) -> None:
     engine.close()
 
 
-ZEN = {
+EARLY = {"offload_optimizer": {**CPU, "super_offload": True}}
+
+
+def patient(engine: Engine) -> Ledger:
+    """A step begins when the thread has nothing left to do."""
+    ahead = engine.optimizer.ahead  # type: ignore[union-attr]
+    finish = ahead.finish
+
+    def waits() -> BaseException | None:
+        end = time.monotonic() + 60
+        while any(ahead.ledger.state(unit) in (State.WAITING, State.WRITING) for unit in ahead.ledger.busy):
+            assert time.monotonic() < end
+            time.sleep(1e-4)
+        return finish()
+
+    ahead.finish = waits  # type: ignore[method-assign]
+    return ahead.ledger
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("section", ["super_offload", "overlap_step"])
+@world(2)
+def test_updates_begin_during_backward_with_the_same_bits(tmp_path: Any, stage: int, section: str) -> None:
+    """Also where checkpoints are copied behind the next backward, and between the microbatches of a step."""
+    late: dict[str, Any] = {"offload_optimizer": CPU}
+    early = EARLY
+    if section == "overlap_step":
+        late, early = {**ZEN, **late}, {**late, "zenflow": {**ZEN["zenflow"], "overlap_step": True}}
+    changes = {"gradient_clipping": 0.0, "checkpoint": {"saving": {"asynchronous": True}}}
+    found = []
+    for name, zero in (("late", late), ("early", early)):
+        engine = start(stage, zero=zero, **changes)
+        ledger = patient(engine)
+        assert ("begin during backward" in engine.plan.rows()["offload"]) == (name == "early")
+        for step in range(8):
+            engine.train_batch()
+            if step % 2:
+                engine.save_checkpoint(str(tmp_path / name))
+        engine.checkpointer.wait()
+        assert (ledger.held > 0) == (name == "early")
+        found.append(values(engine))
+        other = start(stage, zero=late, **changes)
+        other.load_checkpoint(str(tmp_path / name))
+        found.append(values(other))
+        engine.close()
+        other.close()
+    for one in found[1:]:
+        same(one, found[0])
+
+
+@world(1)
+def test_the_plan_says_what_begins_during_backward(tmp_path: Any) -> None:
+    engine = start(2, zero=EARLY, train_batch_size=4)
+    row = engine.plan.rows()["offload"]
+    assert "updates of" in row
+    assert "units begin during backward" in row
+    assert "keep what they overwrite until the step is known" in row
+    engine.close()
+    auto = {"zenflow": {"overlap_step": True}, "offload_optimizer": CPU}
+    engine = start(2, zero=auto, train_batch_size=4)
+    assert "all updates begin after backward" in engine.plan.rows()["importance"]
+    assert "during backward" not in engine.plan.rows()["offload"]
+    engine.close()
+
+
+ZEN: dict[str, Any] = {
     "zenflow": {
         "topk_ratio": 0.2,
         "select_strategy": "step",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ds_ops._native as _native
 from ds_config.errors import KernelError
+from ds_ops.threads import kernel_threads
 
 __all__ = [
     "DTYPES",
@@ -66,7 +67,7 @@ def target(device: torch.device) -> tuple[ModuleType, tuple[int, ...]]:
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return native("_cuda"), (index, torch.cuda.current_stream(device).cuda_stream)
-    return native(), (torch.get_num_threads(),)
+    return native(), (kernel_threads(),)
 
 
 def finish(op: str, status: int) -> None:

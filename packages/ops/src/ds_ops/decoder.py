@@ -18,6 +18,7 @@ from ds_config.errors import KernelError
 from ds_ops import _call, _native
 from ds_ops.packing import Inputs, Packed, address, pack
 from ds_ops.shm import Channel
+from ds_ops.threads import kernel_threads
 
 __all__ = [
     "Activation",
@@ -325,7 +326,7 @@ class DecoderProgram:
         ]
         words += [cache[0].keys.shape[1], _KEPT[cache[0].keys.dtype], 0, 0]
         words += (0, 0) if self.ranks is None else self.ranks.sum_hook()
-        step, module, threads = np.array(words, dtype=np.int64), _call.native(), torch.get_num_threads()
+        step, module, threads = np.array(words, dtype=np.int64), _call.native(), kernel_threads()
         needed = module.decoder_scratch(step.ctypes.data, _STEP_WORDS, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.zeros(needed)

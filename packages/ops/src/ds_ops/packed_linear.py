@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ds_ops import _call
 from ds_ops.packing import UNIT, Inputs, Packed
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.threads import kernel_threads
 
 __all__ = ["packed_linear", "unpacked"]
 
@@ -92,7 +93,7 @@ def _cpu(x: Tensor, weight: Packed) -> Tensor:
         len(wide),
         _call.address(y),
         _call.address(scratch),
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     _call.finish("packed_linear", status)
     return y

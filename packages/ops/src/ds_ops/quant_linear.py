@@ -19,6 +19,7 @@ from ds_ops.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT
 from ds_ops.grouped import group_bounds
 from ds_ops.quant import dequantize, native_rows, native_spec, quantize
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.threads import kernel_threads
 
 __all__ = ["quantize_weight", "quantized_grouped_matmul", "quantized_linear"]
 
@@ -177,7 +178,7 @@ def _cpu_linear(x: Tensor, weight: QuantTensor) -> Tensor:
         tokens,
         _call.address(y),
         outputs,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     _call.finish("quantized_linear", status)
     return y.to(x.dtype)

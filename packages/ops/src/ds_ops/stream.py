@@ -14,6 +14,7 @@ from torch import Tensor
 import ds_ops._call as _call
 from ds_config.errors import KernelError
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
+from ds_ops.threads import kernel_threads
 
 __all__ = ["clip_scale", "convert", "copy_ranges", "fill", "grad_norm", "sum_squares", "total_squares"]
 
@@ -101,7 +102,7 @@ def _cpu_sum_squares(x: Tensor) -> Tensor:
     _call.require("x", x)
     partials = torch.empty(-(-x.numel() // native.norm_block), dtype=torch.float64)
     status, total = native.sum_squares(
-        _call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), torch.get_num_threads()
+        _call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), kernel_threads()
     )
     _call.finish("sum_squares", status)
     return torch.tensor(total, dtype=torch.float64)
@@ -138,7 +139,7 @@ def _native_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
 
 def _cpu_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
     to, of, nbytes = _check_ranges(out, ranges)
-    _call.finish("copy_ranges", _call.native().copy_ranges(to, of, nbytes, torch.get_num_threads()))
+    _call.finish("copy_ranges", _call.native().copy_ranges(to, of, nbytes, kernel_threads()))
     _call.mark_written([out])
     return out
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.threads import kernel_threads
 
 __all__ = ["sum_ranges", "sum_sources"]
 
@@ -100,7 +101,7 @@ def _cpu_sum_ranges(sums: _Sums) -> float:
     partials = torch.empty(-(-max(numels) // native.norm_block), dtype=torch.float64)
     dtype = _call.DTYPES[sums.outs[0].dtype]
     status, squares = native.sum_ranges(
-        to, of, len(sums.rows), dtype, numels, _call.address(partials), torch.get_num_threads()
+        to, of, len(sums.rows), dtype, numels, _call.address(partials), kernel_threads()
     )
     _call.finish("sum_ranges", status)
     _call.mark_written(sums.outs)

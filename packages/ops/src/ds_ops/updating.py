@@ -17,6 +17,7 @@ from ds_config.errors import KernelError
 from ds_ops.reference import update as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.rules import UpdateSpec, UpdateTensors
+from ds_ops.threads import kernel_threads
 
 __all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
 
@@ -148,7 +149,7 @@ def _native_columns(spec: UpdateSpec, columns: _call.Columns, ratio: int = 0, pa
         columns.dtypes,
         ratio,
         partials,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     _call.finish("update", status)
     _call.mark_written(*columns.keep[:1], *columns.keep[2:], *(columns.keep[1:2] if spec.zero_grad else ()))

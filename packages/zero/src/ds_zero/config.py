@@ -47,11 +47,11 @@ class _OffloadConfig(StrictModel):
     pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
     buffer_count: Annotated[int, Field(ge=1)] = Field(default=4, description=_BUFFERS)
 
-    def _placement(self, io: IOSettings, share: float = 1.0, **files: Any) -> str | Placement:
+    def _placement(self, io: IOSettings, share: float = 1.0, early: float = 0.0, **files: Any) -> str | Placement:
         if self.device == "none":
             return "device"
         if self.device == "cpu":
-            return Placement("host", pin=self.pin_memory, share=share)
+            return Placement("host", pin=self.pin_memory, share=share, early=early)
         # Several runs may be told the same path: none sees the other's files, which have no names.
         folder = None if self.nvme_path is None else os.path.join(os.path.expanduser(self.nvme_path), "ds-zero")
         buffers = max(2, self.buffer_count)
@@ -89,20 +89,20 @@ class OffloadOptimizerConfig(_OffloadConfig):
         le=1,
         description="Part of the elements that is offloaded, in whole units from the model's end.",
     )
-    super_offload: Annotated[
-        bool,
-        Dead(
-            "the update begins when all gradients have arrived, with the same numbers; ratio keeps a part of it on the device"
-        ),
-    ] = False
-    cpuadam_cores_perc: Annotated[
-        float, Field(ge=0, le=1), Dead("the update uses torch's threads; nothing runs in a process of its own")
-    ] = 0.8
+    super_offload: bool = Field(
+        default=False,
+        description="With cpu: update a unit while backward goes on, on a thread of its own; the same numbers, and its state once more "
+        "in host memory.",
+    )
+    cpuadam_cores_perc: float = Field(
+        default=0.8, ge=0, le=1, description="With super_offload: share of a rank's threads that do it, at least one."
+    )
 
     def placement(self, io: IOSettings) -> str | Placement:
         """The same as `ds_zero.shard` takes it."""
         reads, writes = self.pipeline_read is not False, self.pipeline_write is not False
-        return self._placement(io, self.ratio, read_ahead=reads, write_behind=writes)
+        early = self.cpuadam_cores_perc if self.super_offload else 0.0
+        return self._placement(io, self.ratio, early, read_ahead=reads, write_behind=writes)
 
 
 class ZenFlowConfig(StrictModel):
@@ -132,10 +132,24 @@ class ZenFlowConfig(StrictModel):
         le=1,
         description="Share of the matrices whose other columns must have grown large, for an update_interval of auto.",
     )
-    overlap_step: Annotated[bool, Dead("all others are updated within the step that ends an interval")] = False
+    overlap_step: bool = Field(
+        default=False,
+        description="With offload_optimizer.device cpu: update a unit while backward goes on, as super_offload does. With an update_interval "
+        "of auto, and where columns are chosen, all gradients are asked first, so updates begin after it.",
+    )
     offload: Annotated[bool, Dead("state of chosen columns is where all optimizer state is")] = False
-    pt_reserved_cores_perc: Annotated[float, Dead("nothing runs in a process of its own")] = 0.5
+    pt_reserved_cores_perc: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="With overlap_step: share of a rank's threads that do not do it; at least one does.",
+    )
     steps_per_epoch: Annotated[int | None, Dead("the engine knows its data")] = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether updates may begin during backward: an interval of auto ends by what all gradients are."""
+        return self.overlap_step and self.update_interval != "auto"
 
     def importance(self, steps_per_epoch: int | None = None) -> Importance:
         """The same as `ds_zero.shard` takes it.

@@ -72,8 +72,10 @@ class Placement:
         read_ahead: Read the next unit while one is used.
         write_behind: Write a unit while the next one is used.
         io: How transfers are cut and queued.
+        early: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
+            (`update/early.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
     Raises:
-        PlanError: a file without a folder, or a number out of range ("offload-placement").
+        PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
     """
 
     where: Literal["host", "file"] = "host"
@@ -85,6 +87,7 @@ class Placement:
     read_ahead: bool = True
     write_behind: bool = True
     io: IOSettings = field(default_factory=IOSettings)
+    early: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = []
@@ -96,9 +99,17 @@ class Placement:
             wrong.append(f"buffers = {self.buffers}, at least 2 are needed to overlap anything")
         if not 0.0 <= self.share <= 1.0:
             wrong.append(f"share = {self.share}, not between 0 and 1")
+        if not 0.0 <= self.early <= 1.0:
+            wrong.append(f"early = {self.early}, not between 0 and 1")
+        if self.early and self.where == "file":
+            wrong.append(
+                f"early = {self.early} with where = 'file': what an early update overwrites is kept in host memory"
+            )
         if wrong:
             raise PlanError(
-                "; ".join(wrong), code="offload-placement", fix="Give a folder for files, and none for host memory."
+                "; ".join(wrong),
+                code="offload-placement",
+                fix="Give a folder for files, and none for host memory; early updates are for host memory.",
             )
 
     def __str__(self) -> str:
@@ -115,7 +126,8 @@ class Placement:
     def planned(self, found: UnitBytes) -> UnitBytes:
         """Masters and optimizer state are here instead of on the device. Pure."""
         moved = found.shard + found.optim
-        return replace(found, shard=0, optim=0, **{self.where: getattr(found, self.where) + moved})
+        held = 2 * moved if self.early else moved
+        return replace(found, shard=0, optim=0, **{self.where: getattr(found, self.where) + held})
 
     def planned_params(self, found: UnitBytes) -> UnitBytes:
         """What gathers send is here instead of on the device. Pure."""

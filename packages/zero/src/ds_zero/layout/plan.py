@@ -112,6 +112,19 @@ class UnitPlan:
         return self.dtypes.same and len(self.layout.segments) == 1 and not own
 
     @property
+    def early(self) -> bool:
+        """Whether its update may begin while backward goes on."""
+        return self.spec.trained and isinstance(self.tier, Placement) and self.tier.early > 0
+
+    @property
+    def undo(self) -> int:
+        """Bytes of host memory for what an early update overwrites: the master shard and the optimizer's state of it."""
+        if not self.early:
+            return 0
+        state = (self.dtypes.state or self.dtypes.master).itemsize * self.spec.params[0].states
+        return self.layout.shard_numel * (self.dtypes.master.itemsize + state)
+
+    @property
     def keeps_sent(self) -> bool:
         """Whether a copy of the shard is kept in the format and place that gathers send from."""
         return self.storage is Storage.RELEASED and self.spec.trained and not self.sends_shard
@@ -182,6 +195,16 @@ class ZeroPlan:
         return sum(unit.bytes.file for unit in self.units)
 
     @property
+    def early(self) -> int:
+        """Units that may be updated while backward goes on."""
+        return sum(unit.early for unit in self.units)
+
+    @property
+    def undo(self) -> int:
+        """Bytes of `host` for what early updates overwrite."""
+        return sum(unit.undo for unit in self.units)
+
+    @property
     def passing(self) -> int:
         """Most bytes that come and go at a time, see `passing_bytes`."""
         return passing_bytes((unit.bytes for unit in self.units), self.residency)
@@ -196,6 +219,9 @@ class ZeroPlan:
         lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.kept.items()]
         elsewhere = {"host": self.host, "file": self.file}
         lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in elsewhere.items() if size]
+        if self.early:
+            kept = f"{self.undo / 2**20:.1f} MiB of host keep what they overwrite"
+            lines += [f"  early    {self.early:10} units are updated while backward goes on; {kept}"]
         lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
         return "\n".join(lines)
 

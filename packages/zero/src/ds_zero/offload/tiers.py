@@ -15,7 +15,8 @@ unit is a *record* of *regions*: the master first, then each tensor of the optim
 (the row sums of Adafactor) stays in memory. Stored tensors have their shape and no memory, so nobody reads old values.
 
 A new tier is a subclass and a row of `TIERS`. Gradients of a unit are final when its reduction is (`Gradients.finish`), long before the
-step; a norm that clips is known after the last, so a tier that updates before must keep what it overwrites until the ranks agreed.
+step; a norm that clips is known after the last. So what updates a unit in host memory before its step keeps what it overwrites, and
+takes it back as soon as somebody fetches.
 """
 
 from __future__ import annotations
@@ -209,9 +210,24 @@ class HostPlace(Place):
 
 
 class HostTier(HostPlace, Tier):
-    """In memory of the host, where the optimizer updates it."""
+    """In memory of the host, where the optimizer updates it.
+
+    Attributes:
+        wanted: Called by `fetch`: what was done to the state before its step is taken back, see `update/ahead.py`.
+    """
 
     resident = False
+
+    def __init__(self, placement: Placement, unit: Tiered) -> None:
+        super().__init__(placement, unit)
+        self.wanted: Callable[[], None] = _nothing
+
+    def fetch(self) -> None:
+        self.wanted()
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 class _Filed(Place, ABC):

@@ -9,13 +9,13 @@ and their mean is stepped at the end of every *interval*.
     end          after so many steps, or, "auto", when the others' gradients have outgrown the chosen ones'; and before columns are chosen
 
 Which columns, and when an interval ends, follows from sums over the ranks: all decide alike. `Calendar` and `Votes` are the rules,
-pure; `Split` follows them. Reference: Lan et al. 2025, arXiv:2505.12242.
+pure; `Split` follows them. Where a step asks nobody, its updates may begin during backward (`update/early.py`). Reference: Lan et al. 2025, arXiv:2505.12242.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_config.errors import PlanError
-from ds_ops.optim import OpsOptimizer
+from ds_ops.optim import Fusion, OpsOptimizer
 from ds_ops.rules import UpdateSpec, UpdateTensors
 from ds_ops.updating import update
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Part, Unit
-from ds_zero.update.inner import WAITING, Updater
+from ds_zero.update.inner import WAITING, Updater, group_of
 
 __all__ = ["Calendar", "Importance", "Split", "StepPlan", "Votes", "bad", "columns_of", "top_columns"]
 
@@ -173,6 +173,18 @@ class _Places:
     chosen: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """A step, and the counters in it."""
+
+    told: StepPlan
+    calendar: Calendar
+
+
+_Kept = tuple[Tensor, Tensor, Tensor]
+"""A flat tensor, positions in it, and the values there."""
+
+
 class Split(Updater):
     """Splits the updates of a sharded optimizer.
 
@@ -212,8 +224,7 @@ class Split(Updater):
     def begin(self, units: Sequence[Unit]) -> None:
         """Decide what this step does. Collective where something is to be summed; gradients are final."""
         calendar, auto = self._calendar, self.told.interval == 0
-        after = calendar.step >= self.told.warm_up
-        if not after or not (calendar.chooses() or auto):
+        if self.foresees():
             self._step = calendar.next()
             return
         sums = self._sums(units)
@@ -224,6 +235,29 @@ class Split(Updater):
         self._step = calendar.next(voted=voted)
         if self._step.end:
             self._votes.clear()
+
+    def foresees(self) -> bool:
+        """Not where columns are chosen or an interval ends by votes: both ask all gradients of all ranks."""
+        asks = self._calendar.chooses() or self.told.interval == 0
+        return self._calendar.step < self.told.warm_up or not asks
+
+    def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
+        calendar, inner = replace(self._calendar), self.inner
+        told = calendar.next()
+        if told.whole or not isinstance(inner, OpsOptimizer):
+            super().early(unit, grads, factor)
+            return
+        group, kept = group_of(inner, unit), list[_Kept]()
+        means: dict[Tensor, Tensor] = {}
+        with torch.no_grad():
+            for part in unit.parts:
+                more, mean = self._part(unit, part, group, grads[part.tensor] * factor, _Now(told, calendar))
+                kept += more
+                if mean is not None:
+                    means[part.tensor] = mean
+            if told.end:
+                inner.step_group(group, Fusion(grads=means))
+            self._settle([unit], kept, told)
 
     def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
         told, inner = self._step, self.inner
@@ -236,37 +270,41 @@ class Split(Updater):
             for unit in units:
                 for part in unit.parts:
                     if part.tensor.grad is not None:
-                        kept += self._part(unit, part, groups[id(part.tensor)], factor)
+                        grad, now = part.tensor.grad.mul_(factor), _Now(told, self._calendar)
+                        more, part.tensor.grad = self._part(unit, part, groups[id(part.tensor)], grad, now)
+                        kept += more
                     else:
                         kept += self._unused(unit, part, groups[id(part.tensor)])
             if told.end:
                 inner.step()
-            for flat, places, values in kept:
-                flat[places] = values
-        if told.end:
-            for unit in units:
-                for part in unit.parts:
-                    if (waiting := inner.state[part.tensor].get(WAITING)) is not None:
-                        waiting.zero_()
+            self._settle(units, kept, told)
+
+    def _settle(self, units: Iterable[Unit], kept: Sequence[_Kept], told: StepPlan) -> None:
+        """The update of all others was made: what it was not to change, and sums that wait no more."""
+        for flat, places, values in kept:
+            flat[places] = values
+        for part in (part for unit in units for part in unit.parts if told.end):
+            if (waiting := self.inner.state[part.tensor].get(WAITING)) is not None:
+                waiting.zero_()
 
     def _part(
-        self, unit: Unit, part: Part, group: dict[str, Any], factor: float
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Step what is chosen of a part. Where the interval ends, leave the mean of the others as its gradient; returns what that update is not to change."""
+        self, unit: Unit, part: Part, group: dict[str, Any], grad: Tensor, now: _Now
+    ) -> tuple[list[_Kept], Tensor | None]:
+        """Step what is chosen of a part. Where the interval ends: what the update of the others is not to change, and the mean that is its
+        gradient."""
         inner: Any = self.inner
         inner.ensure_state(group, [part.tensor])
-        state, value = inner.state[part.tensor], part.tensor.detach().view(-1)
-        grad = part.tensor.grad.view(-1).mul_(factor)  # type: ignore[union-attr]
+        state, value, grad = inner.state[part.tensor], part.tensor.detach().view(-1), grad.view(-1)
         moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor)]
         if WAITING not in state:
             state[WAITING] = torch.zeros_like(part.tensor, requires_grad=False)
         waiting = state[WAITING].view(-1)
         places = self._places_of(unit, part)
-        self._begin(moments, places)
+        self._begin(moments, places, now.told)
         waiting += grad
         sign = -1.0 if group.get("maximize") else 1.0
         kept = []
-        for where, count in ((places.always, self._calendar.step), (places.chosen, self._calendar.fast)):
+        for where, count in ((places.always, now.calendar.step), (places.chosen, now.calendar.fast)):
             if not where.numel():
                 continue
             own, states = value[where], [moment[where] for moment in moments]
@@ -277,26 +315,25 @@ class Split(Updater):
             for moment, new in zip(moments, states, strict=True):
                 moment[where] = new
             waiting[where] = 0
-            if self._step.end:
+            if now.told.end:
                 kept += [(value, where, own), *((m, where, s) for m, s in zip(moments, states, strict=True))]
-        part.tensor.grad = (waiting / self._calendar.since).view_as(part.tensor) if self._step.end else None
-        return kept
+        return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.told.end else None
 
-    def _unused(self, unit: Unit, part: Part, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _unused(self, unit: Unit, part: Part, group: dict[str, Any]) -> list[_Kept]:
         """As `_part`, where nobody used the part in this step: gradients of earlier ones may wait, what is chosen stays as it is."""
         inner: Any = self.inner
         state, value = inner.state.get(part.tensor, {}), part.tensor.detach().view(-1)
         moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor) if name in state]
         places = self._places_of(unit, part)
-        self._begin(moments, places)
+        self._begin(moments, places, self._step)
         if not self._step.end or WAITING not in state or not state[WAITING].any():
             return []
         part.tensor.grad = (state[WAITING] / self._calendar.since).view_as(part.tensor)
         found = (places.always, places.chosen)
         return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
 
-    def _begin(self, moments: Sequence[Tensor], places: _Places) -> None:
-        for moment in moments if self._step.choose else ():
+    def _begin(self, moments: Sequence[Tensor], places: _Places, told: StepPlan) -> None:
+        for moment in moments if told.choose else ():
             moment[places.chosen] = 0
 
     def finish(self) -> None:

@@ -130,6 +130,8 @@ class Gradients:
         open: Whether gradients were collected that were not reduced.
         way: How they are summed.
         seat: Over which ranks they are summed.
+        changing: Called before `sums` change: more is collected, or all of it is forgotten.
+        summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
     """
 
     def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: Seat, way: Way) -> None:
@@ -145,6 +147,8 @@ class Gradients:
         # Where sums come; what these are cut from, if not kept.
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
         self._square: tuple[float, int] | None = None
+        self.changing: Callable[[], None] = _nothing
+        self.summed: Callable[[], None] = _nothing
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     def collect(self, *, now: bool = True) -> None:
@@ -153,7 +157,8 @@ class Gradients:
         Args:
             now: Whether a reduction follows at once. Then the arena is in the reduce format, else in the accumulate format.
         """
-        self.finish()
+        self._finish()
+        self.changing()
         params = self._params
         grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
@@ -201,9 +206,14 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait for `reduce`: `sums` is valid afterwards."""
+        if self._finish():
+            self.summed()
+
+    def _finish(self) -> bool:
+        """Whether there was anything to wait for."""
         going, self._reducing = self._reducing, None
         if going is None:
-            return
+            return False
         outs, flat = going
         square = self.way.finish(outs)
         if self._layout.world > 1 and self.seat.replicas.size > 1:
@@ -216,9 +226,10 @@ class Gradients:
             square = None
         else:
             self.sums, self._sums_in_arena = outs, self._layout.world == 1
-        self._square = None if square is None else (square, self._version)
+        self._square = None if square is None else (square, self.version)
         if self._layout.world > 1:
             self._give_arena()
+        return True
 
     def _add(self, outs: Sequence[Tensor]) -> None:
         if self.sums is None:
@@ -244,19 +255,21 @@ class Gradients:
         return self.sums[number][start - first : stop - first]
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
+        """Another one after every write to `sums`."""
         return sum(held._version for held in self.sums or ())
 
     @property
     def square(self) -> float | None:
         """Sum of squares of `sums`, if the pass that made them told, and nobody has written them since."""
-        if self.sums is None or self._square is None or self._version != self._square[1]:
+        if self.sums is None or self._square is None or self.version != self._square[1]:
             return None
         return self._square[0]
 
     def clear(self) -> None:
         """Forget every gradient, reduced or not."""
-        self.finish()
+        self._finish()
+        self.changing()
         self.sums, self.open, self._sums_in_arena = None, False, False
         for param in self._params:
             param.grad = None
@@ -322,3 +335,7 @@ class Gradients:
             spare = torch.empty(stop - start, dtype=dtype, device=self._device)
         self._spares[number] = spare
         return spare
+
+
+def _nothing() -> None:
+    """Nobody listens."""

@@ -320,6 +320,10 @@ class Reducing:
         for number in self.trained:
             self.unused[number].update(range(len(self.units[number].params)))
 
+    def absent(self, number: int) -> set[int]:
+        """Parameters of a unit that this rank's backwards have given no gradient in this step, as far as they are."""
+        return self.unused[number] & self._arrivals.missing[number]
+
     @property
     def seen(self) -> list[int]:
         """The order in which units were ready in the last backward."""

@@ -58,45 +58,49 @@ class Facts:
         square: Sum of squares of the summed gradient; None where nobody asked.
         unused: For each trained unit the numbers of parameters that no rank used.
         extra: Sums over the ranks of the numbers that the caller sent along.
+        failed: On how many ranks an update that had begun in backward failed.
     """
 
     square: float | None
     unused: list[set[int]]
     extra: tuple[float, ...] = ()
+    failed: int = 0
 
 
-def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = ()) -> Facts:
-    """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 8 bytes where the model is on more ranks.
+def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> Facts:
+    """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 16 bytes where the model is on more ranks.
 
     Args:
         wants_norm: Whether to measure the gradient.
         extra: Numbers of the caller's own to sum over the ranks, as many on every rank.
+        failed: Whether an update that had begun in backward failed on this rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of those that have a parameter used it ("ranks-diverged").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
-    beyond = wants_norm and sharding.everyone.ranks != sharding.group.ranks
+    beyond, failures = wants_norm and sharding.everyone.ranks != sharding.group.ranks, float(failed)
     if beyond:
-        total = torch.tensor([square], dtype=torch.float64)
+        total = torch.tensor([square, failures], dtype=torch.float64)
         comm.all_reduce(total, group=sharding.everyone, unit="norm")
-        square = total.item()
+        square, failures = total.tolist()
     absent = {n: reducing.unused[n] for n in reducing.trained}
     unused: dict[int, set[int]] = {}
     partly: list[str] = []
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
         mine = [u for u in units if u.spec.family == name]
-        more = (0.0 if beyond else square, float(len(partly)), *extra) if name == DENSE else ()
+        told = (0.0, 0.0) if beyond else (square, failures)
+        more = (*told, float(len(partly)), *extra) if name == DENSE else ()
         users, more = _count(mine, absent, sharding.families[name], more)
         for unit, counts in zip(mine, users, strict=True):
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             size = sharding.families[name].group.size
             partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
-    within, others, *told = more
+    within, failing, others, *given = more
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
-    square = square if beyond else within
-    return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(told))
+    square, failures = (square, failures) if beyond else (within, failing)
+    return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(given), int(failures))
 
 
 def _count(

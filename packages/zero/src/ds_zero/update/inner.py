@@ -28,12 +28,23 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import Fusion, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.options import Habits, ShardOptions, dtype_name
+from ds_zero.layout.options import Habits, Placement, ShardOptions, dtype_name
 from ds_zero.layout.precision import Precision
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["WAITING", "Updater", "check_inner", "habits_of", "owns_reduction", "state_format", "step_with"]
+__all__ = [
+    "WAITING",
+    "Updater",
+    "check_early",
+    "check_inner",
+    "group_of",
+    "habits_of",
+    "owns_reduction",
+    "settings_of",
+    "state_format",
+    "step_with",
+]
 
 WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
@@ -70,10 +81,13 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
     """What was asked can be done with this optimizer.
 
     Raises:
-        PlanError: it has parameters that the model does not have ("zero-foreign-parameters").
+        PlanError: it has parameters that the model does not have ("zero-foreign-parameters"), or its updates cannot begin during backward
+            ("zero-early").
         UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
             ("zero-state-dtype").
     """
+    if isinstance(options.tier, Placement) and options.tier.early:
+        check_early(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [tuple(p.shape) for p in params if id(p) not in names]
@@ -169,6 +183,37 @@ def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
     )
 
 
+def check_early(optimizer: Optimizer) -> None:
+    """Single units can be updated before their step (`ahead.py`).
+
+    Raises:
+        PlanError: they cannot ("zero-early").
+    """
+    kind, why = type(optimizer), ""
+    if not isinstance(optimizer, OpsOptimizer) or not optimizer.elementwise:
+        why = "which is no optimizer of ds-ops that treats elements apart"
+    elif plain_step(kind) is not plain_step(OpsOptimizer):
+        why = "whose step is its own"
+    if why:
+        raise PlanError(
+            f"updates that begin during backward, with {kind.__name__}, {why}",
+            code="zero-early",
+            fix="Use Adam or AdamW of the configuration (or of ds_ops.optim), or leave super_offload and Placement.early out.",
+        )
+
+
+def group_of(optimizer: Optimizer, unit: Unit) -> dict[str, Any]:
+    """The optimizer's group that a unit's parameters are in."""
+    group: dict[str, Any] = optimizer.param_groups[unit.spec.params[0].group or 0]
+    return group
+
+
+def settings_of(optimizer: Optimizer, unit: Unit) -> tuple[tuple[str, Any], ...]:
+    """What the group of a unit says besides its parameters, as it is now."""
+    found = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
+    return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in found)
+
+
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 _LARGEST = 1e30  # its inverse is a normal fp32, too
 
@@ -225,6 +270,19 @@ class Updater:
 
     def finish(self) -> None:
         """All units were stepped."""
+
+    def foresees(self) -> bool:
+        """Whether what the coming step does is decided before its gradients are there, so that units can be updated early."""
+        return True
+
+    def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
+        """Update one unit before its step, on a thread of its own.
+
+        Args:
+            grads: By part; they stay as they are.
+        """
+        if isinstance(self.inner, OpsOptimizer):
+            self.inner.step_group(group_of(self.inner, unit), Fusion(grad_scale=factor, grads=grads))
 
     def state_dict(self) -> dict[str, Any]:
         """What it adds to the optimizer's. JSON-able, the same on every rank. Collective."""

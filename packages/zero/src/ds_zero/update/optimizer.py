@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -35,8 +35,10 @@ from ds_zero.layout.units import DENSE, Residency, UnitPolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.reducing import ZeroGrad
 from ds_zero.runtime.sharding import Sharding
-from ds_zero.runtime.unit import Unit
 from ds_zero.update.agreement import agree, first_nonfinite, weight_of
+from ds_zero.update.ahead import Ahead
+from ds_zero.update.applying import Due, Work, apply
+from ds_zero.update.early import Outlook
 from ds_zero.update.inner import Updater, check_inner, habits_of, owns_reduction
 from ds_zero.update.state import OptimizerState
 
@@ -74,6 +76,8 @@ class ShardedOptimizer(Optimizer):
         extra: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
             its own then); as many on every rank.
         sharding: The model's units.
+        ahead: Updates that begin during backward.
+        before_update: Called before a step first writes to what `shards` gives, which may be in a backward.
     """
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
@@ -85,6 +89,7 @@ class ShardedOptimizer(Optimizer):
         self.last: StepReport | None = None
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
+        self.before_update: Callable[[], None] = lambda: None
         self._scaled = self.backwards = 0
         self._habits = habits_of(inner, options.layout)
         if options.updates is not None:
@@ -101,6 +106,7 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
         if options.updates is not None:
             self.updater = options.updates.start(inner, self.sharding)
+        self.ahead = Ahead(self.sharding, self, Outlook())
 
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
@@ -111,7 +117,7 @@ class ShardedOptimizer(Optimizer):
         self.sharding.runtime.begun = self._begin_backward
         self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
         self._zero_grad.attach()
-        self.sharding.grad_factor = lambda unit: self._average() * weight_of(unit, self._divisor)
+        self.sharding.grad_factor = lambda unit: self.average(self.divisor) * weight_of(unit, self._divisor)
         self.kept = OptimizerState(inner, self.sharding)
         self.sharding.state_of = self.kept.of
         for unit in self.sharding.units:
@@ -129,10 +135,10 @@ class ShardedOptimizer(Optimizer):
         """Of the dense family: the ranks that the batch is split over."""
         return self.sharding.families[DENSE].divisor
 
-    def _average(self) -> float:
-        """What a summed gradient is multiplied by to be the gradient; in some families it has a weight besides, see `agreement.py`."""
+    def average(self, divisor: float) -> float:
+        """What a summed gradient is multiplied by to be the gradient, divided by `divisor`; in some families it has a weight besides."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        return 1.0 / (self._divisor * scale * self.divisor)
+        return 1.0 / (self._divisor * scale * divisor)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; the loss itself without one."""
@@ -157,6 +163,7 @@ class ShardedOptimizer(Optimizer):
         trained. Cost: every rank holds the whole model and its share of the state twice for a moment, and sees the state of one
         parameter at a time whole.
         """
+        self.ahead.close()
         mine, scalars = self.kept.fragments(), self.state_dict()
         self.zero_grad()
         model, options = self.sharding.model, self.sharding.options
@@ -172,9 +179,11 @@ class ShardedOptimizer(Optimizer):
         }
         self.load_state_dict(scalars)
         self.kept.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
+        self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """`Sharding.suspend`, with the optimizer's state."""
+        self.ahead.take_back_all()
         state = [v for of in self.inner.state.values() for v in of.values() if isinstance(v, Tensor)]
         return self.sharding.suspend(kinds, pin_memory=pin_memory, state=state)
 
@@ -208,17 +217,26 @@ class ShardedOptimizer(Optimizer):
         self._check_trainable()
         runtime.reducing.close()
         runtime.settle(self.sharding.group)
+        error = self.ahead.finish()
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
-        average = self._average()
-        checks = self.sharding.precision.skip_nonfinite or self._scale is not None
-        facts = agree(self.sharding, wants_norm=checks or self.sharding.options.clip is not None, extra=self.extra)
+        average = self.average(self.divisor)
+        wants = (
+            self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
+        )
+        facts = agree(self.sharding, wants_norm=wants, extra=self.extra, failed=error is not None)
+        if facts.failed:
+            raise self.ahead.failed(facts.failed, error)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
         finite = norm is None or math.isfinite(norm)
         culprit = None if finite else first_nonfinite(self.sharding, units)
-        skipped = not finite and self._skips(culprit)
-        if not skipped:
-            self._update(units, average * self._clip(norm), facts.unused)
+        skipped, clip = not finite and self._skips(culprit), self._clip(norm)
+        if skipped:
+            self.ahead.take_back_all()
+        else:
+            work = Work(self.sharding, self.kept, self.ahead, self.updater)
+            apply(Due(units, average * clip, facts.unused), work)
+        self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:
             unit.gradients.clear()
         runtime.stepped()
@@ -244,46 +262,6 @@ class ShardedOptimizer(Optimizer):
         if clip is None or norm is None or clip == math.inf:
             return 1.0
         return min(1.0, clip / (norm + 1e-6))
-
-    def _update(self, units: Sequence[Unit], factor: float, unused: Sequence[set[int]]) -> None:
-        self.sharding.adopt_edits()
-        grads = [(unit, grad) for unit in units for grad in unit.gradients.sums or ()]
-        for unit, grad in grads:
-            if (weight := weight_of(unit, self._divisor)) != 1.0:
-                grad.mul_(weight)
-        if any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads):
-            for _, grad in grads:  # before it is cast: a loss scale may be more than the other format holds
-                grad.mul_(factor)
-            factor = 1.0
-        for unit, absent in zip(units, unused, strict=True):
-            if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
-                self.kept.split(unit)
-        self.updater.begin(units)
-        gone = dict(zip(units, unused, strict=True))
-        together = [u for u in units if not u.tier.alone]
-        batches = [together, *([u] for u in units if u.tier.alone)]
-        for batch, after in zip(batches, [*batches[1:], []], strict=True):
-            self._update_units({unit: gone[unit] for unit in batch}, after, factor)
-        self.updater.finish()
-
-    def _update_units(self, units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float) -> None:
-        """Update units, of which some parameters were used by nobody, in one call of the optimizer; see `tiers.py`."""
-        if not units:
-            return
-        for unit, absent in units.items():
-            unit.tier.fetch()
-            for part in unit.parts:
-                mine = unit.gradients.view(part.start, part.stop)
-                if mine is not None and (not absent.issuperset(part.members) or not absent):
-                    part.tensor.grad = unit.tier.gradient(mine, part.tensor)
-        for unit in after:
-            unit.tier.begin_fetch()
-        self.updater.update(units, factor)
-        for unit in units:
-            for part in unit.parts:
-                part.tensor.grad = None
-            unit.mark_updated()
-            unit.tier.store()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were not stepped. Needless after `step`. The model's own `zero_grad` does it, too."""
@@ -337,6 +315,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
+        self.ahead.take_back_all()
         return {
             "format": 1,
             "groups": self.kept.groups(),
@@ -364,6 +343,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             CheckpointError: it has another number of groups ("optimizer-groups").
         """
+        self.ahead.take_back_all()
         self.kept.load_groups(state_dict["groups"])
         self.kept.load_scalars(state_dict["scalars"])
         for unit in self.sharding.units:
@@ -385,6 +365,7 @@ class ShardedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
+        self.ahead.close()
         self._zero_grad.detach()
         self.sharding.close()
         self.inner.state.clear()
