@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import cli
+from ds_comm import cli, sweep
 from ds_comm.watch.dumps import compare, read_dumps, render
 from ds_comm.watch.ring import Stamp
 from ds_config.errors import CommError
@@ -122,6 +122,10 @@ def test_bench_as_a_command(capfd: pytest.CaptureFixture[str]) -> None:
 def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments("bench", "--nproc", "1")) == 2
     assert "--nproc 2" in capsys.readouterr().err
+
+
+def test_the_commands_own_list_of_operations_is_the_sweeps() -> None:
+    assert tuple(sweep.OPERATIONS) == cli.OPERATIONS
 
 
 @pytest.mark.parametrize(("text", "expected"), [("12", 12), ("4K", 4096), ("16m", 16 << 20), ("1G", 1 << 30)])

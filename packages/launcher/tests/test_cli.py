@@ -16,7 +16,7 @@ from ds_config.errors import ConfigError
 from ds_launcher.cli import main
 from ds_launcher.commands import ssh
 from ds_launcher.commands.explain import explanations
-from ds_launcher.discovery import help_line, source_file
+from ds_launcher.discovery import help_line, load_command, source_file
 from ds_launcher.shim import wrapped
 
 if TYPE_CHECKING:
@@ -76,6 +76,29 @@ def test_the_literal_is_the_modules_own() -> None:
     assert source_file("no_such_package.cli") is None
     assert source_file("sys") is None
     assert help_line("sys") == ""
+
+
+def test_a_command_answers_without_its_package_until_it_needs_it(box: Sandbox) -> None:
+    package(box.folder, 'HELP = "show a trap"')
+    (box.folder / "trap/cli.py").write_text(
+        "from dataclasses import dataclass\n"
+        "HELP = 'show a trap'\n"
+        "@dataclass(slots=True)\nclass Seen:\n    number: int = 3\n"
+        "def register(parser):\n    parser.add_argument('--deep')\n"
+        "def main(args):\n    import trap\n    return Seen().number\n"
+    )
+    there = {"PYTHONPATH": str(box.folder)}
+    shown = box.ds("trap", "--help", env=there)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--deep" in shown.stdout
+    assert "the package was imported" in box.ds("trap", env=there).stderr
+
+
+def test_a_command_whose_package_is_there_is_a_part_of_it() -> None:
+    import ds_launcher.commands.hosts
+
+    assert load_command("ds_launcher.commands.hosts") is ds_launcher.commands.hosts
+    assert load_command("json").dumps(1) == "1"
 
 
 def test_an_unknown_command_names_the_nearest(box: Sandbox) -> None:

@@ -204,6 +204,10 @@ def test_unknown_schedules_are_refused_with_the_known() -> None:
     assert "zb-h2" in str(caught.value)
 
 
+def test_the_commands_own_list_of_names_is_the_packages() -> None:
+    assert (*SCHEDULES, "listed", "inference") == pipe_cli.NAMES
+
+
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ran(*words: str) -> str:
         parser = argparse.ArgumentParser()

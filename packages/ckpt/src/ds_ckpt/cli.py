@@ -7,19 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ds_ckpt.catalog import find_latest, inspect, list_tags
-from ds_ckpt.check import diff, verify
-from ds_ckpt.convert.dcp import open_dcp, write_dcp
-from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
-from ds_ckpt.convert.fp32 import weights
-from ds_ckpt.convert.hf import open_hf, write_hf
-from ds_ckpt.convert.regular import Regular, write_regular
-from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed, write_checkpoint
-from ds_ckpt.format import MANIFEST
-from ds_ckpt.records import Manifest
 from ds_config.errors import CheckpointError, DsError
 from ds_config.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ds_ckpt.convert.tensors import Source
+    from ds_ckpt.records import Manifest
 
 __all__ = ["HELP", "main", "register"]
 
@@ -75,6 +70,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from ds_ckpt.catalog import inspect, list_tags  # here and below: they import torch; `ds ckpt --help` must not
+    from ds_ckpt.format import MANIFEST
+
     if "://" not in args.path and not (Path(args.path) / MANIFEST).is_file() and list_tags(args.path):
         rows = [(tag, inspect(os.path.join(args.path, tag))) for tag in list_tags(args.path)]
         if args.json:
@@ -111,12 +109,16 @@ def _line(m: Manifest) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from ds_ckpt.check import verify
+
     found = verify(args.path)
     print(f"sound: {found.num_files} files, {found.num_blocks} blocks, {found.nbytes} bytes")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from ds_ckpt.check import diff
+
     found = diff(args.first, args.second)
     for title, names in (
         ("only in the first", found.only_first),
@@ -133,6 +135,12 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from ds_ckpt.catalog import find_latest
+    from ds_ckpt.convert.fp32 import weights
+    from ds_ckpt.convert.hf import write_hf
+    from ds_ckpt.convert.tensors import cast, open_checkpoint
+    from ds_ckpt.format import MANIFEST
+
     path = args.path
     if "://" not in path and not (Path(path) / MANIFEST).is_file():
         path = find_latest(path) or path
@@ -145,6 +153,13 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from ds_ckpt.convert.dcp import write_dcp
+    from ds_ckpt.convert.deepspeed import write_universal
+    from ds_ckpt.convert.fp32 import weights
+    from ds_ckpt.convert.hf import write_hf
+    from ds_ckpt.convert.regular import Regular, write_regular
+    from ds_ckpt.convert.tensors import write_checkpoint
+
     source = _open(args.source, args.source_format, args.allow_pickle)
     if args.out_format == "ds":
         print(write_checkpoint(source, args.out).path)
@@ -164,6 +179,11 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _open(path: str, form: str, allow_pickle: bool) -> Source:
+    from ds_ckpt.convert.dcp import open_dcp
+    from ds_ckpt.convert.deepspeed import open_deepspeed
+    from ds_ckpt.convert.hf import open_hf
+    from ds_ckpt.convert.tensors import open_checkpoint, renamed
+
     if form == "ds":
         return open_checkpoint(path)
     if form == "hf":

@@ -9,19 +9,19 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-import ds_comm
-from ds_comm.sweep import OPERATIONS, Timing, cases, sweep
-from ds_comm.watch.dumps import read_dumps, render
 from ds_config.errors import DsError
 from ds_config.sizes import parse_bytes, size_argument
 
-__all__ = ["HELP", "main", "register"]
+if TYPE_CHECKING:
+    from ds_comm.sweep import Timing
+
+__all__ = ["HELP", "OPERATIONS", "main", "register"]
 
 HELP = "examine a job that was ended by the watchdog; measure collectives"
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+"""Names of `ds_comm.sweep.OPERATIONS`, which needs torch; `ds comm --help` does not."""
 _SIZES = ("4K", "64K", "1M", "16M", "64M")
 
 
@@ -33,7 +33,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     debug.add_argument("--before", type=int, default=5, help="operations to print around the difference")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
     bench.add_argument("--nproc", type=int, default=2, help="ranks to start on this host")
-    bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
+    bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     bench.add_argument("--backends", nargs="+", default=["gloo"], help="names as torch knows them; they alternate")
     bench.add_argument("--dtypes", nargs="+", default=["float32"])
     bench.add_argument("--sizes", nargs="+", type=size_argument, default=[parse_bytes(size) for size in _SIZES])
@@ -45,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         if args.what == "debug":
+            from ds_comm.watch.dumps import read_dumps, render
+
             print(render(read_dumps(args.folder), args.before))
             return 0
         if args.nproc > 1 and "RANK" not in os.environ:
@@ -76,6 +78,12 @@ def _texts(env: dict[str, int]) -> dict[str, str]:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    import ds_comm
+    from ds_comm.sweep import cases, sweep
+
     world = ds_comm.init_distributed("gloo")
     if world.size == 1:
         print("a world of one communicates nothing: use --nproc 2 or more", file=sys.stderr)

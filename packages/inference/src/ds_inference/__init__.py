@@ -1,14 +1,23 @@
-"""Generation from large models: paged, batched, exact, and in step with training."""
+"""Generation from large models: paged, batched, exact, and in step with training.
 
-from ds_inference.config import InferenceConfig, RaggedConfig
-from ds_inference.embedding import Embedder, load_embedder
-from ds_inference.engine import Answer, Event, Generator, Tokenizer
-from ds_inference.injection import InferenceEngine, init_inference
-from ds_inference.loading import load
-from ds_inference.quantize import Quantize
-from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
-from ds_inference.sampling import Sampling
-from ds_inference.scheduler import Budget
+Names are loaded when they are first used: `ds chat --help` and its like import this package, and torch only where a model is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_inference.config import InferenceConfig, RaggedConfig
+    from ds_inference.embedding import Embedder, load_embedder
+    from ds_inference.engine import Answer, Event, Generator, Tokenizer
+    from ds_inference.injection import InferenceEngine, init_inference
+    from ds_inference.loading import load
+    from ds_inference.quantize import Quantize
+    from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
+    from ds_inference.sampling import Sampling
+    from ds_inference.scheduler import Budget
 
 __all__ = [
     "Answer",
@@ -30,3 +39,28 @@ __all__ = [
     "load",
     "load_embedder",
 ]
+
+_HOMES = {
+    "config": ("InferenceConfig", "RaggedConfig"),
+    "embedding": ("Embedder", "load_embedder"),
+    "engine": ("Answer", "Event", "Generator", "Tokenizer"),
+    "injection": ("InferenceEngine", "init_inference"),
+    "loading": ("load",),
+    "quantize": ("Quantize",),
+    "ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"),
+    "sampling": ("Sampling",),
+    "scheduler": ("Budget",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

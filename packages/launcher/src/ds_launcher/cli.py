@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from ds_config.errors import DsError
 from ds_config.names import nearest
-from ds_launcher.discovery import commands, help_line
+from ds_launcher.discovery import commands, help_line, load_command, parser_of
 
 __all__ = ["main"]
 
@@ -33,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds: there is no command `{name}`{hint}  (`ds --help` lists them)", file=sys.stderr)
         return _USAGE_ERROR
     try:
-        module = importlib.import_module(known[name].module)
-        parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
-        module.register(parser)
+        module = load_command(known[name].module)
+        parser = parser_of(name, module)
         words = module.prepare(rest) if hasattr(module, "prepare") else rest
         status: int = module.main(parser.parse_args(words))
         return status

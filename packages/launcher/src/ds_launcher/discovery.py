@@ -1,20 +1,28 @@
 """The commands of `ds`: entry points of the group `ds.commands`, found and described without importing any of them.
 
-An entry point's value is a module with `HELP` (a string literal), `register(parser)` and `main(args) -> int`. Importing it may
-cost seconds (torch), and a broken package must not break `ds --help`; so the one line of help is read out of the module's
+An entry point's value is a module with `HELP` (a string literal), `register(parser)` and `main(args) -> int`. Importing its package
+may cost seconds (torch), and a broken package must not break `ds --help`; so the one line of help is read out of the module's
 source: the literal that is assigned to HELP at the top level. A module whose source cannot be found is listed without help.
+
+For the same reason the module itself is loaded from its file, without its package: `ds X --help` costs what the module imports at its
+top. What it needs of its package it imports where it needs it, in its functions.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import re
+import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ["GROUP", "commands", "help_line", "source_file"]
+__all__ = ["GROUP", "commands", "help_line", "load_command", "parser_of", "source_file"]
 
 GROUP = "ds.commands"
 _ASSIGNED = re.compile(r"^HELP\s*(?::\s*[^=\n]+)?=\s*", re.MULTILINE)
@@ -36,6 +44,35 @@ def source_file(module: str) -> Path | None:
     # Asked by the last part only: with a path given, that is what the finder looks for.
     spec = PathFinder.find_spec(parts[-1], path)
     return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+
+
+def load_command(module: str) -> ModuleType:
+    """The command's module. Its package is not imported for it where it was not before and the module has a source file."""
+    package = module.partition(".")[0]
+    file = None if package == module or package in sys.modules else source_file(module)
+    spec = None if file is None else spec_from_file_location(module, file)
+    if spec is None or spec.loader is None:
+        return importlib.import_module(module)
+    made = module_from_spec(spec)
+    # Known by its name while it runs, as classes in it may ask; not after: who imports it then gets it as a part of its package.
+    sys.modules[module] = made
+    try:
+        spec.loader.exec_module(made)
+    finally:
+        sys.modules.pop(module, None)
+    return made
+
+
+def parser_of(name: str, module: ModuleType | None = None) -> argparse.ArgumentParser:
+    """The parser of an installed command.
+
+    Args:
+        module: its module, where that is loaded already.
+    """
+    module = load_command(commands()[name].module) if module is None else module
+    parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
+    module.register(parser)
+    return parser
 
 
 def help_line(module: str) -> str:

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ds_config.errors import DsError
 from ds_config.sizes import positive_size
-from ds_ops.io import Backend, backends
-from ds_ops.io_bench import Grid, best_section, measure, table
+
+if TYPE_CHECKING:
+    from ds_ops.io import Backend
 
 __all__ = ["HELP", "main", "register"]
 
@@ -40,6 +41,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    from ds_ops.io import backends  # which imports torch; `ds io --help` must not
+    from ds_ops.io_bench import Grid, best_section, measure, table
+
     found = backends()
     wanted = args.backend or [name for name, why in found.items() if not why and name != "python"] or ["python"]
     for name in [name for name in wanted if found[name]]:

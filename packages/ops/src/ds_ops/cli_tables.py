@@ -6,12 +6,12 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ds_ops.doctor import Check, Diagnosis, OpRow, Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["show"]
 
@@ -28,6 +28,8 @@ def show(diagnosis: Diagnosis, *, as_json: bool, checks: Sequence[Check]) -> int
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=1))
     else:
+        from rich.console import Console  # here and below: `ds report --help` does without
+
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         for section, rows in itertools.groupby(checks, key=lambda check: check.section):
             console.print(f"[bold]{section}[/bold]")
@@ -39,6 +41,8 @@ def show(diagnosis: Diagnosis, *, as_json: bool, checks: Sequence[Check]) -> int
 
 
 def _grid(*columns: str) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, show_header=bool(columns[0]), pad_edge=False, padding=(0, 2, 0, 2))
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -46,6 +50,8 @@ def _grid(*columns: str) -> Table:
 
 
 def _check_table(checks: Sequence[Check]) -> Table:
+    from rich.markup import escape
+
     table = _grid("", "", "")
     for check in checks:
         fix = f"\n-> {check.fix}" if check.fix else ""
@@ -56,6 +62,8 @@ def _check_table(checks: Sequence[Check]) -> Table:
 
 def _op_table(ops: Sequence[OpRow]) -> Table:
     """Ops that are treated alike share a row."""
+    from rich.markup import escape
+
     alike: dict[tuple[object, ...], list[OpRow]] = {}
     for row in ops:
         alike.setdefault((row.device, row.dtypes, row.backend, row.why_not), []).append(row)
@@ -74,6 +82,8 @@ def _short(text: str) -> str:
 
 
 def _summary(diagnosis: Diagnosis) -> str:
+    from rich.markup import escape
+
     slower = [check for check in diagnosis.checks if check.verdict is Verdict.SLOWER]
     if diagnosis.broken:
         names = ", ".join(f"{check.section} {check.name}" for check in diagnosis.broken)

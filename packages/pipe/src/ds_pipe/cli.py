@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_config.errors import DsError, PlanError
-from ds_pipe.actions import Program
-from ds_pipe.costs import Costs
-from ds_pipe.passes import add_comms, mark_reduce
-from ds_pipe.programs import SCHEDULES, listed, make_program, placement_of
-from ds_pipe.show import as_gantt, as_table
-from ds_pipe.timing import simulate
-from ds_pipe.trace import Trace
-from ds_pipe.verify import verify
 
-__all__ = ["HELP", "main", "register"]
+if TYPE_CHECKING:
+    from ds_pipe.actions import Program
+    from ds_pipe.costs import Costs
+    from ds_pipe.trace import Trace
+
+__all__ = ["HELP", "NAMES", "main", "register"]
 
 HELP = "show pipeline schedules and what they cost"
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "listed", "inference")
+"""Names of `ds_pipe.SCHEDULES` and two more: the package imports torch; `ds pipe --help` does not."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     schedule = show.add_parser("schedule", help="its actions over time, bubble and activations")
     schedule.add_argument("--stages", type=int, required=True, help="ranks of the pipeline")
     schedule.add_argument("--microbatches", type=int, required=True)
-    schedule.add_argument("--name", default="1f1b", choices=[*SCHEDULES, "listed", "inference"])
+    schedule.add_argument("--name", default="1f1b", choices=NAMES)
     schedule.add_argument("--virtual", type=int, default=2, help="stages a rank, for interleaved")
     measured = schedule.add_mutually_exclusive_group()
     measured.add_argument(
@@ -61,6 +61,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> None:
+    from ds_pipe.costs import Costs
+    from ds_pipe.passes import add_comms, mark_reduce
+    from ds_pipe.programs import placement_of
+    from ds_pipe.show import as_gantt, as_table
+    from ds_pipe.timing import simulate
+    from ds_pipe.trace import Trace
+    from ds_pipe.verify import verify
+
     rank_of = placement_of(args.name, args.stages, args.virtual)
     if args.trace:
         costs, rank_of = _of_trace(Trace.load(args.trace), args, rank_of)
@@ -87,6 +95,8 @@ def _show(args: argparse.Namespace) -> None:
 
 def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) -> tuple[Costs, tuple[int, ...]]:
     """Costs of the step, and where a schedule has its stages: `listed` leaves them where they were measured."""
+    from ds_pipe.costs import Costs
+
     owners = trace.program.owners()
     there = tuple(owners[stage] for stage in range(trace.program.stages))
     wanted = there if args.name == "listed" else rank_of
@@ -103,6 +113,9 @@ def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) 
 
 
 def _trace(args: argparse.Namespace) -> None:
+    from ds_pipe.show import as_gantt, as_table
+    from ds_pipe.trace import Trace
+
     trace = Trace.load(args.file)
     plan, origin = trace.planned(), min((row[0][0] for row in trace.computing if row), default=0.0)
     measured = [[(begin - origin, end - origin, action) for begin, end, action in row] for row in trace.computing]
@@ -124,6 +137,8 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _program(args: argparse.Namespace, costs: Costs, rank_of: tuple[int, ...]) -> Program:
+    from ds_pipe.programs import listed, make_program
+
     if args.name == "listed":
         return listed(args.microbatches, costs, rank_of, float("inf") if args.cap is None else args.cap)
     return make_program(args.name, args.stages, args.microbatches, args.virtual)

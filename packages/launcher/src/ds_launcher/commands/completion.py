@@ -4,12 +4,11 @@ offers is what is installed: commands, their subcommands, their options."""
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterable, Sequence
 
-from ds_launcher.discovery import commands
+from ds_launcher.discovery import commands, parser_of
 
-__all__ = ["HELP", "SCRIPTS", "main", "offered", "register"]
+__all__ = ["HELP", "SCRIPTS", "main", "offered", "register", "subparsers"]
 
 HELP = 'print a script that completes `ds` in bash, zsh or fish: eval "$(ds completion bash)"'
 
@@ -51,18 +50,17 @@ def offered(words: Sequence[str]) -> list[str]:
         return _beginning(begun, known)
     if words[0] not in known:
         return []
-    module = importlib.import_module(known[words[0]].module)
-    parser = argparse.ArgumentParser(prog=f"ds {words[0]}")
-    module.register(parser)
+    parser = parser_of(words[0])
     for word in words[1:-1]:
-        parser = _subparsers(parser).get(word, parser)
+        parser = subparsers(parser).get(word, parser)
     if not begun.startswith("-"):
-        return _beginning(begun, _subparsers(parser))
+        return _beginning(begun, subparsers(parser))
     shown = [a for a in parser._actions if a.help is not argparse.SUPPRESS]
     return _beginning(begun, (flag for action in shown for flag in action.option_strings))
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands below this one, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)

@@ -1,0 +1,61 @@
+"""All commands of `ds` as they are installed: their help costs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from ds_launcher.commands.completion import subparsers
+from ds_launcher.discovery import commands, parser_of
+
+HELP_OF_ALL = """
+import contextlib, io, json, sys
+from ds_launcher.cli import main
+from ds_launcher.commands.completion import subparsers
+from ds_launcher.discovery import commands, parser_of
+
+HEAVY = ("torch", "numpy", "pydantic", "rich", "matplotlib", "transformers", "yaml")
+
+def paths(parser, words):
+    yield words
+    for name, child in subparsers(parser).items():
+        yield from paths(child, (*words, name))
+
+told = {}
+for name in commands():
+    for words in paths(parser_of(name), (name,)):
+        before, screen = set(sys.modules), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(screen):
+                main([*words, "--help"])
+        except SystemExit as end:
+            told[" ".join(words)] = [end.code, len(screen.getvalue()), sorted(set(HEAVY) & (set(sys.modules) - before))]
+print(json.dumps(told))
+"""
+
+
+def walk(
+    parser: argparse.ArgumentParser, words: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """The command lines below a parser, with their parsers; those that only hold others are left out."""
+    below = subparsers(parser)
+    if not below:
+        yield words, parser
+    for name, child in below.items():
+        yield from walk(child, (*words, name))
+
+
+def every_command() -> list[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    return [found for name in commands() for found in walk(parser_of(name), (name,))]
+
+
+def test_the_help_of_every_command_loads_neither_torch_nor_another_large_library():
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {"run", "ckpt verify", "comm bench", "pipe show schedule", "serve", "tune"} <= set(told)
+    assert {name: end for name, end in told.items() if end[0] != 0 or end[1] < 40} == {}
+    assert {name: end[2] for name, end in told.items() if end[2]} == {}
