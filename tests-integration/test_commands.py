@@ -1,4 +1,4 @@
-"""All commands of `ds` as they are installed: their help costs nothing."""
+"""All commands of `ds` as they are installed: their help costs nothing, and what they print they print as JSON, too."""
 
 from __future__ import annotations
 
@@ -59,3 +59,13 @@ def test_the_help_of_every_command_loads_neither_torch_nor_another_large_library
     assert {"run", "ckpt verify", "comm bench", "pipe show schedule", "serve", "tune"} <= set(told)
     assert {name: end for name, end in told.items() if end[0] != 0 or end[1] < 40} == {}
     assert {name: end[2] for name, end in told.items() if end[2]} == {}
+
+
+# Commands that print no result: what they start speaks for itself, or they print JSON or a script anyway.
+NO_RESULT = {("chat",), ("completion",), ("config", "schema"), ("serve",)}
+
+
+def test_every_command_that_prints_a_result_prints_it_as_json():
+    found = every_command()
+    without = {words for words, parser in found if "--json" not in parser._option_string_actions}
+    assert without == NO_RESULT

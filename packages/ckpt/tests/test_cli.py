@@ -68,6 +68,23 @@ def test_diff(root, capsys):
     assert capsys.readouterr().out == "equal\n"
 
 
+def test_as_json(root, tmp_path, capsys):
+    def told(*words, status=0):
+        assert run(*words, "--json") == status
+        return json.loads(capsys.readouterr().out)
+
+    tensors = told("inspect", root / "s1", "--tensors")
+    assert tensors["all_tensors"]["param/w"] == {"dtype": "float32", "shape": [2, 3], "pieces": 1}
+    assert tensors["all_aliases"] == {"param/v": "param/w"}
+    assert told("verify", root / "s1") == {"num_files": 1, "num_blocks": 3, "nbytes": 56}
+    other = told("diff", root / "s1", root / "s2", status=1)
+    assert (other["equal"], other["values"], other["meta"]) == (False, ["param/v", "param/w"], ["step"])
+    assert told("diff", root / "s1", root / "s1")["equal"] is True
+    assert told("export", root, tmp_path / "hf")["files"] == ["model.safetensors"]
+    written = told("convert", root / "s1", tmp_path / "out", "--from", "ds", "--to", "hf")
+    assert written == {"written": ["model.safetensors"], "left_out": []}
+
+
 def test_export_takes_the_newest_and_converts(root, tmp_path, capsys):
     assert run("export", root, tmp_path / "hf", "--dtype", "bfloat16", "--max-shard-size", "1KB") == 0
     found = load_file(tmp_path / "hf" / "model.safetensors")

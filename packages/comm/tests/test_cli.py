@@ -77,6 +77,17 @@ def test_debug(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         read_dumps(empty)
 
 
+def test_debug_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments("debug", str(folder), "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2]
+    (group,) = told["groups"]
+    assert (group["group"], group["differs_at"]) == ("world", 10)
+    assert group["operations"][0]["mark"] == 4  # rank 1 remembers no earlier one
+    assert group["operations"][-1]["ranks"]["0"]["unit"] == "layers.2"
+    assert group["operations"][-1]["ranks"]["2"] is None
+
+
 def test_the_newest_dump_of_a_rank_counts(folder: Path) -> None:
     dump(folder, 2, [STAMP], pid=7)
     (folder / "rank-2-pid-1.json").touch()
@@ -117,6 +128,11 @@ def test_bench_starts_ranks_that_print_a_table_and_write_json(
 def test_bench_as_a_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments("bench", "--ops", "barrier", "--seconds", "0.02")) == 0
     assert len(capfd.readouterr().out.splitlines()) == 2
+
+
+def test_bench_as_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments("bench", "--json").json == cli.SCREEN
+    assert arguments("bench", "--json", "x.json").json == Path("x.json")
 
 
 def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

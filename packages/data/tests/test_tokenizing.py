@@ -132,5 +132,8 @@ def test_the_command(tokenizer: object, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(parser.parse_args([*command, "--key", "body", "--end", END])) == 0
     assert "1 documents (uint16); 1 empty" in capsys.readouterr().out
     assert written(tokenizer, tmp_path / "out") == ["one two"]
+    assert main(parser.parse_args([*command, "--key", "body", "--json"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["prefix"], told["documents"], told["dtype"]) == (str(tmp_path / "out"), 1, "uint16")
     assert main(parser.parse_args(command)) == 1
     assert "--key" in capsys.readouterr().err

@@ -204,6 +204,7 @@ def test_modes_of_multimodal_files() -> None:
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
+    import json
 
     write_items(tmp_path / "a", ITEMS, np.uint16)
     report = check_tokens(tmp_path / "a")
@@ -214,6 +215,9 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(parser.parse_args(["check", str(tmp_path / "a")])) == 0
     assert main(parser.parse_args(["check", str(tmp_path / "a"), "--vocabulary", "8"])) == 1
     assert "ids go up to 8" in capsys.readouterr().out
+    assert main(parser.parse_args(["check", str(tmp_path / "a"), "--json"])) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["items"], told["tokens"], told["problems"]) == (4, 8, [])
     (tmp_path / "a.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-3])
     assert main(parser.parse_args(["check", str(tmp_path / "a")])) == 1
     assert "cut short" in capsys.readouterr().err

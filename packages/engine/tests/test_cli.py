@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_engine import cli_config, cli_plan
+from ds_engine import cli_config, cli_elastic, cli_plan
 
 Write = Callable[[Any], Path]
 MODEL = "from torch import nn\n\ndef make():\n    return nn.Linear(1000, 1000)\n\nNOTHING = 3\n\ndef number():\n    return 3\n"
@@ -65,6 +65,43 @@ def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "errors.md#batch-arithmetic" in capsys.readouterr().err
     assert call(cli_config, "check", written({"train_batch_sze": 9})) == 1
     assert "'train_batch_size'" in capsys.readouterr().err
+
+
+def test_check_and_explain_as_json(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(cli_config, "check", written({"train_batch_size": 9}), "--json", "--keys") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["problems"], told["keys"][0]["kind"]) == ([], "used")
+    wrong = {"train_bach_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    assert call(cli_config, "check", written(wrong), "--json") == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert {problem["code"] for problem in problems} >= {"precision-both"}
+    assert [i["key"] for problem in problems for i in problem["issues"]] == ["train_bach_size"]
+    assert call(cli_config, "explain", written('{\n"train_batch_size": 9}'), "--json") == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["train_batch_size"]["value"] == 9
+    assert rows["train_batch_size"]["origin"].endswith("config.json:2")
+
+
+def test_elastic_says_what_its_section_comes_to(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {
+        "enabled": True,
+        "max_train_batch_size": 10000,
+        "micro_batch_sizes": [8, 12, 16, 17],
+        "min_gpus": 32,
+        "max_gpus": 1500,
+    }
+    path = written({"elasticity": {**section, "version": 0.1}})
+    assert call(cli_elastic, path) == 0
+    assert capsys.readouterr().out.startswith("train batch size 9792, on any of 23 numbers of ranks: 32,")
+    assert call(cli_elastic, path, "--world", 64, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"world": 64, "train": 9792, "micro": 17, "accumulation": 9}
+    assert call(cli_elastic, path, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["train"], len(told["ranks"])) == (9792, 23)
+    assert call(cli_elastic, path, "--world", 1) == 1
+    assert "errors.md#elasticity-world" in capsys.readouterr().err
+    assert call(cli_elastic, written({"train_batch_size": 8})) == 1
+    assert "errors.md#elasticity-section" in capsys.readouterr().err
 
 
 def test_check_says_all_problems_at_once(written: Write, capsys: pytest.CaptureFixture[str]) -> None:

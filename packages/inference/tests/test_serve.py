@@ -311,11 +311,16 @@ def test_a_chat_in_the_terminal(folder, capsys, monkeypatch):
 
 def test_generate_in_the_terminal(folder, capsys):
     import argparse
+    import json
 
     parser = argparse.ArgumentParser()
     register(parser)
     assert generate_main(parser.parse_args([str(folder), "def", "--max-tokens", "7"])) == 0
     assert capsys.readouterr().out == said(folder, "def", 7) + "\n"
+    assert generate_main(parser.parse_args([str(folder), "def", "--max-tokens", "7", "--json"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["text"], told["reason"]) == (said(folder, "def", 7), "length")
+    assert told["tokens"] == 7
     few = ["--max-tokens", "7", "--quantize", "int8", "--cache-dtype", "int8"]
     assert generate_main(parser.parse_args([str(folder), "def", *few])) == 0
     assert len(capsys.readouterr().out) > 1

@@ -175,6 +175,11 @@ def test_ssh_runs_a_command_on_every_host(
     assert capsys.readouterr().out == "n1: n1 does nvidia-smi -L\nn2: n2 does nvidia-smi -L\n"
     assert ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts", "-e", "n1", "--dry-run", "ls", "-l"])) == 0
     assert capsys.readouterr().out == "ssh -o BatchMode=yes n2 'ls -l'\n"
+    assert ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts", "--json", "ls"])) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told[1] == {"host": "n2", "status": 3, "stdout": "n2 does ls\n", "stderr": ""}
+    assert ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts", "-e", "n1", "--dry-run", "--json", "ls"])) == 0
+    assert json.loads(capsys.readouterr().out) == [{"host": "n2", "argv": ["ssh", "-o", "BatchMode=yes", "n2", "ls"]}]
     with pytest.raises(ConfigError, match="no command"):
         ssh.main(parser.parse_args(["-f", f"{tmp_path}/hosts"]))
 
@@ -190,8 +195,26 @@ def test_explain_lists_all_and_knows_the_nearest(capsys: pytest.CaptureFixture[s
     assert main(["explain"]) == 0
     listed = capsys.readouterr().out.split()
     assert listed == sorted(explanations())
+    assert main(["explain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == explanations()
+    assert main(["explain", "--json", "launch-port"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["launch-port"]
     assert main(["explain", listed[0] + "x"]) == 1
     assert f"did you mean `{listed[0]}`?" in capsys.readouterr().err
+
+
+def test_a_plan_as_json_shows_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    words = ["--hostfile", str(tmp_path / "hosts"), "-x", "WANDB_API_KEY=hush", "train.py"]
+    assert main(["run", "--dry-run", "--json", *words]) == 0
+    text = capsys.readouterr().out
+    told = json.loads(text)
+    assert [process["name"] for process in told["processes"]] == ["host n1", "host n2"]
+    assert told["processes"][0]["secrets"]["WANDB_API_KEY"] == told["watch"]["key"] == "..."
+    assert "+ WANDB_API_KEY=..." in told["variables"]
+    assert "hush" not in text
+    assert main(["run", "--json", "train.py"]) == 1
+    assert "without --dry-run" in capsys.readouterr().err
 
 
 def test_hosts_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_any_values_are_drawn_in_the_width(values: list[float], width: int) -> N
     assert all(len(line) <= max(width, 30) for line in lines[1:])
     lost = sum(not math.isfinite(value) for value in values)
     assert (f"{lost} values are not finite" in lines[0]) == (lost > 0)
+
+
+def test_the_command_tells_every_value_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.register(parser)
+    assert cli.main(parser.parse_args(["show", str(tmp_path), "--metric", "tokens", "--json"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["drawn"] == []
+    assert [curve["name"] for curve in told["curves"]] == ["Train_tokens", "rank1 Train/tokens"]
+    assert told["curves"][0]["y"][-1] == 4000
 
 
 def test_the_command_draws_into_a_png_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

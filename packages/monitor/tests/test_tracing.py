@@ -136,6 +136,10 @@ def test_the_command_reads_the_files_of_ranks_and_draws(tmp_path: Path, capsys: 
     assert "4 ranks, 10 collectives matched" in said
     assert "straggler: rank 2, for which the others waited 47.0 ms" in said
     assert (tmp_path / "merged.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(parser.parse_args(["trace", str(tmp_path), "--json"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ranks"], told["collectives"], told["straggler"]) == ([0, 1, 2, 3], 10, 2)
+    assert told["lateness"][0]["rank"] == 2
     assert len(protos.Trace.FromString((tmp_path / "merged.perfetto-trace").read_bytes()).packet) > 240
 
 

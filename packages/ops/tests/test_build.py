@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -242,6 +243,9 @@ def test_the_command_builds_and_says_where(
     assert capsys.readouterr().out.startswith(f"built: {small.module}")
     assert run("build") == 0
     assert capsys.readouterr().out.startswith("already built")
+    assert run("build", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["module"], told["fresh"]) == (str(small.module), False)
     monkeypatch.setattr(cli_ops, "source_dir", lambda: None)
     assert run("build") == 1
     assert "not installed" in capsys.readouterr().err

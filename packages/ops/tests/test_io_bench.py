@@ -54,6 +54,12 @@ def test_tune_prints_a_configuration_section(tmp_path: Path, capsys: pytest.Capt
     section = json.loads(capsys.readouterr().out)["aio"]
     assert section == {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1}
     assert len(json.loads(record.read_text())[str(tmp_path)]) == 2
+    assert run("tune", str(tmp_path), "--backend", "python", *small, "--json") == 0
+    told = json.loads(capsys.readouterr().out)[str(tmp_path)]
+    assert told["aio"]["block_size"] == 65536
+    assert len(told["measured"]) == 2
+    assert run("bench", str(tmp_path), "--backend", "python", *small, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)[str(tmp_path)]) == 2
     assert run("bench", str(tmp_path), "--backend", "python", *small) == 0
     assert "GB/s" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 """Every schedule is one that runs, within its memory, and takes what theory says."""
 
 import argparse
+import json
 import math
 import random
 from pathlib import Path
@@ -221,6 +222,10 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
         "--stages", "2", "--microbatches", "4", "--name", "listed", "--costs", "1,1,1", "2,2,2", "--cap", "2"
     )
     assert "2 ranks, 2 stages" in listed_text
+    told = json.loads(ran("--stages", "4", "--microbatches", "8", "--json", "--actions"))
+    assert round(told["bubble"], 3) == 0.273
+    assert [len(row) for row in told["ranks"]] == [16] * 4
+    assert len(told["program"]) == 4
     assert "program-cap" in ran("--stages", "2", "--microbatches", "4", "--name", "listed", "--cap", "0.5")
     pytest.importorskip("matplotlib")
     picture = tmp_path / "zbv.png"

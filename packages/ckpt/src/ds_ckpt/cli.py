@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,15 +32,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--tensors", action="store_true", help="list every tensor")
     check = actions.add_parser("verify", help="read every byte and prove it; exit status 1 when something is damaged")
     check.add_argument("path")
+    check.add_argument("--json", action="store_true", help="machine-readable")
     compare = actions.add_parser("diff", help="compare as logical tensors; exit status 1 when they differ")
     compare.add_argument("first")
     compare.add_argument("second")
+    compare.add_argument("--json", action="store_true", help="machine-readable")
     export = actions.add_parser("export", help="model weights as Hugging Face safetensors")
     export.add_argument("path", help="a checkpoint, or a directory of checkpoints (the newest is taken)")
     export.add_argument("out")
     export.add_argument("--dtype", help="convert floating-point tensors (float32, bfloat16, float16, ...)")
     export.add_argument("--max-shard-size", default="5GB", help="of one file (default: 5GB)")
     export.add_argument("--exclude-frozen", action="store_true", help="leave out parameters without optimizer state")
+    export.add_argument("--json", action="store_true", help="machine-readable")
     convert = actions.add_parser("convert", help="from one format to another")
     convert.add_argument("source")
     convert.add_argument("out")
@@ -58,6 +62,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--allow-pickle", action="store_true", help="dcp and deepspeed inputs can be written to run code"
     )
+    convert.add_argument("--json", action="store_true", help="machine-readable")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -82,7 +87,12 @@ def _inspect(args: argparse.Namespace) -> int:
         return 0
     manifest = inspect(args.path)
     if args.json:
-        print(json.dumps({**_summary(manifest), "meta": manifest.meta}))
+        tensors = {
+            name: {"dtype": record.dtype, "shape": record.shape, "pieces": sum(len(p.pieces) for p in record.parts)}
+            for name, record in manifest.tensors.items()
+        }
+        listed = {"all_tensors": tensors, "all_aliases": dict(manifest.aliases)} if args.tensors else {}
+        print(json.dumps({**_summary(manifest), "meta": manifest.meta, **listed}))
         return 0
     print(_line(manifest))
     print(f"meta: {', '.join(sorted(manifest.meta)) or 'none'}")
@@ -112,6 +122,9 @@ def _verify(args: argparse.Namespace) -> int:
     from ds_ckpt.check import verify
 
     found = verify(args.path)
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return 0
     print(f"sound: {found.num_files} files, {found.num_blocks} blocks, {found.nbytes} bytes")
     return 0
 
@@ -120,6 +133,9 @@ def _diff(args: argparse.Namespace) -> int:
     from ds_ckpt.check import diff
 
     found = diff(args.first, args.second)
+    if args.json:
+        print(json.dumps({"equal": not found, **asdict(found)}))
+        return int(bool(found))
     for title, names in (
         ("only in the first", found.only_first),
         ("only in the second", found.only_second),
@@ -148,6 +164,9 @@ def _export(args: argparse.Namespace) -> int:
     done = write_hf(
         cast(model, args.dtype) if args.dtype else model, args.out, max_shard_bytes=_bytes(args.max_shard_size)
     )
+    if args.json:
+        print(json.dumps({"out": args.out, **asdict(done)}))
+        return 0
     print(f"{args.out}: {len(done.files)} files, {done.nbytes} bytes")
     return 0
 
@@ -162,18 +181,23 @@ def _convert(args: argparse.Namespace) -> int:
 
     source = _open(args.source, args.source_format, args.allow_pickle)
     if args.out_format == "ds":
-        print(write_checkpoint(source, args.out).path)
+        written = [write_checkpoint(source, args.out).path]
     elif args.out_format == "hf":
-        print(", ".join(write_hf(weights(source), args.out).files))
+        written = list(write_hf(weights(source), args.out).files)
     elif args.out_format == "dcp":
         write_dcp(source, args.out)
-        print(args.out)
+        written = [args.out]
     elif args.stage is None:
-        print(write_universal(source, args.out, args.tag, allow_pickle=args.allow_pickle))
+        written = [str(write_universal(source, args.out, args.tag, allow_pickle=args.allow_pickle))]
     else:
         cut = Regular(args.stage, args.ranks, args.module_dtype, None, args.experts, tuple(args.pipeline))
-        print(write_regular(source, args.out, args.tag, cut, allow_pickle=args.allow_pickle))
-    for name in source.meta.get("left_out", ()):
+        written = [str(write_regular(source, args.out, args.tag, cut, allow_pickle=args.allow_pickle))]
+    left_out = list(source.meta.get("left_out", ()))
+    if args.json:
+        print(json.dumps({"written": written, "left_out": left_out}))
+        return 0
+    print(", ".join(written))
+    for name in left_out:
         print(f"left out: {name}", file=sys.stderr)
     return 0
 

@@ -17,11 +17,12 @@ from ds_config.sizes import parse_bytes, size_argument
 if TYPE_CHECKING:
     from ds_comm.sweep import Timing
 
-__all__ = ["HELP", "OPERATIONS", "main", "register"]
+__all__ = ["HELP", "OPERATIONS", "SCREEN", "main", "register"]
 
 HELP = "examine a job that was ended by the watchdog; measure collectives"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 """Names of `ds_comm.sweep.OPERATIONS`, which needs torch; `ds comm --help` does not."""
+SCREEN = Path("-")
 _SIZES = ("4K", "64K", "1M", "16M", "64M")
 
 
@@ -31,6 +32,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     debug = commands.add_parser("debug", help="print where ranks differ, from the dumps of their watchdogs")
     debug.add_argument("folder", type=Path, help="the folder that the [ds-comm] lines of the job name")
     debug.add_argument("--before", type=int, default=5, help="operations to print around the difference")
+    debug.add_argument("--json", action="store_true", help="print JSON: what each rank said, all operations by group")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
     bench.add_argument("--nproc", type=int, default=2, help="ranks to start on this host")
     bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
@@ -38,16 +40,20 @@ def register(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--dtypes", nargs="+", default=["float32"])
     bench.add_argument("--sizes", nargs="+", type=size_argument, default=[parse_bytes(size) for size in _SIZES])
     bench.add_argument("--seconds", type=float, default=1.0, help="about how long to repeat each row")
-    bench.add_argument("--json", type=Path, help="also write every timing to this file")
+    bench.add_argument(
+        "--json", type=Path, nargs="?", const=SCREEN, metavar="FILE",
+        help="print JSON instead of a table; with FILE print the table and write every timing there",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         if args.what == "debug":
-            from ds_comm.watch.dumps import read_dumps, render
+            from ds_comm.watch.dumps import as_dict, read_dumps, render
 
-            print(render(read_dumps(args.folder), args.before))
+            dumps = read_dumps(args.folder)
+            print(json.dumps(as_dict(dumps), indent=1) if args.json else render(dumps, args.before))
             return 0
         if args.nproc > 1 and "RANK" not in os.environ:
             return _start_ranks(args)
@@ -94,14 +100,16 @@ def _bench(args: argparse.Namespace) -> int:
         groups[backend] = ds_comm.Group(backend, world.ranks, world.rank, pg)
     dtypes = [getattr(torch, name) for name in args.dtypes]
     timings = []
-    if world.rank == 0:
+    shown = world.rank == 0 and args.json != SCREEN
+    if shown:
         print(_HEAD)
     for timing in sweep(groups, cases(args.ops, args.backends, dtypes, args.sizes), args.seconds):
         timings.append(timing)
-        if world.rank == 0:
+        if shown:
             print(_line(timing), flush=True)
     if world.rank == 0 and args.json:
-        args.json.write_text(json.dumps([_plain(timing) for timing in timings], indent=1))
+        text = json.dumps([_plain(timing) for timing in timings], indent=1)
+        print(text) if args.json == SCREEN else args.json.write_text(text)
     ds_comm.destroy_process_group()
     return 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 __all__ = ["HELP", "main", "register"]
 
@@ -20,6 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     check.add_argument("files", nargs="+", help="common name of a .bin and a .idx file")
     check.add_argument("--vocabulary", type=int, metavar="N", help="larger ids than N - 1 are a problem")
     check.add_argument("--table", choices=("megatron", "deepspeed"), help="what format codes mean (default: found out)")
+    check.add_argument("--json", action="store_true", help="print JSON: a list, one object a file")
     make = actions.add_parser("tokenize", help="make a token file of text and JSONL files")
     make.add_argument("files", nargs="+", help="text (a document each) or .jsonl, also as .gz")
     make.add_argument("--tokenizer", required=True, help="a tokenizer.json, or a model's folder with one")
@@ -28,6 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--lines", action="store_true", help="every line of a text file is a document")
     make.add_argument("--end", metavar="TOKEN", help="put this token behind every document, such as '<|endoftext|>'")
     make.add_argument("--table", choices=("megatron", "deepspeed"), default="megatron", help="what format codes mean")
+    make.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -45,7 +49,7 @@ def _check(args: argparse.Namespace) -> int:
     from ds_data.checking import check_tokens
 
     reports = [check_tokens(file, vocabulary=args.vocabulary, table=args.table) for file in args.files]
-    print("\n\n".join(map(str, reports)))
+    print(json.dumps([asdict(report) for report in reports], indent=1) if args.json else "\n\n".join(map(str, reports)))
     return int(any(report.problems for report in reports))
 
 
@@ -58,6 +62,9 @@ def _tokenize(args: argparse.Namespace) -> int:
         made = tokenize(
             args.files, args.out, tokenizer, source=source, end=args.end, table=args.table, progress=progress
         )
+    if args.json:
+        print(json.dumps(asdict(made)))
+        return 0
     print(
         f"{made.prefix}: {made.tokens:,} tokens in {made.documents:,} documents ({made.dtype}); {made.empty:,} empty ones left out"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     register_model(parser)
     parser.add_argument("prompt", nargs="?", help="left out: a conversation, one line a turn, until end of input")
+    parser.add_argument("--json", action="store_true", help="print each answer as a line of JSON, when it is whole")
 
 
 def register_model(parser: argparse.ArgumentParser) -> None:
@@ -55,24 +58,28 @@ def main(args: argparse.Namespace) -> int:
     engine, how = read_engine(args)
     tokenizer: Any = engine.tokenizer
     if args.prompt is not None:
-        _print(engine, tokenizer.encode(args.prompt), how)
+        _print(engine, tokenizer.encode(args.prompt), how, as_json=args.json)
         return 0
     turns: list[dict[str, Any]] = []
     for line in sys.stdin:
         turns.append({"role": "user", "content": line.rstrip("\n")})
-        turns.append({"role": "assistant", "content": _print(engine, tokenizer.chat(turns), how)})
+        turns.append({"role": "assistant", "content": _print(engine, tokenizer.chat(turns), how, as_json=args.json)})
     return 0
 
 
-def _print(engine: Any, prompt: Sequence[int], how: Any) -> str:
+def _print(engine: Any, prompt: Sequence[int], how: Any, *, as_json: bool) -> str:
     from ds_inference.text import TextStream
 
-    text, said = TextStream(engine.tokenizer), ""
+    text, said, began_s, tokens, reason = TextStream(engine.tokenizer), "", time.perf_counter(), 0, ""
     engine.submit(prompt, how)
     for event in engine.stream():
         piece = text.push(event.token) + (text.finish() if event.reason else "")
-        said += piece
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        said, tokens, reason = said + piece, tokens + 1, event.reason or ""
+        if not as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    took_s = time.perf_counter() - began_s
+    counts = {"prompt_tokens": len(prompt), "tokens": tokens, "reason": reason, "seconds": took_s}
+    sys.stdout.write(json.dumps({"text": said, **counts}) + "\n" if as_json else "\n")
+    sys.stdout.flush()
     return said

@@ -60,6 +60,7 @@ class RunOptions:
     start: str = "fork"
     save_pid: bool = False
     venv_script: str = ""
+    as_json: bool = False
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +142,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     screen.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print what would be started, start nothing"
     )
+    screen.add_argument("--json", action="store_true", dest="as_json", help="with --dry-run: print JSON")
     screen.add_argument(
         "--save-pid", "--save_pid", action="store_true",
         help="while the job runs, keep the process id of this command in TMP/<that id>.deepspeed",
@@ -275,6 +277,8 @@ def _check(options: RunOptions) -> None:
         problems.append(f"--max-restarts is {options.max_restarts}; it cannot be negative")
     if not 0 <= options.master_port < 65536:
         problems.append(f"--master-port is {options.master_port}; ports are 1 to 65535")
+    if options.as_json and not options.dry_run:
+        problems.append("--json is given without --dry-run; a job's output is its ranks'")
     if options.node_rank != "auto" and not options.node_rank.isdecimal():
         problems.append(f"--node-rank is {options.node_rank!r}; it is a number from 0, or auto")
     if problems:

@@ -10,10 +10,11 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ds_launcher.exports import is_secret
 
-__all__ = ["Launch", "Process", "Watch", "describe", "from_json", "to_json"]
+__all__ = ["Launch", "Process", "Watch", "describe", "from_json", "to_json", "without_secrets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,26 @@ def from_json(text: str) -> Launch:
     return Launch(processes, **raw, watch=watch)
 
 
+def without_secrets(launch: Launch) -> dict[str, Any]:
+    """The launch as plain values for people's eyes: those of secrets are `...`."""
+    plain = asdict(launch)
+    for process in plain["processes"]:
+        process["env"] = _shown(process["env"])
+        process["secrets"] = dict.fromkeys(process["secrets"], "...")
+    if plain["watch"]:
+        plain["watch"]["key"] = "..."
+    return plain
+
+
+def _shown(env: Mapping[str, str]) -> dict[str, str]:
+    return {key: "..." if is_secret(key) else value for key, value in env.items()}
+
+
 def describe(launch: Launch) -> str:
     """One paragraph per process: its name and a line that a shell would take."""
     lines = []
     for process in launch.processes:
-        shown = {key: "..." if is_secret(key) else value for key, value in process.env.items()}
-        settings = [f"{key}={value}" for key, value in sorted(shown.items())]
+        settings = [f"{key}={value}" for key, value in sorted(_shown(process.env).items())]
         command = shlex.join(["env", *settings, *process.argv] if settings else process.argv)
         log = f"  > {shlex.quote(process.log)}" if process.log else ""
         secrets = f"  # through standard input: {', '.join(process.secrets)}" if process.secrets else ""

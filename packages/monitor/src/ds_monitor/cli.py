@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ds_config.errors import DsError
@@ -23,6 +27,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--smooth", type=float, default=0.0, help="weight of the moving average, 0 to 0.99")
     show.add_argument("--png", type=Path, help="also draw them into this PNG")
     show.add_argument("--html", type=Path, help="also draw them into this page, which needs no other file")
+    show.add_argument(
+        "--json", action="store_true", help="print every value as JSON instead of drawing in the terminal"
+    )
     trace = commands.add_parser("trace", help="match the collectives of all ranks and name who came late")
     trace.add_argument(
         "folder", type=Path, help="files of JsonlSink with ranks: all, or of torch's profiler, one a rank"
@@ -30,6 +37,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--out", type=Path, help="for https://ui.perfetto.dev; by default DIR/merged.perfetto-trace")
     trace.add_argument("--png", type=Path, help="the picture; by default DIR/merged.png")
     trace.add_argument("--step", type=int, help="draw this step; by default the last one whole")
+    trace.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -47,14 +55,26 @@ def _show(args: argparse.Namespace) -> int:
 
     found = curves.select(curves.read_run(args.run), args.metric)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    for curve in found:
-        shown = curves.Curve(curve.name, curve.x, smooth(curve.y, args.smooth)) if args.smooth else curve
+    smoothed = [curves.Curve(c.name, c.x, smooth(c.y, args.smooth)) if args.smooth else c for c in found]
+    for curve, shown in zip(found, smoothed, strict=True) if not args.json else ():
         print(curves.draw(shown, width=width, last=curve.y[-1]))
+    drawn = []
     if args.png:
-        print(f"drawn: {plot_grid(found, args.png, weight=args.smooth, title=args.run.name)}")
+        drawn.append(plot_grid(found, args.png, weight=args.smooth, title=args.run.name))
     if args.html:
-        print(f"drawn: {page(found, args.html, weight=args.smooth, title=args.run.name)}")
+        drawn.append(page(found, args.html, weight=args.smooth, title=args.run.name))
+    if args.json:
+        told = [{"name": c.name, "x": _numbers(c.x), "y": _numbers(c.y)} for c in smoothed]
+        print(json.dumps({"curves": told, "drawn": list(map(str, drawn))}))
+        return 0
+    for path in drawn:
+        print(f"drawn: {path}")
     return 0
+
+
+def _numbers(values: Sequence[float]) -> list[float | str]:
+    """As JsonlSink writes them: JSON has no number for some."""
+    return [value if math.isfinite(value) else str(value) for value in values]
 
 
 def _trace(args: argparse.Namespace) -> int:
@@ -68,7 +88,21 @@ def _trace(args: argparse.Namespace) -> int:
     out = write_perfetto(ranks, calls, args.out or args.folder / "merged.perfetto-trace", clocks)
     seconds = max(s.ended_s for r in ranks for s in r.spans) - min(s.began_s for r in ranks for s in r.spans)
     worst = straggler(late, seconds)
-    print(report(len(ranks), calls, clocks, late, worst))
-    print(f"written: {out}")
-    print(f"drawn: {draw(ranks, late, clocks, args.png or args.folder / 'merged.png', step=args.step)}")
+    if not args.json:
+        print(report(len(ranks), calls, clocks, late, worst))
+        print(f"written: {out}")
+    picture = draw(ranks, late, clocks, args.png or args.folder / "merged.png", step=args.step)
+    if args.json:
+        told = {
+            "ranks": [rank.rank for rank in ranks],
+            "collectives": len(calls),
+            "clocks": [{"rank": rank, "ahead_s": value} for rank, value in sorted(clocks.items())],
+            "lateness": [asdict(item) for item in late],
+            "straggler": None if worst is None else worst.rank,
+            "written": str(out),
+            "drawn": str(picture),
+        }
+        print(json.dumps(told, indent=1))
+        return 0
+    print(f"drawn: {picture}")
     return 0

@@ -14,9 +14,10 @@ from ds_config.sizes import positive_size
 if TYPE_CHECKING:
     from ds_ops.io import Backend
 
-__all__ = ["HELP", "main", "register"]
+__all__ = ["HELP", "SCREEN", "main", "register"]
 
 HELP = "measure file I/O over block size, queue depth, workers and backends; find the best settings"
+SCREEN = Path("-")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--buffered", action="store_true", help="through the page cache instead of O_DIRECT")
     parser.add_argument("--loops", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=SCREEN, metavar="FILE",
+        help="last, without FILE: print JSON instead of tables; with FILE: also write every measurement there",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -63,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         loops=args.loops,
         direct=not args.buffered,
     )
-    everything = {}
+    everything: dict[str, object] = {}
     for folder in args.folder:
         try:
             rows = measure(grid, folder)
@@ -71,10 +75,15 @@ def main(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 1
         everything[str(folder)] = [row.as_dict() for row in rows]
-        if args.what == "bench":
+        if args.json == SCREEN and args.what == "tune":
+            everything[str(folder)] = {"aio": best_section(rows), "measured": everything[str(folder)]}
+        elif args.json == SCREEN:
+            continue
+        elif args.what == "bench":
             print(f"{folder}\n{table(rows)}")
         else:
             print(json.dumps({"aio": best_section(rows)}, indent=2))
     if args.json:
-        args.json.write_text(json.dumps(everything, indent=2))
+        text = json.dumps(everything, indent=2)
+        print(text) if args.json == SCREEN else args.json.write_text(text)
     return 0

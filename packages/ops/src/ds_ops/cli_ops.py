@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -23,6 +24,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     make.add_argument("kind", nargs="?", choices=["cpu", "cuda"], default="cpu", help="which module (default: cpu)")
     make.add_argument("--force", action="store_true", help="compile even if the module is there")
     make.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
+    make.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -32,6 +34,9 @@ def main(args: argparse.Namespace) -> int:
     except DsError as error:
         print(error, file=sys.stderr)
         return 1
+    if args.json:
+        print(json.dumps({"module": str(done.module), "fresh": done.fresh, "seconds": done.seconds}))
+        return 0
     print(f"{'built' if done.fresh else 'already built'}: {done.module} ({done.seconds:.0f} s)")
     return 0
 

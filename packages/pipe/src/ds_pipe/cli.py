@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_config.errors import DsError, PlanError
 
 if TYPE_CHECKING:
     from ds_pipe.actions import Program
     from ds_pipe.costs import Costs
+    from ds_pipe.timing import Span
     from ds_pipe.trace import Trace
 
 __all__ = ["HELP", "NAMES", "main", "register"]
@@ -45,9 +49,13 @@ def register(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument("--cap", type=float, help="for listed: microbatches whose activations a rank may hold")
     schedule.add_argument("--actions", action="store_true", help="also print the program as text, with its transfers")
     schedule.add_argument("--png", type=Path, help="draw it into this file")
+    schedule.add_argument(
+        "--json", action="store_true", help="print JSON; --actions adds the program with its transfers"
+    )
     trace = commands.add_parser("trace", help="a measured step beside the planned one")
     trace.add_argument("file", type=Path, help="what ds_pipe.Trace.save wrote")
     trace.add_argument("--png", type=Path, help="draw both into this file")
+    trace.add_argument("--json", action="store_true", help="print JSON; times in seconds")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -78,6 +86,14 @@ def _show(args: argparse.Namespace) -> None:
     program = _program(args, costs, rank_of)
     full = add_comms(mark_reduce(program, every_backward=False)) if args.name != "inference" else add_comms(program)
     report, timing = verify(full, costs), simulate(program, costs)
+    if args.png:
+        title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
+        as_gantt([(title, timing.ranks)], args.png)
+    if args.json:
+        told = {"name": args.name, "stages": len(rank_of), "microbatches": args.microbatches, **asdict(report)}
+        program_text = {"program": str(full).splitlines()} if args.actions else {}
+        print(json.dumps({**told, "ranks": _rows(timing.ranks), **program_text}, indent=1))
+        return
     print(as_table(timing.ranks))
     held = ", ".join(str(n) for n in report.peak_activations)
     print(
@@ -88,9 +104,12 @@ def _show(args: argparse.Namespace) -> None:
     if args.actions:
         print(full)
     if args.png:
-        title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
-        as_gantt([(title, timing.ranks)], args.png)
         print(f"drawn: {args.png}")
+
+
+def _rows(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
+    """The spans of every rank."""
+    return [[{"begin": begin, "end": end, "action": str(action)} for begin, end, action in row] for row in ranks]
 
 
 def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) -> tuple[Costs, tuple[int, ...]]:
@@ -119,20 +138,29 @@ def _trace(args: argparse.Namespace) -> None:
     trace = Trace.load(args.file)
     plan, origin = trace.planned(), min((row[0][0] for row in trace.computing if row), default=0.0)
     measured = [[(begin - origin, end - origin, action) for begin, end, action in row] for row in trace.computing]
+    costs = trace.costs()
+    stages = list(zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True))
+    if args.png:
+        of_run = f"measured: {1e3 * trace.span:.1f} ms, bubble {trace.bubble:.1%}"
+        on_paper = f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}"
+        as_gantt([(of_run, measured), (on_paper, plan.ranks)], args.png)
+    if args.json:
+        told = {
+            "measured": {"span": trace.span, "bubble": trace.bubble, "ranks": _rows(measured)},
+            "planned": {"span": plan.span, "bubble": plan.bubble, "ranks": _rows(plan.ranks)},
+            "stages": [dict(zip(("forward", "input_grad", "weight_grad"), row, strict=True)) for row in stages],
+        }
+        print(json.dumps(told, indent=1))
+        return
     print(f"measured: {1e3 * trace.span:.2f} ms, bubble {trace.bubble:.1%}\n{as_table(measured)}")
     print(
         f"on paper, each pass at its stage's median and transfers at nothing: {1e3 * plan.span:.2f} ms, "
         f"bubble {plan.bubble:.1%}\n{as_table(plan.ranks)}"
     )
     print("stage  forward ms  input gradient ms  weight gradient ms")
-    for stage, row in enumerate(
-        zip(trace.costs().forward, trace.costs().input_grad, trace.costs().weight_grad, strict=True)
-    ):
+    for stage, row in enumerate(stages):
         print(f"{stage:>5}  " + "  ".join(f"{1e3 * value:.3f}" for value in row))
     if args.png:
-        of_run = f"measured: {1e3 * trace.span:.1f} ms, bubble {trace.bubble:.1%}"
-        on_paper = f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}"
-        as_gantt([(of_run, measured), (on_paper, plan.ranks)], args.png)
         print(f"drawn: {args.png}")
 
 

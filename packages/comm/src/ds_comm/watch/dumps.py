@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ds_comm.watch.ring import Stamp
 from ds_comm.watch.verdict import differs
 from ds_config.errors import CommError
 
-__all__ = ["Dump", "Row", "compare", "read_dumps", "render"]
+__all__ = ["Dump", "Row", "as_dict", "compare", "read_dumps", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,7 @@ def compare(dumps: Sequence[Dump]) -> list[Row]:
 def render(dumps: Sequence[Dump], before: int = 5) -> str:
     """The lines of all ranks, and of each group the operations around the first one that they do not share."""
     lines = [dump.line for dump in dumps]
-    rows = compare(dumps)
-    for group in dict.fromkeys(row.group for row in rows):
-        mine = [row for row in rows if row.group == group]
-        # A ring forgets old operations on one rank sooner than on another: compare from where all remember.
-        start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
-        mine = [row for row in mine if row.mark >= start]
+    for group, mine in _remembered(dumps):
         odd = next((i for i, row in enumerate(mine) if not row.agree), None)
         if odd is None:
             lines += ["", f"group {group!r}: all {len(mine)} remembered operations agree, up to #{mine[-1].mark}"]
@@ -100,6 +95,36 @@ def render(dumps: Sequence[Dump], before: int = 5) -> str:
                 who = [str(rank) for rank, stamp in row.stamps.items() if _short(stamp) == text]
                 lines.append(f"      rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}")
     return "\n".join(lines)
+
+
+def as_dict(dumps: Sequence[Dump]) -> dict[str, Any]:
+    """The same as plain values: what each rank said, and of each group all operations that every rank remembers.
+
+    `differs_at` is the mark of the first one that they do not share; None where all agree.
+    """
+    groups = []
+    for group, rows in _remembered(dumps):
+        odd = next((row.mark for row in rows if not row.agree), None)
+        operations = [
+            {
+                "mark": row.mark,
+                "agree": row.agree,
+                "ranks": {str(r): asdict(s) if s else None for r, s in row.stamps.items()},
+            }
+            for row in rows
+        ]
+        groups.append({"group": group, "differs_at": odd, "operations": operations})
+    return {"ranks": [{"rank": dump.rank, "line": dump.line} for dump in dumps], "groups": groups}
+
+
+def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[Row]]]:
+    """Rows by group. A ring forgets old operations on one rank sooner than on another: compare from where all remember."""
+    rows, found = compare(dumps), []
+    for group in dict.fromkeys(row.group for row in rows):
+        mine = [row for row in rows if row.group == group]
+        start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
+        found.append((group, [row for row in mine if row.mark >= start]))
+    return found
 
 
 def _short(stamp: Stamp | None) -> str:

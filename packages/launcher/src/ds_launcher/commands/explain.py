@@ -7,6 +7,7 @@ those of that page; one Markdown file a package, a section a code.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from importlib.resources import files
@@ -22,17 +23,18 @@ _SECTION = re.compile(r"^## +(\S+) *$", re.MULTILINE)
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("code", nargs="?", help="a code, or the last line of an error; all codes without one")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object of codes and their texts")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the section of the code; exit 1 where there is none."""
     known = explanations()
     if args.code is None:
-        print("\n".join(sorted(known)))
+        print(json.dumps(dict(sorted(known.items())), indent=1) if args.json else "\n".join(sorted(known)))
         return 0
     code = args.code.rpartition("#")[2].strip()
     if code in known:
-        print(f"{code}\n\n{known[code]}")
+        print(json.dumps({code: known[code]}) if args.json else f"{code}\n\n{known[code]}")
         return 0
     hint = "".join(f"; did you mean `{near}`?" for near in nearest(code, known))
     print(f"ds explain: there is no error code `{code}`{hint}  (`ds explain` lists them)", file=sys.stderr)

@@ -28,7 +28,7 @@ from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
 from ds_launcher.options import RunOptions, joined, options_of, without_option
 from ds_launcher.options import register as register_options
-from ds_launcher.plan import describe
+from ds_launcher.plan import Launch, describe, without_secrets
 from ds_launcher.ports import hold_port
 from ds_launcher.supervise import supervise
 
@@ -75,8 +75,7 @@ def main(args: argparse.Namespace) -> int:
             _check_tools(options, elastic)
         launch = make_launch(options, facts)
         if options.dry_run:
-            told = ["# variables: what the hosts get (- stays here)", *changes(facts.env, facts.exports or {})]
-            return _show("\n".join([describe(launch), *(told if remote else [])]))
+            return _show(launch, options, changes(facts.env, facts.exports or {}) if remote else ())
         with _pid_file(options):
             return supervise(launch)
     _check_script(options)
@@ -86,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     with hold_port(wanted) if node_rank == 0 else contextlib.nullcontext(wanted) as port:
         launch = make_launch(options, replace(facts, port=port))
         if options.dry_run:
-            return _show(describe(launch))
+            return _show(launch, options)
         if options.log_dir:
             _make_log_dir(options.log_dir)
         with _pid_file(options):
@@ -197,6 +196,11 @@ def _check_tools(options: RunOptions, elastic: bool) -> None:
         )
 
 
-def _show(text: str) -> int:
-    print(text)
+def _show(launch: Launch, options: RunOptions, travels: Sequence[str] = ()) -> int:
+    """What would be started, and as a diff what of the environment the other hosts get."""
+    if options.as_json:
+        print(json.dumps({**without_secrets(launch), "variables": list(travels)}, indent=1))
+        return 0
+    told = ["# variables: what the hosts get (- stays here)", *travels] if travels else []
+    print("\n".join([describe(launch), *told]))
     return 0

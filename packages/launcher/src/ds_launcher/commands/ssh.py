@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", "-i", default="", metavar="FILTER", help="only these: host1@host2")
     parser.add_argument("--exclude", "-e", default="", metavar="FILTER", help="all but these")
     parser.add_argument("--dry-run", action="store_true", help="show what would be started")
+    parser.add_argument("--json", action="store_true", help="print JSON: a list, one object a host")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, in a login shell there")
 
 
@@ -37,11 +39,18 @@ def main(args: argparse.Namespace) -> int:
     hosts = [host.name for host in select(read_hostfile(args.hostfile), args.include, args.exclude)]
     calls = [(*_SSH, host, " ".join(args.command)) for host in hosts]
     if args.dry_run:
-        print("\n".join(map(shlex.join, calls)))
+        rows = [{"host": host, "argv": call} for host, call in zip(hosts, calls, strict=True)]
+        print(json.dumps(rows, indent=1) if args.json else "\n".join(map(shlex.join, calls)))
         return 0
     with ThreadPoolExecutor(len(calls)) as pool:
         ended = list(pool.map(_run, calls))
-    for host, done in zip(hosts, ended, strict=True):
+    if args.json:
+        rows = [
+            {"host": host, "status": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+            for host, done in zip(hosts, ended, strict=True)
+        ]
+        print(json.dumps(rows, indent=1))
+    for host, done in zip(hosts, ended, strict=True) if not args.json else ():
         for text, stream in ((done.stdout, sys.stdout), (done.stderr, sys.stderr)):
             for line in text.splitlines():
                 print(f"{host}: {line}", file=stream)
