@@ -102,9 +102,10 @@ for _ in range(3):
 print(json.dumps([_native.load("_cpu").reason, float((p - q).detach().abs().max())]))
 """
 _REPORT = """
-import argparse, sys
-from ds_ops import cli_report
-sys.exit(cli_report.main(argparse.Namespace(json=True)))
+import json
+from ds_ops.doctor import diagnose
+from ds_ops.machine import read_machine
+print(json.dumps(diagnose(read_machine()).as_dict()))
 """
 
 _BUILD = """

@@ -54,7 +54,8 @@ def test_help_lists_commands_without_importing_them_or_torch(box: Sandbox) -> No
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("  ")}
     assert lines["trap"] == "show a trap"
     assert lines["run"] == "start a training script on several ranks, here or on many hosts"
-    assert {"env", "hosts"} <= set(lines)
+    assert {"report", "hosts"} <= set(lines)
+    assert lines["env"] == "the same as `ds report --quick`"
 
 
 @pytest.mark.parametrize("text", ["", "HELP = compute()", "HELP = 3", "HELP = ("])
@@ -66,11 +67,11 @@ def test_a_command_whose_help_cannot_be_read_is_listed_all_the_same(box: Sandbox
 
 
 def test_the_literal_is_the_modules_own() -> None:
-    import ds_launcher.commands.env
     import ds_launcher.commands.hosts
+    import ds_launcher.commands.report
     import ds_launcher.commands.run
 
-    for module in (ds_launcher.commands.env, ds_launcher.commands.hosts, ds_launcher.commands.run):
+    for module in (ds_launcher.commands.report, ds_launcher.commands.hosts, ds_launcher.commands.run):
         assert help_line(module.__name__) == module.HELP
         assert source_file(module.__name__) == Path(module.__file__)
     assert source_file("no_such_package.cli") is None
@@ -132,22 +133,6 @@ def test_hosts_shows_slots_and_the_ranks_they_get(box: Sandbox) -> None:
         "2 hosts, 5 ranks",
     ]
     assert "gpu02  slots 0  ranks 1-1" in box.ds("hosts", env={"SLURM_JOB_NODELIST": "gpu[01-02]"}).stdout
-
-
-def test_env_reports_without_importing_torch(box: Sandbox) -> None:
-    code = (
-        "import sys\nfrom ds_launcher.cli import main\nmain(['env', '--json'])\n"
-        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
-    )
-    env = {**box.env, "CUDA_VISIBLE_DEVICES": "4,5", "NCCL_DEBUG": "INFO", "WANDB_API_KEY": "secret"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
-    assert report["devices"] == {"kind": "cuda", "visible": "4,5"}
-    assert report["packages"]["ds-launcher"] == "0.1.0"
-    assert report["variables"]["NCCL_DEBUG"] == "INFO"
-    assert "secret" not in done.stdout
-    assert "packages" in box.ds("env").stdout
 
 
 def test_the_shim_adds_our_variables_beside_torchruns() -> None:

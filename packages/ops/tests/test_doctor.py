@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import replace
@@ -10,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_ops import cli_doctor, cli_report, cli_tables, machine, toolchain
-from ds_ops.doctor import Check, Diagnosis, Verdict, diagnose
+from ds_config.reporting import Report
+from ds_ops import machine, reporting, toolchain
+from ds_ops.doctor import Check, Diagnosis, OpRow, Verdict, diagnose
 from ds_ops.machine import Machine, Stage, parse_stages, read_machine, run_probe
+from ds_ops.reporting import report, report_of
 from ds_ops.toolchain import Tool
 
 
@@ -205,42 +206,39 @@ def test_nvcc_is_looked_for_as_the_build_does(tmp_path: Path) -> None:
     assert toolchain.find_tools({"PATH": str(nvcc.parent)})["nvcc"].version.startswith("Cuda compilation tools")
 
 
-# ---- the commands
+# ---- the part of the report
 
 
-def run(module: object, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    parser = argparse.ArgumentParser()
-    module.register(parser)  # type: ignore[attr-defined]
-    status = module.main(parser.parse_args(words))  # type: ignore[attr-defined]
-    return status, capsys.readouterr().out
-
-
-def test_report_of_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DS_OPS", "DS_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
-    status, text = run(cli_report, capsys, "--json")
-    found = json.loads(text)
-    assert {"update", "sum_squares"} <= {r["op"] for r in found["ops"]}
-    assert all(r["backend"] for r in found["ops"])
-    assert (status == 0) is found["ok"] is (not [c for c in found["checks"] if c["verdict"] == "broken"])
+    found = report()
+    assert {"update", "sum_squares"} <= {r["op"] for r in found.data["ops"]}
+    assert all(r["backend"] for r in found.data["ops"])
+    assert {"system", "torch", "native", "files"} <= {check.section for check in found.checks}
+    (table,) = found.tables
+    assert all(len(row) == len(table.heads) for row in table.rows)
+    json.dumps(found.data)
 
 
-def test_doctor_shows_what_is_wrong_and_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ill = replace(GOOD, stages=stages(native=Stage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
-    monkeypatch.setattr(cli_doctor, "read_machine", lambda: ill)
-    status, text = run(cli_doctor, capsys)
-    assert status == 1
-    assert all(
-        words in text for words in ("[GLIBC_2.99]", "-> ds ops build --force cpu", "1 broken: native _cpu", "fp32")
+def test_a_quick_report_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "read_machine", lambda: pytest.fail("looked at the machine"))
+    assert report(quick=True) == Report()
+
+
+def test_ops_that_are_treated_alike_share_a_row() -> None:
+    ops = [OpRow(name, "", "cpu", ("torch.float32", "torch.bfloat16"), "cpu", ()) for name in ("update", "fill")]
+    lost = OpRow("muon", "", "cpu", ("torch.float32",), "", (("cpu", "no such kernel", "ds ops build"),))
+    (table,) = report_of(Diagnosis((), (*ops, lost))).tables
+    assert table.rows == (
+        ("cpu", "fp32 bf16", "cpu", "", "update, fill"),
+        ("cpu", "fp32", "none", "cpu: no such kernel -> ds ops build", "muon"),
     )
-    assert "cores" not in text
-    monkeypatch.setattr(cli_doctor, "read_machine", lambda: GOOD)
-    assert run(cli_doctor, capsys)[0] == 0
 
 
-def test_everything_else_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
-    slower = Diagnosis((Check("system", "/dev/shm", Verdict.SLOWER, "64 MiB", "mount"),))
-    assert cli_tables.show(slower, as_json=False, checks=slower.checks) == 0
-    assert "1 could be better: system /dev/shm" in capsys.readouterr().out
+def test_what_is_wrong_is_broken_with_its_cure() -> None:
+    ill = replace(GOOD, stages=stages(native=Stage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
+    (broken,) = [check for check in report_of(diagnose(ill)).checks if check.verdict is Verdict.BROKEN]
+    assert (broken.section, broken.name, broken.fix) == ("native", "_cpu", "ds ops build --force cpu")
+    assert "[GLIBC_2.99]" in broken.found
+    assert not [check for check in report_of(diagnose(GOOD)).checks if check.verdict is Verdict.BROKEN]

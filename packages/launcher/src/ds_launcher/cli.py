@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from ds_config.errors import DsError
 from ds_config.names import nearest
-from ds_launcher.discovery import commands, help_line, load_command, parser_of
+from ds_launcher.discovery import ALIASES, commands, help_line, load_command, parser_of
 
 __all__ = ["main"]
 
@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"ds {version('ds-launcher')}")
         return 0
-    name, rest = words[0], words[1:]
     known = commands()
+    if words[0] in ALIASES and words[0] not in known:
+        words = [*ALIASES[words[0]], *words[1:]]
+    name, rest = words[0], words[1:]
     if name not in known:
-        hint = "".join(f"; did you mean `ds {near}`?" for near in nearest(name, known))
+        hint = "".join(f"; did you mean `ds {near}`?" for near in nearest(name, (*known, *ALIASES)))
         print(f"ds: there is no command `{name}`{hint}  (`ds --help` lists them)", file=sys.stderr)
         return _USAGE_ERROR
     try:
@@ -43,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     found = commands()
-    width = max((len(name) for name in found), default=0)
-    lines = [f"  {name:{width}}  {help_line(point.module)}".rstrip() for name, point in found.items()]
+    told = {name: help_line(point.module) for name, point in found.items()}
+    told |= {
+        name: f"the same as `ds {' '.join(to)}`" for name, to in ALIASES.items() if to[0] in found and name not in found
+    }
+    width = max((len(name) for name in told), default=0)
+    lines = [f"  {name:{width}}  {told[name]}".rstrip() for name in sorted(told)]
     return "\n".join(["usage: ds <command> [options]", "", *lines, "", "`ds <command> --help` says more."])
 
 

@@ -15,16 +15,22 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["GROUP", "commands", "help_line", "load_command", "parser_of", "source_file"]
+__all__ = ["ALIASES", "GROUP", "commands", "help_line", "load_command", "parser_of", "source_file"]
 
 GROUP = "ds.commands"
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "bench": ("comm", "bench"),
+    "doctor": ("report", "--notable"),
+    "env": ("report", "--quick"),
+}
+"""Shorter names of what other words say."""
 _ASSIGNED = re.compile(r"^HELP\s*(?::\s*[^=\n]+)?=\s*", re.MULTILINE)
 
 

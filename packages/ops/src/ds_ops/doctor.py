@@ -1,16 +1,16 @@
-"""Judges a machine: facts in, findings out. Pure; `ds_ops.machine` reads the facts, the commands show the findings.
+"""Judges a machine: facts in, findings out. Pure; `ds_ops.machine` reads the facts, `ds report` shows the findings.
 
-Words: a *check* is one fact with its verdict; an *op row* says which backend runs an op for a kind of tensors and why better
-ones do not. A *broken* check is something that was meant to work and does not; only those make the commands fail.
+Words: a *check* is one fact with its verdict (`ds_config.reporting`); an *op row* says which backend runs an op for a kind of tensors
+and why better ones do not.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_config.reporting import Check, Verdict
 from ds_ops.machine import Machine, Stage
 from ds_ops.toolchain import Tool
 
@@ -20,26 +20,6 @@ _SMALL_SHM = 512 << 20
 _LEVELS = ("baseline", "avx2", "avx512", "neon")
 _REFERENCE = "reference"
 _MAX_TRIAL_DIFFERENCE = 1e-5
-
-
-class Verdict(enum.Enum):
-    """fine: as good as it gets. info: says what is there. slower: works, something better is possible. broken: fails."""
-
-    FINE = "fine"
-    INFO = "info"
-    SLOWER = "slower"
-    BROKEN = "broken"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One fact with its verdict. fix: the command or sentence that changes it, empty where nothing is to be done."""
-
-    section: str
-    name: str
-    verdict: Verdict
-    found: str
-    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +47,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> tuple[Check, ...]:
-        """What makes `ds doctor` fail."""
+        """What makes `ds report` fail."""
         return tuple(check for check in self.checks if check.verdict is Verdict.BROKEN)
 
     def as_dict(self) -> dict[str, Any]:

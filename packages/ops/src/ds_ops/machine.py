@@ -1,4 +1,4 @@
-"""This machine as data: what `ds doctor` judges. Reads /proc, /sys and the environment, asks compilers for their version,
+"""This machine as data: what `ds_ops.doctor` judges. Reads /proc, /sys and the environment, asks compilers for their version,
 and starts `ds_ops.probe` for what needs torch.
 
 Every reader answers None (or an empty text) where there is nothing to read: a missing file is a fact, not an error.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from ds_launcher.discovery import commands, parser_of
+from ds_launcher.discovery import ALIASES, commands, parser_of
 
 __all__ = ["HELP", "SCRIPTS", "main", "offered", "register", "subparsers"]
 
@@ -47,7 +47,9 @@ def offered(words: Sequence[str]) -> list[str]:
     begun = words[-1] if words else ""
     known = commands()
     if len(words) < 2:
-        return _beginning(begun, known)
+        return _beginning(begun, {*known, *(name for name, to in ALIASES.items() if to[0] in known)})
+    if words[0] in ALIASES and words[0] not in known:
+        words = [*(word for word in ALIASES[words[0]] if not word.startswith("-")), *words[1:]]
     if words[0] not in known:
         return []
     parser = parser_of(words[0])
