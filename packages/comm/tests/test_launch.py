@@ -49,6 +49,52 @@ def test_torchrun() -> None:
     assert read_launch(TORCHRUN) == Launch("torchrun", 3, 8, 1, 2, "node0", 29501, "job7")
 
 
+PYTORCHJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "gpt-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "4",
+    "RANK": "2",
+    "PET_NNODES": "4",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "gpt-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+
+
+def test_a_pod_of_a_pytorchjob_is_a_rank() -> None:
+    launch = read_launch(PYTORCHJOB)
+    assert launch == Launch("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
+    assert launch.environment()["LOCAL_RANK"] == "0"
+    old = {name: value for name, value in PYTORCHJOB.items() if not name.startswith("PET_")}
+    assert read_launch(old) == launch
+    assert read_launch({**PYTORCHJOB, "PET_NPROC_PER_NODE": "auto"}) == launch
+
+
+def test_a_pod_of_a_trainjob_is_a_rank() -> None:
+    pod = {name: value for name, value in PYTORCHJOB.items() if name.startswith("PET_")}
+    assert read_launch(pod) == Launch("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
+
+
+def test_a_pod_that_was_to_start_ranks_says_how() -> None:
+    with pytest.raises(CommError, match="8 ranks were to be started") as caught:
+        read_launch({**PYTORCHJOB, "WORLD_SIZE": "32", "PET_NPROC_PER_NODE": "8"})
+    assert "`ds run SCRIPT`" in caught.value.fix
+    rank = {"LOCAL_RANK": "5", "RANK": "21", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
+    launch = read_launch({**PYTORCHJOB, "PET_NPROC_PER_NODE": "8", **rank})
+    assert launch is not None
+    assert (launch.launcher, launch.rank, launch.local_rank) == ("torchrun", 21, 5)
+
+
+def test_an_indexed_job_is_a_world_where_its_manifest_says_the_size() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    assert read_launch(pod) is None
+    said = {"WORLD_SIZE": "2", "MASTER_ADDR": "gpt-workers-0-0.gpt", "MASTER_PORT": "29500"}
+    assert read_launch({**pod, **said}) == Launch("Kubernetes", 1, 2, 0, 1, "gpt-workers-0-0.gpt", 29500, "")
+    with pytest.raises(CommError, match="MASTER_ADDR or PET_MASTER_ADDR is not set"):
+        read_launch({**pod, "WORLD_SIZE": "2"})
+
+
 def test_slurm() -> None:
     launch = read_launch(SLURM)
     assert launch is not None

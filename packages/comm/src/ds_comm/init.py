@@ -45,7 +45,7 @@ def init_distributed(
 
     A process group that was made by others is used, and watched, too.
 
-    The ranks come from torchrun, Slurm, OpenMPI, MPICH, Intel MPI, PALS, AzureML or SageMaker (`ds_comm.launch`). Variables
+    The ranks come from torchrun, Kubernetes, Slurm, OpenMPI, MPICH, Intel MPI, PALS, AzureML or SageMaker (`ds_comm.launch`). Variables
     that torch's own functions read (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set where they are not.
 
     Args:

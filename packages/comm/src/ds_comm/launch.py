@@ -2,7 +2,9 @@
 
 In order, the first launcher whose variables are there:
 
-    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (also `ds run`, Kubernetes operators, by hand)
+    Kubernetes  one rank a pod: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT without LOCAL_RANK (PyTorchJob); PET_NODE_RANK and
+                PET_NNODES (TrainJob); JOB_COMPLETION_INDEX with WORLD_SIZE (JobSet)
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (also `ds run`, by hand)
     SageMaker   SM_TRAINING_ENV, over OpenMPI
     AzureML     AZUREML_EXPERIMENT_ID and AZ_BATCH_* or AZ_BATCHAI_*, over OpenMPI
     OpenMPI     OMPI_COMM_WORLD_*
@@ -71,7 +73,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     Raises:
         CommError: variables of a launcher are there but some are missing or no numbers ("comm-env").
     """
-    for reader in (_torchrun, _sagemaker, _azure, _openmpi, _mpich, _slurm):
+    for reader in (_kubernetes, _torchrun, _sagemaker, _azure, _openmpi, _mpich, _slurm):
         found = reader(env)
         if found is not None:
             _check(found)
@@ -90,6 +92,29 @@ def first_host(nodelist: str) -> str:
         )
     prefix, numbers, suffix = found.groups()
     return prefix if numbers is None else f"{prefix}{re.split('[-,]', numbers)[0]}{suffix}"
+
+
+def _kubernetes(env: Mapping[str, str]) -> Launch | None:
+    """A pod's only process. Who starts ranks in a pod gives each a LOCAL_RANK."""
+    index = next((name for name in ("RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX") if env.get(name)), "")
+    size = next((name for name in ("WORLD_SIZE", "PET_NNODES") if env.get(name)), "")
+    pod = any(env.get(name) for name in ("KUBERNETES_SERVICE_HOST", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"))
+    # The index alone, of one of many jobs that have nothing to do with each other, makes no world.
+    if "LOCAL_RANK" in env or not pod or not index or not size:
+        return None
+    read = _Reader("Kubernetes", env)
+    ranks = read.number("PET_NPROC_PER_NODE", default=1) if env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
+    if ranks > 1:
+        raise CommError(
+            f"PET_NPROC_PER_NODE is {ranks}: this is the process of a pod in which {ranks} ranks were to be started",
+            code="comm-env",
+            fix="Let the pod's command be `ds run SCRIPT` or `torchrun SCRIPT`, which read these variables.",
+        )
+    world = read.number(index), read.number(size)
+    address, port = env.get("PET_MASTER_ADDR", ""), read.number("PET_MASTER_PORT", default=0)
+    if world[1] > 1:
+        read.text("MASTER_ADDR", "PET_MASTER_ADDR")
+    return read.launch(world, (0, 1), env.get("PET_RDZV_ID", ""), address, port)
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch | None:

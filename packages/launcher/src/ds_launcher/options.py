@@ -14,6 +14,7 @@ __all__ = [
     "joined",
     "node_options",
     "options_of",
+    "own_options",
     "parse_nnodes",
     "register",
     "without_option",
@@ -142,7 +143,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     screen.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print what would be started, start nothing"
     )
-    screen.add_argument("--json", action="store_true", dest="as_json", help="with --dry-run: print JSON")
+    screen.add_argument("--json", action="store_true", dest="as_json", help="with --dry-run or --print-manifest: JSON")
     screen.add_argument(
         "--save-pid", "--save_pid", action="store_true",
         help="while the job runs, keep the process id of this command in TMP/<that id>.deepspeed",
@@ -231,7 +232,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         values[name] = tuple(values[name])
     values["launcher"] = values["launcher"].lower()
     options = _elastic(RunOptions(**values), args)
-    _check(options)
+    _check(options, bool(getattr(args, "print_manifest", "")))
     return options
 
 
@@ -259,7 +260,7 @@ def _elastic(options: RunOptions, args: argparse.Namespace) -> RunOptions:
     )
 
 
-def _check(options: RunOptions) -> None:
+def _check(options: RunOptions, manifest: bool) -> None:
     problems = []
     if options.nproc == 0 or options.nproc < -1:
         problems.append(f"--nproc is {options.nproc}; it must be at least 1")
@@ -277,8 +278,8 @@ def _check(options: RunOptions) -> None:
         problems.append(f"--max-restarts is {options.max_restarts}; it cannot be negative")
     if not 0 <= options.master_port < 65536:
         problems.append(f"--master-port is {options.master_port}; ports are 1 to 65535")
-    if options.as_json and not options.dry_run:
-        problems.append("--json is given without --dry-run; a job's output is its ranks'")
+    if options.as_json and not (options.dry_run or manifest):
+        problems.append("--json is given without --dry-run or --print-manifest; a job's output is its ranks'")
     if options.node_rank != "auto" and not options.node_rank.isdecimal():
         problems.append(f"--node-rank is {options.node_rank!r}; it is a number from 0, or auto")
     if problems:
@@ -305,6 +306,14 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 def node_options(options: RunOptions, master_addr: str, master_port: int, run_id: str) -> tuple[str, ...]:
     """The options that a node of this job is started with, besides those that say which node it is."""
+    return (
+        *("--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id),
+        *own_options(options),
+    )
+
+
+def own_options(options: RunOptions) -> tuple[str, ...]:
+    """Those that say how a host starts, binds and ends its ranks."""
     flags = [
         name
         for name, given in (
@@ -317,8 +326,7 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
     ]
     flags += ["--core-list", options.core_list] if options.core_list else []
     log_dir = ["--log-dir", options.log_dir] if options.log_dir else []
-    where = ["--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id]
     ends = ("--grace", str(options.grace), "--host-timeout", str(options.host_timeout))
     start = [] if options.start == "fork" else ["--start", options.start]
     venv = ["--venv-script", options.venv_script] if options.venv_script else []
-    return (*where, *ends, *log_dir, *start, *venv, *flags)
+    return (*ends, *log_dir, *start, *venv, *flags)

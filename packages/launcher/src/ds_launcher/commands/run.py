@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ds_config.errors import LaunchError
 from ds_config.names import nearest
+from ds_launcher import manifests
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
 from ds_launcher.exports import changes, collect, read_env_files, read_secrets
@@ -29,6 +30,7 @@ from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, rem
 from ds_launcher.options import RunOptions, joined, options_of, without_option
 from ds_launcher.options import register as register_options
 from ds_launcher.plan import Launch, describe, without_secrets
+from ds_launcher.pods import await_name, in_pod, pod_options
 from ds_launcher.ports import hold_port
 from ds_launcher.supervise import supervise
 
@@ -40,6 +42,7 @@ HELP = "start a training script on several ranks, here or on many hosts"
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     register_options(parser)
+    manifests.register(parser)
 
 
 def prepare(words: Sequence[str]) -> list[str]:
@@ -58,6 +61,8 @@ def main(args: argparse.Namespace) -> int:
         ConfigError, LaunchError: nothing was started.
     """
     options = options_of(args)
+    if args.print_manifest:
+        return _print_manifest(args, options)
     if args.autotuning:
         return _tune(args, options)
     if sys.platform == "win32":
@@ -68,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if options.secrets_on_stdin:
         os.environ.update(read_secrets(sys.stdin.fileno()))
+    options = pod_options(options, os.environ)
     facts = _facts(options)
     elastic, remote = is_elastic(options), bool(remote_hosts(options, facts))
     if elastic or remote:
@@ -80,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
             return supervise(launch)
     _check_script(options)
     inventory, node_rank = world_of(options, facts)
+    if node_rank and in_pod(os.environ) and not options.dry_run:
+        await_name(options.master_addr)
     wanted = options.master_port or (0 if len(inventory) == 1 else MANY_HOSTS_PORT)
     # Rank 0's host keeps the port for it; the others need to know it and have nothing to keep.
     with hold_port(wanted) if node_rank == 0 else contextlib.nullcontext(wanted) as port:
@@ -90,6 +98,14 @@ def main(args: argparse.Namespace) -> int:
             _make_log_dir(options.log_dir)
         with _pid_file(options):
             return supervise(launch)
+
+
+def _print_manifest(args: argparse.Namespace, options: RunOptions) -> int:
+    made = manifests.manifest(options, manifests.wanted_of(args, options, os.environ))
+    print(
+        json.dumps(made, indent=1) if options.as_json else manifests.as_yaml(made), end="\n" if options.as_json else ""
+    )
+    return 0
 
 
 def _make_log_dir(folder: str) -> None:
