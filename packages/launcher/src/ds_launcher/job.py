@@ -288,6 +288,8 @@ def _elastic(options: RunOptions, facts: Facts) -> Process:
         "endpoint": options.rdzv_endpoint or "127.0.0.1:0",
         "run_id": options.run_id or ("ds" if options.rdzv_endpoint else facts.run_id),
         "max_restarts": options.max_restarts,
+        "host_timeout": options.host_timeout,
+        "grace": options.grace,
         "log_dir": options.log_dir,
         "local_rank_arg": options.local_rank_arg,
         "command": _command(options, facts.python),

@@ -101,6 +101,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="meeting point of hosts that come and go",
     )
     ranks.add_argument(
+        "--run-id", "--rdzv-id", "--rdzv_id", default="", metavar="NAME",
+        help="of this job, where several meet at one rendezvous, one after the other too (ds)",
+    )  # fmt: skip
+    ranks.add_argument(
         "--elastic-training", "--elastic_training", action="store_true",
         help="as --nnodes MIN:MAX --max-restarts 100 --rdzv-endpoint MASTER_ADDR:MASTER_PORT",
     )  # fmt: skip
@@ -164,7 +168,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     hosts.add_argument(
         "--host-timeout", type=float, default=30.0, metavar="S",
-        help="end the job when a host is silent for so long (30; 0: never)",
+        help="end the job when a host is silent for so long, or with MIN:MAX go on without it (30; 0: never)",
     )  # fmt: skip
     hosts.add_argument("--ssh-port", "--ssh_port", type=int, default=-1, metavar="PORT", help="port of the ssh servers")
     hosts.add_argument(
@@ -179,8 +183,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="also export this variable to the hosts",
     )
-    for flag in ("--world-info", "--run-id"):
-        parser.add_argument(flag, default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
+    parser.add_argument("--world-info", default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--secrets-on-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
