@@ -109,7 +109,10 @@ def _bench(args: argparse.Namespace) -> int:
             print(_line(timing), flush=True)
     if world.rank == 0 and args.json:
         text = json.dumps([_plain(timing) for timing in timings], indent=1)
-        print(text) if args.json == SCREEN else args.json.write_text(text)
+        if args.json == SCREEN:
+            print(text)
+        else:
+            args.json.write_text(text)
     ds_comm.destroy_process_group()
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 __all__ = ["HELP", "main", "register"]
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _told(file: str, world: int) -> dict[str, object]:
+def _told(file: str, world: int) -> dict[str, Any]:
     from ds_config.errors import ConfigError
     from ds_engine.config import load_config
     from ds_engine.elastic import elastic_batch, elastic_counts

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
-from ds_config.reporting import GROUP, Check, Report, Verdict
+from ds_config.reporting import GROUP, Check, Report, Table, Verdict
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import KINDS, find_devices
 from ds_launcher.exports import ALLOWED
@@ -53,7 +53,8 @@ def _part(point: EntryPoint, quick: bool) -> Report:
 def merged(parts: Iterable[Report]) -> Report:
     """One report. What two packages tell of the same thing is told once, by the graver verdict; the first of equals."""
     checks: dict[tuple[str, str], Check] = {}
-    tables, data = [], {}
+    tables: list[Table] = []
+    data: dict[str, Any] = {}
     for part in parts:
         for check in part.checks:
             before = checks.get((check.section, check.name))

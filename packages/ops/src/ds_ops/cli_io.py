@@ -85,5 +85,8 @@ def main(args: argparse.Namespace) -> int:
             print(json.dumps({"aio": best_section(rows)}, indent=2))
     if args.json:
         text = json.dumps(everything, indent=2)
-        print(text) if args.json == SCREEN else args.json.write_text(text)
+        if args.json == SCREEN:
+            print(text)
+        else:
+            args.json.write_text(text)
     return 0
