@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_launcher.options import options_of, register
+from ds_launcher.commands.run import register
+from ds_launcher.options import options_of
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -26,7 +27,7 @@ def test_the_command_lines_are_understood() -> None:
     (block,) = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     runs = [words[2:] for words in lines if words[:2] == ["ds", "run"]]
-    assert len(runs) == 4
+    assert len(runs) == 5
     for words in runs:
         parser = argparse.ArgumentParser(exit_on_error=False)
         register(parser)

@@ -28,7 +28,7 @@ def _rows(ops: Sequence[OpRow]) -> list[tuple[str, ...]]:
     alike: dict[tuple[object, ...], list[OpRow]] = {}
     for row in ops:
         alike.setdefault((row.device, row.dtypes, row.backend, row.why_not), []).append(row)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for first, *rest in alike.values():
         why = "\n".join(f"{backend}: {reason}{f' -> {fix}' if fix else ''}" for backend, reason, fix in first.why_not)
         names = ", ".join(row.op for row in (first, *rest))
