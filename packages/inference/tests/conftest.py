@@ -36,6 +36,21 @@ _LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+_CORRECTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+}
+_MULTIPLIED = {
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
 _LONG = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _OLD = {"num_key_value_heads": ...}
 
@@ -100,14 +115,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"sliding_window": 6, "num_hidden_layers": 4}),
     "stablelm": ("StableLm", {"qk_layernorm": True, "use_qkv_bias": True}),
     "stablelm parallel": ("StableLm", {"use_parallel_residual": True}),
-    "granite": (
-        "Granite",
-        {
-            "residual_multiplier": 0.3,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-        },
+    "granite": ("Granite", _MULTIPLIED),
+    "granitemoe": ("GraniteMoe", {**_MULTIPLIED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**_MULTIPLIED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 20},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}),
@@ -121,6 +133,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {"head_dim": 8, "use_bias": True}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 8}),
     "seed-oss": ("SeedOss", {"head_dim": 8}),
+    "arcee": ("Arcee", {}),
+    "cwm": ("Cwm", {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 5, "bos_token_id": 0}),
+    "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 6}),
+    "internlm3": ("InternLM3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "olmo3 yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**_LONG, "rope_type": "yarn"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    ),
+    "helium": ("Helium", {"head_dim": 8}),
+    "jais2": ("Jais2", {}),
+    "vaultgemma": ("VaultGemma", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "glm4-moe": ("Glm4Moe", {**_CORRECTED, "use_qk_norm": True, "first_k_dense_replace": 1, "attention_bias": True}),
+    "dots1": ("Dots1", {**_CORRECTED, "sliding_window": 6, "max_window_layers": 1}),
+    "solar-open": ("SolarOpen", {**_CORRECTED, "head_dim": 8}),
+    "minimax-m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}),
     "falcon alibi": ("Falcon", {**_OLD, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
 }
 
@@ -133,9 +168,10 @@ def _tiny(name: str) -> Any:
     if kind in ("GPTJ", "CodeGen", "GPTBigCode", "Mpt"):
         given = {k: v for k, v in given.items() if k in more or k == "vocab_size" or k.endswith("token_id")}
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**given)
-    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom", "GptOss", "Mpt") else "sdpa"
+    config._attn_implementation = "eager" if kind in ("Gemma2", "Bloom", "GptOss", "Mpt", "VaultGemma") else "sdpa"
     torch.manual_seed(3)
-    made = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval().float()
+    known = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}", None)
+    made = (known or transformers.AutoModelForCausalLM.from_config)(config).eval().float()
     with torch.no_grad():
         for param in made.parameters():
             param.normal_(0.0, 0.3 if param.dim() > 1 else 0.2).add_(0.5 if param.dim() == 1 else 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 
 from ds_inference import Budget, Generator, Sampling, load
@@ -41,3 +42,18 @@ def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: A
         )
         found = torch.tensor([answer.tops[0][i] for i in range(97)])
         assert (found - wanted).abs().max() < 1e-4
+
+
+RENAMED = [
+    "deepseek-v3", "dots1", "glm4-moe", "gpt-oss", "granitemoe", "granitemoeshared", "internlm3", "minimax-m2", "mixtral",
+    "olmo3 yarn", "olmoe", "qwen2-moe", "qwen3-moe", "solar-open",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_from_a_folder_whose_names_are_others(family: str, tiny: Any, prompts_of: Any, tmp_path: Any) -> None:
+    """Files have one matrix an expert where the module has one tensor of all."""
+    model, prompts = tiny(family), prompts_of([1, 9])
+    model.save_pretrained(tmp_path)
+    found = [a.tokens for a in load(tmp_path, native=False).generate(prompts, Sampling(max_new_tokens=6))]
+    assert found == expected(model, prompts, 6)

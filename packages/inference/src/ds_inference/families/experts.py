@@ -15,12 +15,14 @@ from ds_inference.families.parts import (
     first_of,
     gated_mlp,
     grouped_attention,
+    heads_of,
     llama_like,
     plain,
     rope_of,
     rows,
     windows_of,
 )
+from ds_inference.families.variants import multiplied
 from ds_inference.spec import Attention, Experts, Latent, Mlp, Norm, Source, Spec
 
 __all__ = ["SPARSE"]
@@ -209,12 +211,113 @@ _DEEPSEEK = {
 }
 
 
+# ---- attention as in Llama or Qwen3, experts as in DeepSeek-V3
+
+
+def _corrected(config: Config) -> list[Mlp | Experts]:
+    """Experts chosen by sigmoids and a correction, behind the first dense layers."""
+    feed = Experts(
+        first_of(config, "n_routed_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        score="sigmoid",
+        normalized=bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1,
+        chosen_groups=config.get("topk_group") or 1,
+        group_score="pair",
+        corrected=True,
+        shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    )
+    count, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    return [feed if i >= dense else gated_mlp(config) for i in range(count)]
+
+
+def _glm4_moe(config: Config) -> Spec:
+    given = {"partial_rotary_factor": 0.5, **config}
+    norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
+    attention = grouped_attention(given, head_norm=norm if config.get("use_qk_norm") else None)
+    return llama_like(config, [attention] * config["num_hidden_layers"], _corrected(config))
+
+
+def _dots1(config: Config) -> Spec:
+    attention = grouped_attention(config, head_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
+    windows = windows_of(config, config["num_hidden_layers"])
+    return llama_like(config, [replace(attention, window=w) for w in windows], _corrected(config))
+
+
+def _solar_open(config: Config) -> Spec:
+    return llama_like(config, [grouped_attention(config)] * config["num_hidden_layers"], _corrected(config))
+
+
+_CORRECTED = {**LLAMA, **{role: source for role, source in _DEEPSEEK.items() if ".feed." in role}}
+
+
+def _minimax_m2(config: Config) -> Spec:
+    count, (_, _, width) = config["num_hidden_layers"], heads_of(config)
+    turned = {"partial_rotary_factor": config["rotary_dim"] / width, **config} if config.get("rotary_dim") else config
+    feed = Experts(
+        first_of(config, "num_local_experts", "num_experts"),
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        score="sigmoid",
+        corrected=True,
+    )
+    attention = grouped_attention(turned, whole_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
+    return llama_like(config, [attention] * count, [feed] * count)
+
+
+_MINIMAX_M2 = {
+    **_MIXTRAL,
+    "layers.{i}.feed.correction": tuple(
+        Source((LAYER + f"{block}.e_score_correction_bias",), optional=True) for block in ("mlp", "block_sparse_moe")
+    ),
+}
+
+
+# ---- others
+
+
+def _granite_moe(config: Config) -> Spec:
+    feed = Experts(
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        score="softmax_chosen",
+        shared=config.get("shared_intermediate_size") or 0,
+    )
+    count = config["num_hidden_layers"]
+    return multiplied(config, llama_like(config, [grouped_attention(config)] * count, [feed] * count))
+
+
+_GRANITE_MOE = {
+    **LLAMA,
+    **{
+        f"layers.{{i}}.feed.{role}": tuple(Source((LAYER + "block_sparse_moe." + n,), optional=True) for n in names)
+        for role, names in {
+            "router.weight": ("router.weight", "router.layer.weight"),
+            "experts.up": ("experts.gate_up_proj", "input_linear.weight"),
+            "experts.down": ("experts.down_proj", "output_linear.weight"),
+        }.items()
+    },
+    "layers.{i}.feed.shared.up.weight": rows(LAYER + "shared_mlp.input_linear.weight", optional=True),
+    "layers.{i}.feed.shared.down.weight": rows(LAYER + "shared_mlp.output_linear.weight", optional=True),
+}
+
+
 SPARSE: Mapping[str, Family] = {
     "deepseek_v2": plain(_deepseek, _DEEPSEEK),
     "deepseek_v3": plain(_deepseek, _DEEPSEEK),
+    "dots1": plain(_dots1, _CORRECTED),
+    "glm4_moe": plain(_glm4_moe, _CORRECTED),
     "gpt_oss": plain(_gpt_oss, _GPT_OSS),
+    "granitemoe": plain(_granite_moe, _GRANITE_MOE),
+    "granitemoeshared": plain(_granite_moe, _GRANITE_MOE),
+    "minimax_m2": plain(_minimax_m2, _MINIMAX_M2),
     "mixtral": plain(_mixtral, _MIXTRAL),
     "olmoe": plain(_olmoe, {**LLAMA, **_expert_rows(("mlp.gate.weight",), _NAMED)}),
     "qwen2_moe": plain(_qwen2_moe, _QWEN_MOE),
     "qwen3_moe": plain(_qwen3_moe, _QWEN_MOE),
+    "solar_open": plain(_solar_open, _CORRECTED),
 }

@@ -142,15 +142,44 @@ def _olmo2(config: Config) -> Spec:
     return llama_like(config, [attention] * count, [gated_mlp(config)] * count, norm=norm, order="post")
 
 
+def _olmo3(config: Config) -> Spec:
+    spec, count = _olmo2(config), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
+    width = spec.layers[0].attention.width
+    full, near = (rope_of(config, width, kind=kind) for kind in ("full_attention", "sliding_attention"))
+    if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):  # transformers 4
+        near = Rope(width, near.theta)  # only what sees everything is stretched
+    layers = tuple(
+        replace(y, attention=replace(y.attention, rope=near, window=config["sliding_window"]))
+        if kind == "sliding_attention"
+        else replace(y, attention=replace(y.attention, rope=full))
+        for y, kind in zip(spec.layers, kinds, strict=True)
+    )
+    return replace(spec, layers=layers)
+
+
+def _vaultgemma(config: Config) -> Spec:
+    spec = _gemma2(config)
+    return replace(spec, layers=tuple(replace(layer, order="pre") for layer in spec.layers))
+
+
+_VAULTGEMMA = {**LLAMA, "layers.{i}.norm2.weight": rows(LAYER + "pre_feedforward_layernorm.weight")}
+
+
 LLAMA_LIKE: Mapping[str, Family] = {
+    "cwm": plain(_llama),
     "exaone4": plain(_exaone4, _EXAONE4),
     "gemma": plain(_gemma),
     "gemma2": plain(_gemma2, {**LLAMA, **FOUR_NORMS}),
     "gemma3_text": plain(_gemma3, {**LLAMA, **FOUR_NORMS}),
+    "internlm3": plain(_llama),
     "llama": plain(_llama),
+    "ministral": plain(_llama),
     "mistral": plain(_llama),
     "olmo2": plain(_olmo2, _EXAONE4),
+    "olmo3": plain(_olmo3, _EXAONE4),
     "phi3": plain(_phi3, PHI3),
     "qwen2": plain(_llama),
     "qwen3": plain(_qwen3),
+    "vaultgemma": plain(_vaultgemma, _VAULTGEMMA),
 }

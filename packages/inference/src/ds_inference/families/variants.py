@@ -25,7 +25,7 @@ from ds_inference.families.parts import (
 )
 from ds_inference.spec import Attention, Mlp, Norm, Source, Spec
 
-__all__ = ["VARIANTS"]
+__all__ = ["VARIANTS", "multiplied"]
 
 
 def _both(role: str, name: str) -> dict[str, tuple[Source, ...]]:
@@ -160,19 +160,41 @@ def _nemotron(config: Config) -> Spec:
 _NEMOTRON = {**LLAMA, **_BIASED_NORMS, **_each("feed.up", "mlp.up_proj"), **_each("feed.down", "mlp.down_proj")}
 
 
+def _jais2(config: Config) -> Spec:
+    norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
+    feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
+    return _alike(config, grouped_attention(config), feed, norm=norm)
+
+
 # ---- RMS norms
 
 
-def _granite(config: Config) -> Spec:
-    attention = grouped_attention(config, scale=float(config.get("attention_multiplier", 1.0)))
-    spec = _alike(
-        config,
-        attention,
+def multiplied(config: Config, spec: Spec) -> Spec:
+    """With Granite's multipliers."""
+    scale = float(config.get("attention_multiplier", 1.0))
+    residual = float(config.get("residual_multiplier", 1.0))
+    return replace(
+        spec,
+        layers=tuple(replace(y, attention=replace(y.attention, scale=scale), residual=residual) for y in spec.layers),
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
         logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
     )
-    residual = float(config.get("residual_multiplier", 1.0))
-    return replace(spec, layers=tuple(replace(layer, residual=residual) for layer in spec.layers))
+
+
+def _granite(config: Config) -> Spec:
+    return multiplied(config, _alike(config, grouped_attention(config)))
+
+
+def _arcee(config: Config) -> Spec:
+    feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
+    return _alike(config, grouped_attention(config), feed)
+
+
+_ARCEE = {**LLAMA, **_each("feed.up", "mlp.up_proj"), **_each("feed.down", "mlp.down_proj")}
+
+
+def _helium(config: Config) -> Spec:
+    return _alike(config, _interleaved(config))
 
 
 def _smollm3(config: Config) -> Spec:
@@ -224,13 +246,16 @@ def _seed(config: Config) -> Spec:
 
 
 VARIANTS: Mapping[str, Family] = {
+    "arcee": plain(_arcee, _ARCEE),
     "cohere": plain(_cohere, _COHERE),
     "cohere2": plain(_cohere2, _COHERE),
     "ernie4_5": plain(_ernie),
     "glm": plain(_glm, _GLM),
     "glm4": plain(_glm, _GLM4),
     "granite": plain(_granite),
+    "helium": plain(_helium),
     "hunyuan_v1_dense": plain(_hunyuan, _HUNYUAN),
+    "jais2": plain(_jais2, _NEMOTRON),
     "nemotron": plain(_nemotron, _NEMOTRON),
     "phi": plain(_phi, _PHI),
     "seed_oss": plain(_seed),
