@@ -122,6 +122,18 @@ def test_a_variable_of_the_environment_is_a_setting() -> None:
 # ---- predictions
 
 
+def test_gradients_that_are_summed_in_place_stay_whole_between_microbatches() -> None:
+    first, larger = BY_NAME["z0_gas8_tmbspg1"], BY_NAME["z0_gas1_tmbspg8"]
+    numbers = calibrate([Trial(first, _measured(first, detail=True)), Trial(larger, _measured(larger))])
+    whole = sum(u.numel for u in first.plan.units) * 4
+    assert whole == 4 * 128 * 129 * 4
+    for stage in (1, 2, 3):
+        one, several = BY_NAME[f"z{stage}_gas1_tmbspg8"], BY_NAME[f"z{stage}_gas2_tmbspg4"]
+        assert predict(one, numbers).memory["gradients"] == 0  # they take the place of activations
+        assert predict(several, numbers).memory["gradients"] == whole
+    assert predict(first, numbers).memory["gradients"] == first.plan.memory.grads_bytes
+
+
 def test_a_prediction_of_what_was_measured_is_what_was_measured() -> None:
     first, larger = BY_NAME["z0_gas8_tmbspg1"], BY_NAME["z0_gas1_tmbspg8"]
     numbers = calibrate([Trial(first, _measured(first, detail=True)), Trial(larger, _measured(larger))])

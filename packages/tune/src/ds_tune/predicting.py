@@ -1,7 +1,8 @@
 """How long a step of a candidate takes and how much memory it needs, part by part. Pure.
 
-Memory is the plan's: every unit's bytes by category are counted there. Beside it stands what was measured: the process itself, and
-what a forward keeps for backward of one sample. Time is computation (measured once per size of a microbatch), messages (bytes of
+Memory is the plan's: every unit's bytes by category are counted there, but for gradients that are summed where autograd made them: how long
+those live depends on the microbatches of a step. Beside it stands what was measured: the process itself, and what a forward keeps for
+backward of one sample. Time is computation (measured once per size of a microbatch), messages (bytes of
 the plan over the measured links), the update (measured once per element), and what a pipeline waits (its program, simulated).
 
 A trial of another structure corrects what is said of that structure: its *difference* to the prediction, by setting.
@@ -125,12 +126,32 @@ def _updated(plan: Plan) -> float:
     return float(sum(u.layout.shard_numel for u in plan.units if u.spec.trained))
 
 
+def _in_place(plan: Plan, on_host: bool) -> tuple[float, float]:
+    """Bytes of the gradients whose sums lie where one of their terms was made: of this rank's shards, and of the whole.
+
+    So it is where ranks compute on hosts and share optimizer state, whatever carries their messages.
+    """
+    if not on_host or not plan.residency.shard_optim:
+        return 0.0, 0.0
+    units = [u for u in plan.units if u.spec.trained and u.layout.world > 1 and not u.wire.codes_sums]
+    whole = sum(u.numel * u.dtypes.accumulate.itemsize for u in units)
+    return float(sum(u.bytes.grads for u in units)), float(whole)
+
+
+def _made_anew(plan: Plan, on_host: bool, activations: float) -> float:
+    """Gradients of the last microbatch, as far as they do not take the place of what backward gives back."""
+    return max(0.0, _in_place(plan, on_host)[1] - activations)
+
+
 def _states(plan: Plan, on_host: bool) -> dict[str, float]:
     memory = plan.memory
+    # Such a sum keeps the whole gradient that it lies in, through the forwards that follow; those of one microbatch come when activations go.
+    shards, whole = _in_place(plan, on_host)
+    held = whole if plan.batch.accumulation > 1 else 0.0
     offloaded: dict[str, float] = {"offloaded": memory.host_bytes} if on_host and memory.host_bytes else {}
     return offloaded | {
         "parameters": memory.params_bytes,
-        "gradients": memory.grads_bytes,
+        "gradients": memory.grads_bytes - shards + held,
         "masters": memory.master_bytes,
         "optimizer": memory.optimizer_bytes,
         "passing": memory.passing_bytes,
@@ -184,12 +205,15 @@ def _gathers_s(trial: Trial, links: Mapping[str, Link]) -> float:
 
 def _memory_of(same: Sequence[Trial]) -> tuple[float, float]:
     """Bytes of the process and of one sample: a line through the smallest and the largest microbatch."""
-    rests = sorted(
-        (t.measured.micro, t.measured.peak_bytes - sum(_states(t.candidate.plan, t.measured.device == "cpu").values()))
-        for t in same
-    )
-    (low, small), (high, large) = rests[0], rests[-1]
     kept = max(t.measured.saved_bytes / t.measured.micro for t in same)
+
+    def beside(trial: Trial) -> float:
+        plan, measured, on_host = trial.candidate.plan, trial.measured, trial.measured.device == "cpu"
+        states = sum(_states(plan, on_host).values())
+        return measured.peak_bytes - states - _made_anew(plan, on_host, kept * measured.micro)
+
+    rests = sorted((t.measured.micro, beside(t)) for t in same)
+    (low, small), (high, large) = rests[0], rests[-1]
     sample = max(kept, (large - small) / (high - low)) if high > low else kept
     return small - sample * low, sample
 
@@ -244,6 +268,7 @@ def predict(candidate: Candidate, numbers: Calibration) -> Prediction:
     if bubble := _bubble(plan):
         time["pipeline waits"] = bubble * time["forward and backward"]
     memory: dict[str, float] = {**activations, **_states(plan, numbers.on_host)}
+    memory["gradients"] += _made_anew(plan, numbers.on_host, activations["activations"])
     for key, value in _differing(candidate, numbers.reference):
         if (more := numbers.differences.get((key, value))) is not None:
             rows = batch.micro * batch.accumulation
