@@ -161,6 +161,28 @@ def test_what_a_manifest_says_is_what_the_pods_command_line_means(capsys: pytest
     assert told["processes"][0]["env"]["MASTER_ADDR"] == "test-manifests-workers-0-0.test-manifests"
 
 
+def lost(given: Any, kept: Any, path: str = "") -> list[str]:
+    """What of `given` another reading of it does not have, or has otherwise."""
+    if isinstance(given, dict):
+        kept = kept if isinstance(kept, dict) else {}
+        return [problem for key, item in given.items() for problem in lost(item, kept.get(key), f"{path}.{key}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = enumerate(zip(given, kept, strict=True))
+        return [problem for i, (one, other) in pairs for problem in lost(one, other, f"{path}[{i}]")]
+    return [] if given == kept else [f"{path}: {given!r} became {kept!r}"]
+
+
+def test_kubeflows_own_models_take_them_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    words = (*BASE, "--nnodes", "3", "--max-restarts", "2", "--resource", "cpu=8", "-x", "A=1", "t.py")
+    made = printed(capsys, "jobset", *words)
+    assert lost(made, json.loads(models.JobsetV1alpha2JobSet.from_dict(made).to_json())) == []
+    (part, *_) = printed(capsys, "pytorchjob", *words)["spec"]["pytorchReplicaSpecs"].values()
+    pod = part["template"]
+    assert lost(pod, json.loads(models.IoK8sApiCoreV1PodTemplateSpec.from_dict(pod).to_json())) == []
+    assert lost({"a": [{"b": 1}]}, {"a": [{}]}) == [".a[0].b: 1 became None"]
+
+
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--job-name", "4you", "--resource", "cpu", "-x", "WANDB_API_KEY=x", "-x", "DS_UNSET", "t.py")
     told = printed(capsys, "jobset", *words, status=1)

@@ -198,6 +198,8 @@ def of_job(box: Sandbox, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_job_goes_on_without_a_host_that_falls_silent(box: Sandbox) -> None:
     """Two agents on this host; all processes of one are stopped, which is what lost power looks like from the other."""
     pytest.importorskip("torch")
