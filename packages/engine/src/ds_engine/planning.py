@@ -97,7 +97,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
         tuning=asked if (asked := config.autotuning) is not None and asked.enabled else None,
-        compiling=compiling_of(config.compile, config.zero_optimization.stage),
+        compiling=compiling_of(config.compile, config.zero_optimization),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )
 
@@ -109,6 +109,9 @@ def _places(config: Config) -> tuple[str | Placement, str | Placement]:
     if isinstance(tier, Placement) and zero.zenflow is not None and zero.zenflow.overlaps:
         tier = replace(tier, early=tier.early or 1.0 - zero.zenflow.pt_reserved_cores_perc)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
+    compiled = config.compile
+    if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:
+        param_tier = Placement("host")
     return tier, param_tier
 
 

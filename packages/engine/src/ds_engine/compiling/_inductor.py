@@ -56,7 +56,7 @@ def _tell_inductor() -> None:
     """
     if _lowered:
         return
-    for op in (OPS.need, OPS.expect, OPS.spare, OPS.free, OPS.arrived):
+    for op in (OPS.need, OPS.load, OPS.expect, OPS.spare, OPS.free, OPS.arrived, OPS.park, OPS.unpark):
         register_lowering(op.default, type_promotion_kind=None)(_lowering(op.default, gives=op is OPS.arrived))
     _lowered.append(True)
 

@@ -8,10 +8,12 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_config.sizes import bytes_text
 from ds_engine.compiling.config import CompileConfig
 from ds_engine.compiling.passes import Entry, check_schedule, default_schedule, schedule_text
+from ds_zero.config import ZeroConfig
 
 __all__ = ["BACKENDS", "Compiling", "Syncs", "compiling_of"]
 
 BACKENDS = ("inductor", "eager")
+_BUCKET = 25 * 2**20 // 4  # elements: what torch's DistributedDataParallel sums at once, of fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Compiling:
         pin: Offloaded results are page-locked.
         double: Gradients are collected while others are summed.
         told: Log every action.
+        bucket: Elements of the gradients that the pass `bucket` sums by one message.
     """
 
     schedule: tuple[Entry, ...]
@@ -43,6 +46,7 @@ class Compiling:
     pin: bool
     double: bool
     told: bool
+    bucket: int = _BUCKET
 
     def __str__(self) -> str:
         return f"{self.passes}; {self.handling}"
@@ -65,16 +69,16 @@ class Compiling:
         return "; ".join(said)
 
 
-def compiling_of(section: CompileConfig | None, stage: int) -> Compiling | None:
+def compiling_of(section: CompileConfig | None, zero: ZeroConfig) -> Compiling | None:
     """What the section asks for at a ZeRO stage; None for graphs without actions.
 
     Raises:
-        PlanError: passes that the stage does not have ("compile-pass").
+        PlanError: passes that the stage does not have ("compile-pass"), or state that is elsewhere already ("compile-offload").
         UnsupportedError: passes that cut layers or sequences ("compile-cuts").
     """
     if section is None or not section.deepcompile:
         return None
-    asked = set(section.passes or ())
+    asked, stage = set(section.passes or ()), zero.stage
     if cuts := sorted(asked & {"autosp", "autotp"}):
         instead = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
         raise UnsupportedError(
@@ -89,7 +93,14 @@ def compiling_of(section: CompileConfig | None, stage: int) -> Compiling | None:
             code="compile-pass",
             fix="Leave it out, or name z3 at stage 3, z1 at stages 1 and 2.",
         )
-    schedule = default_schedule(stage, frees=section.free_activation, offloads=section.offload_activation)
+    _check_offload(section, zero)
+    schedule = default_schedule(
+        stage,
+        frees=section.free_activation,
+        offloads=section.offload_activation,
+        states=section.offload_opt_states,
+        params=section.offload_parameters,
+    )
     check_schedule(schedule)
     return Compiling(
         schedule=schedule,
@@ -103,4 +114,27 @@ def compiling_of(section: CompileConfig | None, stage: int) -> Compiling | None:
         pin=section.offload_activation_pin_memory,
         double=section.double_buffer,
         told=section.debug_log,
+        bucket=zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else _BUCKET,
     )
+
+
+def _check_offload(section: CompileConfig, zero: ZeroConfig) -> None:
+    state, params = zero.offload_optimizer, zero.offload_param
+    if section.offload_opt_states and state is not None and state.device != "none":
+        raise PlanError(
+            f"compile.offload_opt_states with zero_optimization.offload_optimizer.device = {state.device}",
+            code="compile-offload",
+            fix="Keep one: offload_optimizer updates on the host, offload_opt_states on the device.",
+        )
+    if section.offload_parameters and zero.stage != 3:
+        raise PlanError(
+            f"compile.offload_parameters at ZeRO stage {zero.stage}, where every rank needs all parameters all the time",
+            code="compile-offload",
+            fix="Use stage 3, or leave it out.",
+        )
+    if section.offload_parameters and params is not None and params.device == "nvme":
+        raise PlanError(
+            "compile.offload_parameters with zero_optimization.offload_param.device = nvme",
+            code="compile-offload",
+            fix="Keep one: parameters in files are read when they are gathered.",
+        )

@@ -25,8 +25,14 @@ class CompileConfig(StrictModel):
         default=False, description="Keep saved results in host memory between forward and backward, as memory asks for."
     )
     offload_activation_pin_memory: bool = Field(default=True, description="Page-locked, where the device has any.")
-    offload_opt_states: Annotated[bool, Unbuilt("zero_optimization.offload_optimizer, which graphs work with")] = False
-    offload_parameters: Annotated[bool, Unbuilt("zero_optimization.offload_param, which graphs gather from")] = False
+    offload_opt_states: bool = Field(
+        default=False,
+        description="Keep the optimizer's state in host memory while graphs run, as memory asks for; the update is on the device.",
+    )
+    offload_parameters: bool = Field(
+        default=False,
+        description="Keep parameters in host memory between uses; graphs bring them before they are gathered. Stage 3.",
+    )
     double_buffer: bool = Field(
         default=True, description="Fill one gradient buffer while another one is summed; false waits for each."
     )

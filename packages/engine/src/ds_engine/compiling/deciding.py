@@ -9,10 +9,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ds_engine.compiling.graph import Action, Graph, Known, Verb
 
-__all__ = ["choose_kept", "free", "insert", "keep", "prefetch", "reduce", "store", "store_all"]
+__all__ = [
+    "bucket",
+    "choose_kept",
+    "free",
+    "insert",
+    "keep",
+    "load",
+    "park",
+    "park_all",
+    "prefetch",
+    "reduce",
+    "store",
+    "store_all",
+]
 
 _MARGIN = 0.9  # of the budget
 _AHEAD = 4 * 10**9  # bytes that are gathered early at most
@@ -35,6 +49,19 @@ def reduce(graph: Graph, known: Known) -> Graph:
     for grad in graph.grads:
         last[grad.unit] = max(last[grad.unit], grad.at + 1)
     return graph.plus(Action(Verb.ARRIVED, at, unit) for unit, at in last.items())
+
+
+def bucket(graph: Graph, known: Known) -> Graph:
+    """Hand the gradients of a bucket's units over together, behind the last of them that this graph makes."""
+    arrived = {a.unit: a for a in graph.actions if a.verb is Verb.ARRIVED}
+    joined, gone = [], set[int]()
+    for units in known.buckets:
+        here = [arrived[unit] for unit in units if unit in arrived]
+        if len(here) > 1:
+            first, *others = (action.unit for action in here)
+            joined.append(replace(here[0], at=max(a.at for a in here), unit=first, others=tuple(others)))
+            gone.update(action.unit for action in here)
+    return graph.without(lambda a: a.verb is Verb.ARRIVED and a.unit in gone).plus(joined)
 
 
 def prefetch(graph: Graph, known: Known) -> Graph:
@@ -122,3 +149,80 @@ def _stored(graph: Graph, names: Iterable[str]) -> Graph:
     if graph.backward:
         return graph.plus(Action(Verb.FETCH, saved.first, name=saved.name) for saved in found)
     return graph.plus(Action(Verb.STORE, max(saved.last, saved.made) + 1, name=saved.name) for saved in found)
+
+
+def park_all(graph: Graph, known: Known) -> Graph:
+    """Keep the optimizer's state in host memory while graphs run: it leaves as a forward graph begins, and comes back at the end of the
+    backward graph that makes the unit's gradients. The least memory that there can be."""
+    return _parked(graph, known.states, None)
+
+
+def park(graph: Graph, known: Known) -> Graph:
+    """The same for as few units as the budget asks for, as late and as short as memory allows; for all of them where no budget is known."""
+    if known.budget is None:
+        return park_all(graph, known)
+    over = known.floor + known.peak - int(known.budget * _MARGIN)
+    chosen = {}
+    # The gradients of the first units come last, so their state has the most time on the host.
+    for unit, nbytes in sorted(known.states.items()):
+        if over > 0:
+            chosen[unit] = nbytes
+            over -= nbytes
+    held = graph.resident(lambda unit: known.gathered.get(unit, 0))
+    left = int(known.budget * _MARGIN) - known.floor
+    return _parked(graph, chosen, [left - a - b for a, b in zip(graph.live(), held, strict=True)])
+
+
+def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Graph:
+    """Args:
+    states: Bytes of each unit that is parked.
+    room: Bytes that are free at each position with all state on the device; None where nothing is known.
+    """
+    if not graph.backward:
+        at, actions, gone = 0, [], 0
+        for unit, nbytes in states.items():
+            while room is not None and at < graph.end and room[at] + gone >= 0:
+                at += 1
+            actions.append(Action(Verb.PARK, at, unit))
+            gone += nbytes
+        return graph.plus(actions)
+    actions, back = [], 0
+    away = sum(states.values())
+    made = {grad.unit for grad in graph.grads}
+    for unit, nbytes in reversed(states.items()):
+        if unit not in made:
+            continue
+        back += nbytes
+        at = graph.end
+        while room is not None and at > 0 and room[at - 1] + away - back >= 0:
+            at -= 1
+        actions.append(Action(Verb.UNPARK, at, unit))
+    return graph.plus(actions)
+
+
+def load(graph: Graph, known: Known) -> Graph:
+    """Bring what gathers send from the host to the device before they begin: each while the one before it is used, if memory lasts."""
+    room = None
+    if known.budget is not None:
+        held = graph.resident(lambda unit: known.gathered.get(unit, 0))
+        left = int(known.budget * _MARGIN) - known.floor
+        room = [left - a - b for a, b in zip(graph.live(), held, strict=True)]
+    actions, before, coming = [], 0, set[int]()
+    for action in graph.actions:
+        if action.verb is Verb.SPARE:
+            coming.discard(action.unit)
+        if action.verb not in (Verb.EXPECT, Verb.NEED) or action.unit not in known.resting or action.unit in coming:
+            continue
+        coming.add(action.unit)
+        nbytes, at = known.resting[action.unit], action.at
+        while at > before and (room is None or room[at - 1] >= nbytes):
+            at -= 1
+        for between in range(at, action.at) if room is not None else ():
+            room[between] -= nbytes
+        released = max(
+            (a.at for a in graph.actions if a.verb is Verb.SPARE and a.unit == action.unit and a.at <= action.at),
+            default=0,
+        )
+        actions.append(Action(Verb.LOAD, max(at, released), action.unit))
+        before = action.at
+    return graph.plus(actions)

@@ -18,10 +18,13 @@ __all__ = ["Action", "Grad", "Graph", "Known", "Node", "Saved", "Verb"]
 class Verb(Enum):
     """What an action does, in the order in which actions at one position are done."""
 
-    ARRIVED = "reduce"  # gradients of a unit are there
+    ARRIVED = "reduce"  # gradients of a unit, or of several, are there
     SPARE = "release"  # a unit's parameters are not needed any more
     FREE = "free"  # a saved result is not needed any more
     STORE = "offload"  # a saved result goes to host memory
+    PARK = "offload state of"  # the optimizer's state of a unit goes to host memory
+    UNPARK = "reload state of"  # it starts to come back
+    LOAD = "load"  # what a unit's gather sends starts to come from host memory
     EXPECT = "prefetch"  # a unit's gather begins
     FETCH = "reload"  # a saved result comes back
     NEED = "gather"  # a unit's parameters are needed
@@ -81,15 +84,25 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that is done at a position: to a unit, or to the saved result `name`."""
+    """One thing that is done at a position: to a unit, with some others of its bucket, or to the saved result `name`."""
 
     verb: Verb
     at: int
     unit: int = -1
     name: str = ""
+    others: tuple[int, ...] = ()
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """All that it is done to."""
+        return (self.unit, *self.others)
 
     def __str__(self) -> str:
-        return f"{self.verb.value} {self.name or self.unit}"
+        return self.told()
+
+    def told(self, names: Callable[[int], str] = str) -> str:
+        """In words, units by their names."""
+        return f"{self.verb.value} {self.name or ' + '.join(map(names, self.units))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +180,7 @@ class Graph:
         told = []
         for action in self.actions:
             where = f"before {self.nodes[action.at].name}" if action.at < self.end else "at the end"
-            told.append(f"{action.verb.value} {action.name or names(action.unit)} {where}")
+            told.append(f"{action.told(names)} {where}")
         return told
 
 
@@ -184,6 +197,9 @@ class Known:
         both: Units that the forward and the backward graphs gather.
         kept: Units that stay gathered between them.
         peak: Most bytes that any graph was seen to use at once, floor and gathered units left out.
+        states: Bytes of the optimizer's state of each unit that has it on the device; part of the floor.
+        resting: Bytes that a rank sends for a gather of each unit that rests on the host.
+        buckets: Units whose gradients are summed by one message, in the order of reductions.
     """
 
     gathered: dict[int, int] = field(default_factory=dict)
@@ -194,3 +210,6 @@ class Known:
     both: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     peak: int = 0
+    states: dict[int, int] = field(default_factory=dict)
+    resting: dict[int, int] = field(default_factory=dict)
+    buckets: tuple[tuple[int, ...], ...] = ()

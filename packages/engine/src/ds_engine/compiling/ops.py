@@ -3,6 +3,7 @@
 Each is a call of a verb of ds-zero (`ds_zero.runtime.graphs`). Parameters are inputs of a graph; `need` writes into their memory and `spare`
 takes it away, and that is what the operations say of themselves, so no compiler moves a use of a parameter out from between them.
 Gradients that are handed over belong to ds-zero from then on: memory of theirs must not be used again by the graph (`_inductor.py`).
+`park` and `unpark` move what no graph has, the optimizer's state; they claim to write inputs, whose uses then stay on their side of them.
 
 `key` is the number of a session in this process: operations in compiled code can hold numbers, not objects.
 """
@@ -71,14 +72,35 @@ def _spare(params: list[Tensor], key: int, unit: int) -> None:
     _targets[key].graphs.spare(unit)
 
 
-def _arrived(grads: list[Tensor], key: int, unit: int, members: list[int]) -> None:
+def _load(params: list[Tensor], key: int, unit: int) -> None:
+    del params
+    _targets[key].graphs.load(unit)
+
+
+def _park(anchors: list[Tensor], key: int, unit: int) -> None:
+    del anchors
+    _targets[key].graphs.put_state(unit)
+
+
+def _unpark(anchors: list[Tensor], key: int, unit: int) -> None:
+    del anchors
+    _targets[key].graphs.get_state(unit)
+
+
+def _arrived(grads: list[Tensor], key: int, units: list[int], members: list[int]) -> None:
     target = _targets[key]
     if target.syncs.before_reduce:
         get_accelerator().synchronize()
-    target.graphs.arrived(unit, members, [grad if grad.is_contiguous() else grad.contiguous() for grad in grads])
+    for unit in dict.fromkeys(units):
+        mine = [at for at, of in enumerate(units) if of == unit]
+        target.graphs.arrived(unit, [members[at] for at in mine], [_plain(grads[at]) for at in mine])
     if target.syncs.after_reduce:
         target.graphs.drain()
         get_accelerator().synchronize()
+
+
+def _plain(grad: Tensor) -> Tensor:
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
 def _free(tensors: list[Tensor]) -> None:
@@ -113,14 +135,17 @@ _DEFINED: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "expect": ("(Tensor(a!)[] params, int key, int unit) -> ()", _expect, _nothing),
     "need": ("(Tensor(a!)[] params, int key, int unit) -> ()", _need, _nothing),
     "spare": ("(Tensor(a!)[] params, int key, int unit) -> ()", _spare, _nothing),
-    "arrived": ("(Tensor(a!)[] grads, int key, int unit, int[] members) -> ()", _arrived, _nothing),
+    "load": ("(Tensor(a!)[] params, int key, int unit) -> ()", _load, _nothing),
+    "park": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _park, _nothing),
+    "unpark": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _unpark, _nothing),
+    "arrived": ("(Tensor(a!)[] grads, int key, int[] units, int[] members) -> ()", _arrived, _nothing),
     "free": ("(Tensor(a!)[] tensors) -> ()", _free, _nothing),
     "store": ("(Tensor tensor, int key) -> Tensor", _store, _fake_store),
     "fetch": ("(Tensor host, Device device) -> Tensor", _fetch, _fake_fetch),
 }
 
 
-_NAME = "ds_compile_2"
+_NAME = "ds_compile_3"
 """Counts how the operations are lowered: torch's cache of compiled graphs outlives a process and knows operations by name."""
 
 

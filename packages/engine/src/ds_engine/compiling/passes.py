@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import PlanError
-from ds_engine.compiling.deciding import free, insert, keep, prefetch, reduce, store, store_all
+from ds_engine.compiling.deciding import (
+    bucket,
+    free,
+    insert,
+    keep,
+    load,
+    park,
+    park_all,
+    prefetch,
+    reduce,
+    store,
+    store_all,
+)
 from ds_engine.compiling.graph import Graph, Known
 
 __all__ = [
@@ -88,11 +100,19 @@ def _pass(name: str, what: str, decide: Decide, contract: Contract, *, measured:
 
 
 _GATHERS, _REDUCES = frozenset({"gathers"}), frozenset({"reduces"})
+_RESULTS = frozenset({"offload_activation", "offload_activation_all"})
+_STATES = frozenset({"offload_opt_states", "offload_opt_states_all"})
+_PARAMETERS = frozenset({"offload_parameters"})
+# Each of these moves something else to the host for the same budget, and would count what another one has moved.
 
 _ALL = (
     _pass(
         "reduce", "hand each unit's gradients over behind the last of them", reduce,
         Contract(provides=_REDUCES),
+    ),
+    _pass(
+        "bucket", "sum the gradients of several small units by one message", bucket,
+        Contract(requires=_REDUCES),
     ),
     _pass(
         "gather", "gather each unit before its first use, release it behind the last one", insert,
@@ -105,6 +125,18 @@ _ALL = (
     _pass(
         "keep", "do not release units whose gathers cost most a byte, as far as measured memory goes", keep,
         Contract(requires=_GATHERS), measured=True,
+    ),
+    _pass(
+        "offload_parameters", "bring what gathers send from host memory to the device before they begin", load,
+        Contract(requires=_GATHERS, conflicts=_RESULTS | _STATES),
+    ),
+    _pass(
+        "offload_opt_states_all", "keep the optimizer's state in host memory while graphs run", park_all,
+        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS | {"offload_opt_states"}),
+    ),
+    _pass(
+        "offload_opt_states", "keep as much of the optimizer's state in host memory as measured memory asks for", park,
+        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS), measured=True,
     ),
     _pass(
         "free_activation", "give saved results back behind their last use", free,
@@ -123,17 +155,27 @@ _ALL = (
 BUILTIN: Mapping[str, Pass] = {each.name: each for each in _ALL}
 
 
-def default_schedule(stage: int, *, frees: bool = False, offloads: bool = False) -> tuple[Entry, ...]:
+def default_schedule(
+    stage: int, *, frees: bool = False, offloads: bool = False, states: bool = False, params: bool = False
+) -> tuple[Entry, ...]:
     """Passes of a ZeRO stage. The first five steps run without those that need measurements.
 
     Args:
         stage: ZeRO stage.
         frees, offloads: Saved results.
+        states, params: The optimizer's state, parameters, that rest in host memory.
     """
     base = ["reduce", *(["gather"] if stage == 3 else [])]
-    first = base + (["offload_activation_all"] if offloads else []) + (["free_activation"] if frees else [])
-    later = base + (["prefetch", "keep"] if stage == 3 else [])
-    later += (["offload_activation"] if offloads else []) + (["free_activation"] if frees else [])
+    asked = {
+        "offload_parameters": params,
+        "offload_opt_states": states,
+        "offload_activation": offloads,
+        "free_activation": frees,
+    }
+    more = [name for name, on in asked.items() if on]
+    first = base + [name if f"{name}_all" not in BUILTIN else f"{name}_all" for name in more]
+    # What was gathered stays only where it is not memory that is wanted.
+    later = base + (["prefetch", *([] if params else ["keep"])] if stage == 3 else []) + more
     entries = [Entry(0, tuple(BUILTIN[name] for name in first))]
     if later != first:
         entries.append(Entry(5, tuple(BUILTIN[name] for name in later)))

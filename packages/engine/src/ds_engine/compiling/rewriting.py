@@ -13,7 +13,14 @@ from ds_engine.compiling.reading import Placed, base_of
 
 __all__ = ["rewrite"]
 
-_UNIT_VERBS = {Verb.EXPECT: "expect", Verb.NEED: "need", Verb.SPARE: "spare"}
+_UNIT_VERBS = {
+    Verb.EXPECT: "expect",
+    Verb.NEED: "need",
+    Verb.SPARE: "spare",
+    Verb.LOAD: "load",
+    Verb.PARK: "park",
+    Verb.UNPARK: "unpark",
+}
 
 
 def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key: int) -> fx.GraphModule:
@@ -27,12 +34,13 @@ def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key:
         if name in by_name and by_name[name].op == "placeholder":
             inputs.setdefault(place.unit, []).append(by_name[name])
     editor = _Editor(made.graph, output, key)
+    anchors = [node for node in made.graph.nodes if node.op == "placeholder" and _is_tensor(node)][:1]
     for action in graph.actions:
         with made.graph.inserting_before(at[action.at]):
             if action.verb in _UNIT_VERBS:
-                editor.unit(action, inputs[action.unit])
+                editor.unit(action, inputs.get(action.unit, anchors))
             elif action.verb is Verb.ARRIVED:
-                editor.arrived(action.unit, [(g.member, at[g.at]) for g in graph.grads if g.unit == action.unit])
+                editor.arrived([(g.unit, g.member, at[g.at]) for u in action.units for g in graph.grads if g.unit == u])
             elif action.verb is Verb.FREE:
                 made.graph.call_function(OPS.free.default, ([by_name[action.name]],))
             elif action.verb is Verb.STORE:
@@ -66,9 +74,9 @@ class _Editor:
         op = getattr(OPS, _UNIT_VERBS[action.verb]).default
         self.graph.call_function(op, (params, self.key, action.unit))
 
-    def arrived(self, unit: int, grads: list[tuple[int, fx.Node]]) -> None:
-        """Hand gradients over. What shares memory with something that is used otherwise is copied first."""
-        given = [node for _, node in grads]
+    def arrived(self, grads: list[tuple[int, int, fx.Node]]) -> None:
+        """Hand gradients over: (unit, member, node) each. What shares memory with something that is used otherwise is copied first."""
+        given = [node for _, _, node in grads]
         handed, bases = [], set()
         for node in given:
             base = base_of(node)
@@ -78,7 +86,8 @@ class _Editor:
             )
             bases.add(base)
             handed.append(self._copy(node) if shared or _scattered(node) else node)
-        self.graph.call_function(OPS.arrived.default, (handed, self.key, unit, [member for member, _ in grads]))
+        units, members = [unit for unit, _, _ in grads], [member for _, member, _ in grads]
+        self.graph.call_function(OPS.arrived.default, (handed, self.key, units, members))
         gone = set(given)
         results = self.output.args[0]
         kept = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
@@ -107,6 +116,10 @@ class _Editor:
         made.meta = {"val": value}
         node.meta = {**node.meta, "val": _like(value, torch.device("cpu"))}
         node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -112,7 +112,19 @@ class Session:
         gathered = {n: unit.plan.bytes.gathered for n, unit in units}
         seconds = {n: float(unit.plan.sent["gather"]) for n, unit in units}
         kept = sum(self._sharding.plan.kept.values())
-        return Known(gathered, seconds, self.settings.budget, kept, self.plan.least)
+        all_units = list(enumerate(self.graphs.units))
+        return Known(
+            gathered,
+            seconds,
+            self.settings.budget,
+            kept,
+            self.plan.least,
+            states={n: unit.plan.bytes.optim for n, unit in all_units if unit.tier.parks and unit.plan.bytes.optim},
+            resting={
+                n: unit.layout.shard_numel * unit.dtypes.param.itemsize for n, unit in units if unit.storage.rests
+            },
+            buckets=self.graphs.buckets(self.plan.bucket),
+        )
 
     # ---- start and stop
 
@@ -141,6 +153,8 @@ class Session:
         self.model._compiled_call_impl = None
         self._watch.close()
         self.graphs.keep(())
+        self.graphs.sum_together(())
+        self.graphs.stay()
         self.graphs.run_ahead(self._ahead)
         self.graphs.hook_with(self.model, lambda hook: hook)
         # torch keeps what it captured for as long as the model's class lives: nothing of it may lead to the run's memory and groups.
@@ -252,6 +266,11 @@ class Session:
         self.measuring = following is not None and following.measured and following.step == self.steps + 1
         self.graphs.run_ahead(0 if entry.has("prefetch") else self._ahead)
         self.graphs.keep(self._known.kept if entry.has("keep") else ())
+        self.graphs.sum_together(self._known.buckets if entry.has("bucket") else ())
+        if entry.has("offload_opt_states") or entry.has("offload_opt_states_all"):
+            self.graphs.park(pin=self.plan.pin)
+        else:
+            self.graphs.stay()
         for piece in self.pieces:
             piece.forget()
 

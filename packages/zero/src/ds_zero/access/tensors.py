@@ -250,7 +250,7 @@ def _state(key: str) -> _Source:
 
     def source(place: _Place) -> list[tuple[int, Tensor]] | None:
         found = []
-        place.unit.tier.fetch()
+        place.unit.tier.fetch_state()
         for start, at, numel in place.ranges():
             for part in place.unit.parts:
                 if part.start <= at and at + numel <= part.stop:

@@ -87,6 +87,9 @@ class Tiered(Protocol):
     parts: list[Part]
 
     @property
+    def tier(self) -> Tier: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property
@@ -124,14 +127,24 @@ class Tier(Place):
         alone: A unit is updated by itself.
         unit: Whose state this is.
         states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
+        parks: The optimizer's state lies on the device between updates, so that it may be parked (`parking.py`).
+        parked: Brings back what was parked; None where nothing is.
     """
 
     resident = True
     alone = False
+    parks = True
 
     def __init__(self, unit: Tiered) -> None:
         self.unit = unit
         self.states: States = lambda part: {}
+        self.parked: Callable[[], None] | None = None
+
+    def fetch_state(self) -> None:
+        """`fetch`, for those who read the optimizer's state as well as the shard."""
+        self.fetch()
+        if self.parked is not None:
+            self.parked()
 
     @staticmethod
     def planned(found: UnitBytes) -> UnitBytes:
@@ -217,6 +230,7 @@ class HostTier(HostPlace, Tier):
     """
 
     resident = False
+    parks = False
 
     def __init__(self, placement: Placement, unit: Tiered) -> None:
         super().__init__(placement, unit)
@@ -295,6 +309,7 @@ class FileTier(_Filed, Tier):
 
     resident = False
     alone = True
+    parks = False
 
     def __init__(self, placement: Placement, unit: Any) -> None:
         super().__init__(unit)

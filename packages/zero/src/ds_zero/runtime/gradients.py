@@ -26,9 +26,10 @@ import ds_comm as comm
 from ds_comm import Group, Work
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.plan import UnitPlan
+from ds_zero.runtime.joint import Joint
 from ds_zero.runtime.seat import Seat
 
-__all__ = ["Gradients", "Way"]
+__all__ = ["Gradients", "Way", "reduce_together"]
 
 
 class Way:
@@ -45,6 +46,16 @@ class Way:
         self._codes, self._errors = plan.wire.sums(seat.levels)
         self._arena: Tensor | None = None
         self._works: list[Work] = []
+        self._joint: Joint | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether its message may be one with those of other units."""
+        return self._codes is None
+
+    def join(self, joint: Joint) -> None:
+        """The next reduction gives its message to `joint`, which is sent later."""
+        self._joint = joint
 
     def take(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> bool:
         """Take gradients by number of the parameter as they are; False: they have to be in an arena.
@@ -72,6 +83,10 @@ class Way:
     def start(self, outs: Sequence[Tensor], seat: Seat) -> None:
         """Start to sum into `outs`, one tensor a range."""
         (out,), arena, layout = outs, self._arena, self.layout
+        joint, self._joint = self._joint, None
+        if joint is not None and arena is not None:
+            self._works.append(joint.sum(arena, out, layout, self.name))
+            return
         for segment, (start, stop) in zip(layout.segments, layout.spans, strict=True):
             if arena is not None:
                 mine = out[segment.at : segment.at + segment.chunk]
@@ -150,6 +165,11 @@ class Gradients:
         self.changing: Callable[[], None] = _nothing
         self.summed: Callable[[], None] = _nothing
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may be reduced with others, see `reduce_together`."""
+        return self.way.joins and self.seat.size > 1
 
     def collect(self, *, now: bool = True) -> None:
         """Move the parameters' gradients into the arena; parameters without one contribute zeros.
@@ -339,3 +359,12 @@ class Gradients:
 
 def _nothing() -> None:
     """Nobody listens."""
+
+
+def reduce_together(several: Sequence[Gradients]) -> None:
+    """`reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
+    joint = Joint(several[0].seat)
+    for gradients in several:
+        gradients.way.join(joint)
+        gradients.reduce()
+    joint.send()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
+from ds_zero.offload.parking import Parking
 from ds_zero.runtime.released import Released, release, restore
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Full, Unit
@@ -29,12 +30,15 @@ class Graphs:
         sharding: Of the model whose graphs are compiled.
     Attributes:
         units: In the order of their numbers.
+        loads: How often a graph had what a gather sends on the device before the gather began.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
         self.units: list[Unit] = sharding.units
         self._gathering, self._reducing = sharding.runtime.gathering, sharding.runtime.reducing
+        self._parking: Parking | None = None
+        self.loads = 0
 
     def released(self, number: int) -> bool:
         """Whether a unit's parameters have no memory between uses."""
@@ -83,6 +87,20 @@ class Graphs:
         if self.units[number].releases and not gathering.calls[number] and not gathering.running[number]:
             gathering.put_back(number)
 
+    def load(self, number: int) -> None:
+        """A unit that rests on the host will be gathered: what this rank sends of it goes to the device."""
+        self.loads += self.units[number].storage.load()
+
+    def put_state(self, number: int) -> None:
+        """The optimizer's state of a unit is not needed while this graph runs: it goes to the host."""
+        if self._parking is not None:
+            self._parking.put(number)
+
+    def get_state(self, number: int) -> None:
+        """It will be needed soon, if this backward ends with reductions: it comes back while the graph goes on."""
+        if self._parking is not None and self._reducing.now:
+            self._parking.begin(number)
+
     def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""
         for member, grad in zip(members, grads, strict=True):
@@ -93,6 +111,26 @@ class Graphs:
     def keep(self, numbers: Collection[int]) -> None:
         """These units stay gathered from the first use of a step until its update. The same on every rank."""
         self._gathering.keep([n for n in numbers if self.units[n].releases])
+
+    def park(self, *, pin: bool) -> Parking:
+        """From now on graphs may move the optimizer's state; `stay` ends it. Between steps."""
+        if self._parking is None:
+            self._parking = Parking(self.units, pin=pin)
+        return self._parking
+
+    def stay(self) -> None:
+        """The optimizer's state is on the device again, and stays there."""
+        parking, self._parking = self._parking, None
+        if parking is not None:
+            parking.close()
+
+    def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
+        """Units whose gradients fit together into messages of `limit` elements, in the order of reductions. The same on every rank."""
+        return self._reducing.buckets(limit)
+
+    def sum_together(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """The gradients of each bucket's units are summed by one message from now on. Between steps, the same on every rank."""
+        self._reducing.sum_together(buckets)
 
     def run_ahead(self, numel: int) -> None:
         """How many elements are gathered before a graph asks for them."""

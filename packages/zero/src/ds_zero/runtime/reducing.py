@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
+from ds_zero.runtime.gradients import reduce_together
+from ds_zero.runtime.joint import buckets_of
 from ds_zero.runtime.order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
@@ -160,6 +162,8 @@ class Reducing:
         self._apart = [n for n in self.trained if self.units[n].seat.apart]
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
+        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._held: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
         self._handed: dict[
             tuple[int, int], tuple[weakref.ref[Tensor], int]
         ] = {}  # by unit and member: gradient, version
@@ -222,6 +226,7 @@ class Reducing:
     def begin_backward(self) -> None:
         """The outermost backward begins."""
         self._arrivals.any = False
+        self._held.clear()
         self._order.begin()
 
     def finish_backward(self) -> None:
@@ -232,8 +237,10 @@ class Reducing:
             self.unused[number] &= arrivals.missing[number]
         if arrivals.any and self.now:
             missed = sorted((n for n in arrivals.again if self._order.was_issued(n)), reverse=True)
-            for number in self._order.finish() + missed:
+            for number in self._order.finish():
                 self._reduce(number)
+            for number in missed:
+                self._reduce(number, alone=True)
             arrivals.late.update(missed)
             self._deferred = False
             for number in self._apart:
@@ -258,11 +265,27 @@ class Reducing:
                 self.units[number].gradients.collect(now=False)
         self._gathering.completed(number)
 
-    def _reduce(self, number: int) -> None:
+    def _reduce(self, number: int, *, alone: bool = False) -> None:
         gradients = self.units[number].gradients
         gradients.collect()
-        gradients.reduce()
-        self._inflight.append(number)
+        bucket = None if alone else self._bucket_of.get(number)
+        if bucket is None:
+            gradients.reduce()
+            self._inflight.append(number)
+        else:
+            waiting = self._held.setdefault(bucket, [])
+            waiting.append(number)
+            if len(waiting) == len(bucket):
+                self._reduce_bucket(bucket)
+        self._limit_inflight()
+
+    def _reduce_bucket(self, bucket: tuple[int, ...]) -> None:
+        """As far as it has been collected."""
+        numbers = self._held.pop(bucket)
+        reduce_together([self.units[number].gradients for number in numbers])
+        self._inflight.extend(numbers)
+
+    def _limit_inflight(self) -> None:
         held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
         helps = self._gathering.released and self._backward.task is not None
         while self._inflight and held > self.inflight_bytes:
@@ -301,6 +324,16 @@ class Reducing:
             self._reduce(number)
         self._deferred = False
         self.drain()
+
+    def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
+        """Units that would be summed together, `limit` elements at most in one message. The same on every rank."""
+        sequence = [number for number in reversed(self.trained) if number not in self._apart]
+        numels = [unit.layout.numel for unit in self.units]
+        return tuple(buckets_of(sequence, [unit.gradients for unit in self.units], numels, limit))
+
+    def sum_together(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Sum the units of each bucket in one message from now on. Between steps, the same on every rank."""
+        self._bucket_of = {number: bucket for bucket in buckets for number in bucket}
 
     def drain(self) -> None:
         """Wait for every reduction that was started."""

@@ -160,6 +160,11 @@ class Posting(_Direct):
         return [(first, at, stop - start)] if stop > start else []
 
     @property
+    def joins(self) -> bool:
+        """Nothing is sent: a slot is posted."""
+        return False
+
+    @property
     def slot(self) -> Slot:
         """The one that is open or posted."""
         if self._slot is None:
@@ -286,7 +291,11 @@ class Exchange(_Direct):
         arriving = [[row[a:b] for a, b in self._parcels[self.rank].messages] for row in self._received.view(others, -1)]
         leaving = [[] if rank == self.rank else self._leaving(rank) for rank in range(self.layout.world)]
         arriving.insert(self.rank, [])
-        self._work = comm.all_to_all_pieces(arriving, leaving, self._group, async_op=True, unit=self.name)
+        joint, self._joint = self._joint, None
+        if joint is not None:
+            self._work = joint.exchange(arriving, leaving, self.name)
+        else:
+            self._work = comm.all_to_all_pieces(arriving, leaving, self._group, async_op=True, unit=self.name)
 
     def _leaving(self, rank: int) -> list[Tensor]:
         parcel = self._parcels[rank]
@@ -331,6 +340,11 @@ class Rows(Way):
     def __init__(self, plan: UnitPlan, seat: Seat, tables: Sequence[Table]) -> None:
         super().__init__(plan, seat)
         self.tables = tables
+
+    @property
+    def joins(self) -> bool:
+        """What is sent depends on the batch."""
+        return False
 
     def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
         return sum_rows(flat, self.tables, group, self.name)

@@ -159,6 +159,15 @@ class PrivateStorage:
     def release(self, *, spare_aliases: bool) -> None:
         """Give full's memory back, if this strategy does."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether what gathers send is elsewhere than on the device between uses."""
+        return False
+
+    def load(self) -> bool:
+        """Start to copy what the next gather sends from where it rests to the device. Whether there is anything to copy."""
+        return False
+
     def forget(self) -> None:
         """The shards were written: the next gather comes from them. On all ranks alike."""
 
@@ -250,6 +259,7 @@ class ReleasedStorage(PrivateStorage):
         if plan.keeps_sent:
             self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
+        self._loaded: Tensor | None = None
         near = route is not None and route.nodes.secondary
         self._near = Secondary(route, plan.layout, plan.name) if route is not None and near else None
 
@@ -281,14 +291,30 @@ class ReleasedStorage(PrivateStorage):
         self.forget()
         self._gather(channel, wire)
 
+    @property
+    def rests(self) -> bool:
+        return self.param_tier.apart and self.sent is not None
+
+    def load(self) -> bool:
+        if not self.rests or self.sent is None or not self._is_out or self._works:
+            return False
+        if self._near is not None and self._near.valid:
+            return False  # the node has it on its devices
+        if self._loaded is None:
+            self.param_tier.fetch()
+            self._loaded = self.sent.to(self.full.device, non_blocking=True)
+        return True
+
     def _sources(self) -> list[Tensor]:
         if self.sent is None:
             return super()._sources()
-        self.param_tier.fetch()
-        return parts_of(self.sent, self._layout)
+        if self._loaded is None:
+            self.param_tier.fetch()
+        return parts_of(self.sent if self._loaded is None else self._loaded, self._layout)
 
     def finish(self) -> bool:
         gathered = super().finish()
+        self._loaded = None
         if gathered and self.sent is not None:
             self.param_tier.drop()
         elif gathered and not self._unit.plan.spec.trained:
@@ -320,6 +346,7 @@ class ReleasedStorage(PrivateStorage):
             self._near.valid = False
 
     def publish(self) -> None:
+        self._loaded = None
         if self.sent is not None:
             self.param_tier.fetch()
             self._publish_to(parts_of(self.sent, self._layout))

@@ -43,6 +43,8 @@ class Work:
 
 def apply(due: Due, work: Work) -> None:
     """Update all units. Gradients are used up, and stay for who clears them."""
+    for unit in [unit for unit in due.units if unit.tier.parked is not None]:
+        unit.tier.fetch_state()  # policies of updates read it before any unit is updated
     work.sharding.adopt_edits()
     divisor, factor = work.sharding.families[DENSE].divisor, due.factor
     grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
@@ -75,7 +77,7 @@ def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float
     if not units:
         return
     for unit, absent in units.items():
-        unit.tier.fetch()
+        unit.tier.fetch_state()
         for part in unit.parts:
             mine = unit.gradients.view(part.start, part.stop)
             if mine is not None and (not absent.issuperset(part.members) or not absent):
