@@ -27,7 +27,13 @@ def test_contracts_are_checked_by_step_and_both_ways() -> None:
 
 def test_schedules_of_upstream_name_our_passes() -> None:
     from deepspeed._ours.compile_passes import translated_schedule
-    from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile
+    from deepspeed.compile.passes import (
+        offload_adam_states,
+        offload_parameters,
+        prefetch,
+        selective_gather,
+        zero3_compile,
+    )
 
     def mine() -> None: ...
 
@@ -38,4 +44,12 @@ def test_schedules_of_upstream_name_our_passes() -> None:
     assert translated_schedule(asked) == [
         (0, ["reduce", "gather"]),
         (5, ["reduce", "gather", "prefetch", "keep", mine]),
+    ]
+    elsewhere = [
+        (0, [zero3_compile.NAME, offload_parameters.NAME]),
+        (1, [offload_adam_states.NAME_FOR_INIT, zero3_compile.NAME, offload_adam_states.move_opt_states]),
+    ]
+    assert translated_schedule(elsewhere) == [
+        (0, ["reduce", "gather", "offload_parameters"]),
+        (1, ["reduce", "gather", "offload_opt_states"]),
     ]

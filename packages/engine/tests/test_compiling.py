@@ -214,11 +214,11 @@ def test_the_plan_prints_its_passes() -> None:
     [
         (3, {"passes": ["z1"]}, PlanError, "compile-pass"),
         (2, {"passes": ["z3"]}, PlanError, "compile-pass"),
-        (1, {"passes": ["autosp"]}, UnsupportedError, "compile-cuts"),
-        (1, {"passes": ["autotp"]}, UnsupportedError, "compile-cuts"),
+        (1, {"passes": ["autosp"]}, PlanError, "compile-cuts"),
+        (1, {"passes": ["autotp"]}, PlanError, "compile-cuts"),
         (3, {"free_activation": True, "offload_activation": True}, PlanError, "compile-contract"),
         (3, {"symmetric_memory": True}, UnsupportedError, "config-unbuilt"),
-        (3, {"offload_opt_states": True}, UnsupportedError, "config-unbuilt"),
+        (3, {"offload_opt_states": True, "offload_parameters": True}, PlanError, "compile-contract"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
@@ -272,4 +272,4 @@ def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
     results = next(node for node in stored.graph.nodes if node.op == "output").args[0]
     assert [node.meta["val"].device.type for node in results] == ["cuda", "cpu"]
     devices = {str(node.target): node.meta["val"].device.type for node in fetched.graph.nodes if node.op != "output"}
-    assert devices == {"mul_tensor": "cpu", "ds_compile_2.fetch.default": "cuda", "aten.cos.default": "cuda"}
+    assert devices == {"mul_tensor": "cpu", "ds_compile_3.fetch.default": "cuda", "aten.cos.default": "cuda"}

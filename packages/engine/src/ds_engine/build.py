@@ -157,6 +157,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
         activations=site.activations,
         executor=site.executor,
         applied=applied,
+        shares=site.shares,
         followers=(*site.followers, *([] if watch is None else [watch])),
         sinks=sinks,
         health=HealthWatch(plan.health, site.model, mesh["world"], partial(_samples, loader)),

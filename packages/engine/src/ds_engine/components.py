@@ -12,6 +12,7 @@ import ds_monitor
 from ds_ckpt import NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
+from ds_engine.compiling import Shares
 from ds_engine.executing import Executor
 from ds_engine.health import HealthWatch
 from ds_engine.loader import ResumableLoader
@@ -43,6 +44,7 @@ class Components:
         health: Watches for numbers that go wrong.
         applied: The transforms that the model went through.
         followers: What goes on with each applied update.
+        shares: How a compiled run shares sequences that all ranks are given whole; None: it is given parts.
         near: Copies on the nodes; None without `checkpoint.near`.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
@@ -61,6 +63,7 @@ class Components:
     health: HealthWatch
     applied: Applied
     followers: tuple[Follower, ...] = ()
+    shares: Shares | None = None
     near: NearCopies | None = None
     sinks: tuple[ds_monitor.Sink, ...] = ()
 

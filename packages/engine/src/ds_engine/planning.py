@@ -97,7 +97,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
         tuning=asked if (asked := config.autotuning) is not None and asked.enabled else None,
-        compiling=compiling_of(config.compile, config.zero_optimization),
+        compiling=compiling_of(config.compile, config.zero_optimization, mesh),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )
 

@@ -68,7 +68,9 @@ class EngineState(nn.Module):
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
         self._telemetry, self._sinks = components.telemetry, components.sinks
         self._followers, self._near = components.followers, components.near
-        self._compilation = CompiledRun(self.module, self._sharding, plan.compiling, self.mesh["world"])
+        self._compilation = CompiledRun(
+            self.module, self._sharding, plan.compiling, self.mesh["world"], components.shares
+        )
         self._health = components.health
         if self.optimizer is not None:
             self.optimizer.judge = (

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_engine
 from ds_config.errors import PlanError
@@ -197,6 +198,49 @@ def test_a_pass_of_the_user_edits_the_graphs_of_its_steps() -> None:
     assert seen == [(False, True, True), (True, True, True)]
 
 
+class Recomputed(Model):
+    """Its blocks are checkpointed."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), targets.flatten())
+
+
+@world(2, timeout=60)
+def test_recomputation_is_left_to_the_partitioner_and_holds_less() -> None:
+    config = configured(3, gradient_accumulation_steps=1)
+    compare(trained(Model(), config, 3), trained(Recomputed(), config, 3, backend="eager"), 1e-6)
+    saved = []
+    for kind in (Model, Recomputed):
+        engine, *_ = ds_engine.initialize(model=kind(), config={**config, "compile": {"deepcompile": True}})
+        engine.compile(backend="eager")
+        engine.backward(engine(*torch.zeros(2, 2, 6, dtype=torch.long)))
+        pieces = engine.compiled.session.pieces
+        assert [piece.backward for piece in pieces] == [False, True]
+        saved.append(sum(one.nbytes for one in pieces[0].facts.saved))
+        engine.close()
+    assert 0 < saved[1] < 0.5 * saved[0]
+
+
+@world(2, timeout=60)
+def test_batches_of_many_lengths_are_one_piece_where_sizes_are_symbols() -> None:
+    config, lengths = configured(3), iter(list(range(3, 11)) * 2)
+
+    def batches(generator: torch.Generator) -> Tensor:
+        return torch.randint(16, (2, 2, next(lengths)), generator=generator)
+
+    eager = trained(Model(), config, 4, batches)
+    seen: list[int] = []
+    add = Session.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "add", lambda self, piece: [seen.append(piece.backward), add(self, piece)][1])
+        compiled = trained(Model(), config, 4, batches, backend="eager", compile_kwargs={"dynamic": True})
+    compare(eager, compiled)
+    assert len(seen) == 2  # one forward and its backward
+
+
 # ---- slow: the whole grid, and the compiler itself
 
 
@@ -226,10 +270,22 @@ def test_drawn_settings(seed: int) -> None:
         stage = draw.randrange(4)
         names = ["reduce"] + (["gather"] if stage == 3 else [])
         later = names + [n for n in ("prefetch", "keep") if stage == 3 and draw.random() < 0.7]
-        more = draw.choice([[], ["free_activation"], ["offload_activation_all"], ["offload_activation"]])
+        more = draw.choice(
+            [
+                [],
+                ["free_activation"],
+                ["offload_activation_all"],
+                ["offload_activation"],
+                ["bucket"],
+                ["bucket", "offload_opt_states", "free_activation"],
+                ["offload_opt_states_all"],
+                ["offload_parameters"] if stage == 3 else ["bucket"],
+            ]
+        )
         section = {
             "free_activation_threshold": draw.choice([0, 1000]),
             "double_buffer": draw.random() < 0.5,
+            "offload_parameters": stage == 3 and draw.random() < 0.5,
             **{
                 f"sync_{when}_{what}": draw.random() < 0.3
                 for when in ("before", "after")

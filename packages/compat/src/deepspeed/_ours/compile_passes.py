@@ -111,8 +111,12 @@ BUILTIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     NAME_Z3: (add_z3_gather_release, ("reduce", "gather")),
     NAME_PREFETCH: (schedule_prefetch, ("prefetch",)),
     NAME_SELECTIVE: (selective_gather, ("keep",)),
+    NAME_PARAMS: (offload_parameter_fwd, ("offload_parameters",)),
+    NAME_STATES: (move_opt_states, ("offload_opt_states",)),
+    NAME_SYNC: (move_opt_states_sync, ("offload_opt_states_all",)),
+    NAME_FOR_INIT: (offload_adam_states_for_init, ()),
 }
-"""Upstream's names and functions that have passes here; states and parameters in host memory are ds-zero's, compiled or not."""
+"""Upstream's names and functions, and our passes. State is there after the first step only, so nothing prepares it for leaving."""
 
 
 def translated_schedule(schedule: Sequence[tuple[int, Sequence[Any]]]) -> list[tuple[int, list[Any]]]:

@@ -3,10 +3,11 @@
 graph, deciding, passes    pure: what passes know, what they decide, which ones run when
 compiling                  pure: a configuration to a schedule of passes
 ops, reading, rewriting    from a traced graph to what passes know, and back with actions in it
+moves, cutting, sequences  layers and sequences that are cut: collectives as operations, and batches in parts
 frames, session            pieces of a model's forward as they are captured; the run
 """
 
-from ds_engine.compiling.compiling import Compiling, compiling_of
+from ds_engine.compiling.compiling import Compiling, Shares, compiling_of
 from ds_engine.compiling.graph import Action, Graph, Known, Node, Verb
 from ds_engine.compiling.passes import BUILTIN, Contract, Entry, Pass, check_schedule, default_schedule, resolve
 
@@ -20,6 +21,7 @@ __all__ = [
     "Known",
     "Node",
     "Pass",
+    "Shares",
     "Verb",
     "check_schedule",
     "compiling_of",

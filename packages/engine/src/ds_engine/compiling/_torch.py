@@ -11,30 +11,38 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch import fx
-from torch._dynamo import trace_rules
+from torch._dynamo import exc, trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.distributed import distributed_c10d as c10d
+
+from ds_comm import Group, as_group
 
 __all__ = [
+    "CAPTURE_ERRORS",
     "Context",
     "bind",
     "break_reasons",
     "captured",
     "compile_model",
     "eager_backend",
+    "group_named",
     "inputs_of",
     "keep_out",
     "lower_eager",
     "own_results",
     "quiet",
+    "substitute",
     "watch_compiles",
     "without_torch_function",
 ]
 
+CAPTURE_ERRORS = (exc.Unsupported, exc.BackendCompilerFailed)
+"""What torch raises where a capture that must be one graph ends early, and where something of ours raised inside one."""
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
@@ -81,6 +89,21 @@ def keep_out(*packages: str) -> None:
 
 
 _kept_out: set[str] = set()
+
+
+def substitute(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """While something is captured, `traced` stands for `function`; once in a process. Outside of captures nothing changes."""
+    if function not in _substituted:
+        _substituted.add(function)
+        torch.compiler.substitute_in_graph(function)(traced)
+
+
+_substituted: set[Callable[..., Any]] = set()
+
+
+def group_named(name: str) -> Group:
+    """The ranks that torch knows by a name."""
+    return as_group(c10d._resolve_process_group(name))
 
 
 def compile_model(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ds_config.errors import PlanError, UnsupportedError
+from ds_comm import Group, MeshSpec
+from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_engine.compiling.config import CompileConfig
 from ds_engine.compiling.passes import Entry, check_schedule, default_schedule, schedule_text
 from ds_zero.config import ZeroConfig
 
-__all__ = ["BACKENDS", "Compiling", "Syncs", "compiling_of"]
+__all__ = ["BACKENDS", "CUTS", "Compiling", "Shares", "Syncs", "compiling_of"]
 
 BACKENDS = ("inductor", "eager")
+CUTS = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
+"""Passes that cut the model, and the key that says over how many ranks."""
 _BUCKET = 25 * 2**20 // 4  # elements: what torch's DistributedDataParallel sums at once, of fp32
 
 
@@ -27,6 +30,21 @@ class Syncs:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """How the ranks of a sequence share what they are given whole.
+
+    Attributes:
+        group: These ranks.
+        attention: transformers' name of the attention function that exchanges heads; None: the model does, or the graphs.
+        in_graphs: The graphs do.
+    """
+
+    group: Group
+    attention: str | None
+    in_graphs: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Compiling:
     """How graphs are treated once `engine.compile()` was called.
 
@@ -38,6 +56,7 @@ class Compiling:
         double: Gradients are collected while others are summed.
         told: Log every action.
         bucket: Elements of the gradients that the pass `bucket` sums by one message.
+        cuts: Passes that cut layers or sequences and have ranks to cut them over.
     """
 
     schedule: tuple[Entry, ...]
@@ -47,6 +66,7 @@ class Compiling:
     double: bool
     told: bool
     bucket: int = _BUCKET
+    cuts: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.passes}; {self.handling}"
@@ -69,30 +89,33 @@ class Compiling:
         return "; ".join(said)
 
 
-def compiling_of(section: CompileConfig | None, zero: ZeroConfig) -> Compiling | None:
+def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec) -> Compiling | None:
     """What the section asks for at a ZeRO stage; None for graphs without actions.
 
     Raises:
-        PlanError: passes that the stage does not have ("compile-pass"), or state that is elsewhere already ("compile-offload").
-        UnsupportedError: passes that cut layers or sequences ("compile-cuts").
+        PlanError: passes that the stage does not have ("compile-pass"), passes that cut where there is one rank to cut over
+            ("compile-cuts"), or state that is elsewhere already ("compile-offload").
     """
     if section is None or not section.deepcompile:
         return None
     asked, stage = set(section.passes or ()), zero.stage
-    if cuts := sorted(asked & {"autosp", "autotp"}):
-        instead = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
-        raise UnsupportedError(
-            f"compile.passes = {list(section.passes or ())}: {', '.join(cuts)} would cut the model in its graphs",
+    ranks = {"autosp": mesh.sequence, "autotp": mesh.tensor}
+    if alone := sorted(name for name in asked & set(CUTS) if ranks[name] == 1):
+        raise PlanError(
+            f"compile.passes = {list(section.passes or ())}, and "
+            + ", ".join(f"{CUTS[name]} = 1: {name} has nothing to cut over" for name in alone),
             code="compile-cuts",
-            fix=f"Set {' and '.join(instead[name] for name in cuts)}, which cut it before it is compiled.",
+            fix=f"Set {' and '.join(CUTS[name] for name in alone)} to a number of ranks, or leave the pass out.",
         )
-    wrong = asked - ({"z3"} if stage == 3 else {"z1"} if stage else set())
+    wrong = asked - set(CUTS) - ({"z3"} if stage == 3 else {"z1"} if stage else set())
     if wrong:
         raise PlanError(
             f"compile.passes = {list(section.passes or ())} at ZeRO stage {stage}",
             code="compile-pass",
             fix="Leave it out, or name z3 at stage 3, z1 at stages 1 and 2.",
         )
+    # Layers that are cut have their sums in the graphs anyway; batches are cut where that was asked for.
+    cuts = frozenset({*(asked & set(CUTS)), *(["autotp"] if mesh.tensor > 1 else [])})
     _check_offload(section, zero)
     schedule = default_schedule(
         stage,
@@ -100,6 +123,7 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig) -> Compiling |
         offloads=section.offload_activation,
         states=section.offload_opt_states,
         params=section.offload_parameters,
+        cuts=sorted(cuts),
     )
     check_schedule(schedule)
     return Compiling(
@@ -115,6 +139,7 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig) -> Compiling |
         double=section.double_buffer,
         told=section.debug_log,
         bucket=zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else _BUCKET,
+        cuts=cuts,
     )
 
 

@@ -47,10 +47,16 @@ class CompileConfig(StrictModel):
     keep_int_input_tensors: Annotated[bool, Dead("graphs are measured while a step runs; no inputs are kept")] = True
     keep_all_input_tensors: Annotated[bool, Dead("graphs are measured while a step runs; no inputs are kept")] = False
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = Field(
-        default=None, description="Which passes; null chooses by the ZeRO stage."
+        default=None,
+        description="Which passes; null chooses by the ZeRO stage. autosp: ranks are given whole sequences, and graphs cut them.",
     )
 
     @property
     def enabled(self) -> bool:
         """Whether it asks for something: every other key speaks of it."""
         return self.deepcompile
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether compiled runs cut batches themselves."""
+        return self.deepcompile and "autosp" in (self.passes or ())

@@ -66,7 +66,7 @@ class Pass:
         what: What it does, in a line.
         contract: See above.
         decide: Its deciding part; None for a pass that only edits the graph.
-        edit: Edits the torch.fx graph itself, after all deciding parts; for passes of users.
+        edit: Edits the torch.fx graph itself, after all deciding parts; for passes of users. What our own do to a graph is in `cutting.py`.
         measured: Whether it needs times and bytes of a step.
     """
 
@@ -109,6 +109,14 @@ _ALL = (
     _pass(
         "reduce", "hand each unit's gradients over behind the last of them", reduce,
         Contract(provides=_REDUCES),
+    ),
+    Pass(
+        "autotp", "add the gradients that layers cut over ranks have of one input before they are summed",
+        Contract(requires=_REDUCES, provides=frozenset({"cuts layers"})),
+    ),
+    Pass(
+        "autosp", "cut sequences over ranks, and exchange heads around attention",
+        Contract(provides=frozenset({"cuts sequences"})),
     ),
     _pass(
         "bucket", "sum the gradients of several small units by one message", bucket,
@@ -156,7 +164,13 @@ BUILTIN: Mapping[str, Pass] = {each.name: each for each in _ALL}
 
 
 def default_schedule(
-    stage: int, *, frees: bool = False, offloads: bool = False, states: bool = False, params: bool = False
+    stage: int,
+    *,
+    frees: bool = False,
+    offloads: bool = False,
+    states: bool = False,
+    params: bool = False,
+    cuts: Sequence[str] = (),
 ) -> tuple[Entry, ...]:
     """Passes of a ZeRO stage. The first five steps run without those that need measurements.
 
@@ -164,8 +178,9 @@ def default_schedule(
         stage: ZeRO stage.
         frees, offloads: Saved results.
         states, params: The optimizer's state, parameters, that rest in host memory.
+        cuts: Names of passes that cut layers or sequences.
     """
-    base = ["reduce", *(["gather"] if stage == 3 else [])]
+    base = ["reduce", *(["gather"] if stage == 3 else []), *cuts]
     asked = {
         "offload_parameters": params,
         "offload_opt_states": states,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_comm import Group
 from ds_config.errors import PlanError
-from ds_engine.compiling.compiling import Compiling
+from ds_engine.compiling.compiling import CUTS, Compiling, Shares
 from ds_engine.compiling.passes import BUILTIN, Contract, Pass, resolve
 from ds_zero import Sharding
 
@@ -28,14 +28,22 @@ class CompiledRun:
         sharding: Its units.
         plan: Which passes; None where the configuration asks for none.
         everyone: Ranks that decide alike.
+        shares: How sequences are shared, where graphs cut them.
     Attributes:
         passes: By name, those of users as well.
         session: What is compiled with passes.
         plain: Whether the model was compiled by torch alone.
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, plan: Compiling | None, everyone: Group) -> None:
-        self.model, self.sharding, self.plan, self.everyone = model, sharding, plan, everyone
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        plan: Compiling | None,
+        everyone: Group,
+        shares: Shares | None = None,
+    ) -> None:
+        self.model, self.sharding, self.plan, self.everyone, self.shares = model, sharding, plan, everyone, shares
         self.passes: dict[str, Pass] = dict(BUILTIN)
         self.session: Any = None
         self.plain = False
@@ -82,11 +90,13 @@ class CompiledRun:
             self.plain = True
             return
         # torch's compiler takes a second to import; a run that is not compiled does without.
+        from ds_engine.compiling.sequences import SharedBatch
         from ds_engine.compiling.session import Session, Settings
 
         plan = self.plan if schedule is None else replace(self.plan, schedule=resolve(schedule, self.passes))
+        _check_cuts(plan)
         self.session = Session(self.model, self.sharding, plan, Settings(backend, kwargs, budget), self.everyone)
-        self.session.start()
+        self.session.start(None if self.shares is None else SharedBatch(self.model, self.shares))
 
     def called(self) -> None:
         """The model is about to run."""
@@ -106,3 +116,14 @@ class CompiledRun:
         if self.plain:
             self.model._compiled_call_impl = None
         self.session, self.plain = None, False
+
+
+def _check_cuts(plan: Compiling) -> None:
+    """Raise PlanError for a schedule with passes that cut what this run does not cut ("compile-cuts")."""
+    vain = sorted({each.name for entry in plan.schedule for each in entry.passes} & (set(CUTS) - plan.cuts))
+    if vain:
+        raise PlanError(
+            f"a schedule names {', '.join(vain)}, and nothing is cut: compile.passes does not have it, or there is one rank to cut over",
+            code="compile-cuts",
+            fix=f"Set {' and '.join(CUTS[name] for name in vain)}, and name the pass in compile.passes.",
+        )

@@ -22,15 +22,19 @@ from torch import Tensor, fx, nn
 
 import ds_comm as comm
 from ds_comm import Group
-from ds_config.errors import PlanError
+from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.compiling import _torch
 from ds_engine.compiling.compiling import BACKENDS, Compiling
+from ds_engine.compiling.cutting import EDITS
 from ds_engine.compiling.deciding import choose_kept
 from ds_engine.compiling.frames import Frame, Lowered
 from ds_engine.compiling.graph import Graph, Known, Verb
+from ds_engine.compiling.moves import substitute_moves
 from ds_engine.compiling.ops import Target, register_target
 from ds_engine.compiling.passes import Entry
 from ds_engine.compiling.reading import Placed
+from ds_engine.compiling.sequences import SharedBatch
+from ds_parallel.tensor import cut_of
 from ds_zero import Sharding
 from ds_zero.runtime.graphs import Graphs
 
@@ -95,6 +99,7 @@ class Session:
         self._sharding = sharding
         self._inside, self._ahead, self._begun = False, self.graphs.ahead_numel, 0.0
         self._known_breaks = _torch.break_reasons()
+        self._shared: SharedBatch | None = None
         self._capture = ExitStack()
         self._watch = ExitStack()
         schedule = plan.schedule
@@ -128,25 +133,56 @@ class Session:
 
     # ---- start and stop
 
-    def start(self) -> None:
-        """Compile the model's forward in place. Nothing is captured before it is called."""
+    def start(self, shared: SharedBatch | None = None) -> None:
+        """Compile the model's forward in place. Nothing is captured before it is called. `shared`: cuts what the model is given."""
+        self._shared = shared
         _torch.keep_out("ds_zero.runtime", "ds_comm", "ds_monitor")
+        substitute_moves()
         self.graphs.hook_with(self.model, _torch.quiet)
         params = [param for unit in self.graphs.units for param in unit.params]
-        compiled = _torch.compile_model(self.model._call_impl, self._backend, params, **self.settings.kwargs)
+        options = {**self.settings.kwargs, **({"fullgraph": True} if shared is not None and shared.in_graphs else {})}
+        compiled = _torch.compile_model(self.model._call_impl, self._backend, params, **options)
+        cut = cut_of(self.model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            before, self._inside = self._inside, True
-            try:
-                with self.graphs.forward():
-                    return compiled(*args, **kwargs)
-            finally:
-                self._inside = before
+            if cut is not None:
+                cut.check_inputs(args, kwargs)
+            if shared is None:
+                return self._run(compiled, args, kwargs)
+            part, tokens = shared.cut(args, kwargs)
+            result = self._run(compiled, (), part)
+            shared.check_wrapped()
+            return shared.whole(result, tokens)
 
         self.model._compiled_call_impl = forward
         self._watch.enter_context(_torch.watch_compiles(self._begin_capture, self._end_capture))
         if not self.plan.double:
             self._watch.callback(self.graphs.in_flight, self.graphs.in_flight(0))
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        before, self._inside = self._inside, True
+        try:
+            with self.graphs.forward():
+                return compiled(*args, **kwargs)
+        except _torch.CAPTURE_ERRORS as error:
+            found = self._explained(error)
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self._inside = before
+
+    def _explained(self, error: Exception) -> DsError | None:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, DsError):
+            return inner  # torch wraps what a backend raises
+        if self._shared is None or not self._shared.in_graphs or inner is not None:
+            return None
+        return UnsupportedError(
+            f"the pass autosp needs the model's forward in one graph, and the capture ends early: {' '.join(str(error).split())[:300]}",
+            code="compile-cuts",
+            fix="Take out what ends it, or use ds_parallel.sequence.DistributedAttention, which exchanges outside of graphs as well.",
+        )
 
     def stop(self) -> None:
         """The model runs as before. Between steps, on all ranks."""
@@ -186,6 +222,9 @@ class Session:
 
     def _backend(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         del options
+        if self._shared is not None:
+            owned = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+            self._shared.wrap(gm, [tensor is None or id(tensor) in owned for tensor in _torch.inputs_of(gm)])
         _torch.bind(gm, lambda tensor: self._sharding.find(tensor) is not None)
         frame = Frame(self, gm, self._place)
         if self.settings.backend == "eager":
@@ -194,7 +233,11 @@ class Session:
 
     def _place(self, tensor: Tensor) -> Placed | None:
         found = self._sharding.find(tensor)
-        return None if found is None else Placed(found[0].number, found[1], found[0].spec.trained)
+        if found is None:
+            return None
+        # A gradient that somebody looks at on its way (a hook) goes by way of autograd.
+        watched = bool(tensor._backward_hooks)
+        return Placed(found[0].number, found[1], found[0].spec.trained and not watched)
 
     def decide(self, piece: Lowered) -> Graph:
         """The actions of the passes of the day."""
@@ -205,16 +248,17 @@ class Session:
         return graph
 
     def edit(self, piece: Lowered, gm: fx.GraphModule) -> fx.GraphModule:
-        """Passes of users, in the form that DeepSpeed's have."""
+        """Passes that edit graphs, in the form that DeepSpeed's have."""
         order = [
             (id(one.frame), any(p.backward for p in self.pieces if p.frame is one.frame))
             for one in self.pieces
             if not one.backward
         ]
         for each in self._entry.passes:
-            if each.edit is not None:
+            edit = each.edit or EDITS.get(each.name)
+            if edit is not None:
                 number = id(piece.frame)
-                made = each.edit(
+                made = edit(
                     gm.graph,
                     number,
                     order,

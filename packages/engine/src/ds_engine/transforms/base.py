@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_comm import Mesh, MeshSpec
+from ds_engine.compiling import Shares
 from ds_engine.config import Config
 from ds_engine.executing import Executor, OneStage
 from ds_engine.parts import Follower, Parts
@@ -59,6 +60,7 @@ class Site:
         executor: Runs the program of this rank.
         activations: What a checkpointed call means.
         followers: What goes on with each applied update.
+        shares: How a compiled run shares sequences that all ranks are given whole.
         optimizer, sharding, scheduler: Left by ZeRO, the last transform.
     """
 
@@ -70,6 +72,7 @@ class Site:
     executor: Executor = field(default_factory=OneStage)
     activations: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     followers: list[Follower] = field(default_factory=list)
+    shares: Shares | None = None
     optimizer: ShardedOptimizer | None = None
     sharding: Sharding | None = None
     scheduler: Any = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_config.errors import PlanError, UnsupportedError
+from ds_engine.compiling import Shares
 from ds_engine.transforms.base import Asked, Site, Transform
 from ds_parallel.sequence.hf import SUPPORTED, UlyssesAttention
 
@@ -23,11 +24,13 @@ class Shared:
 
     Attributes:
         degree: Ranks of a sequence.
-        attention: transformers' name of the attention function; None: the model exchanges by itself.
+        attention: transformers' name of the attention function; None: the model exchanges by itself, or its graphs do.
+        in_graphs: The compiled model's graphs do (`compile.passes`: autosp).
     """
 
     degree: int
     attention: str | None
+    in_graphs: bool = False
 
 
 class Sequence(Transform[Shared, UlyssesAttention | None]):
@@ -42,24 +45,30 @@ class Sequence(Transform[Shared, UlyssesAttention | None]):
             return None
         if facts is None or facts.shares_sequences:
             return Shared(degree, None)
+        compiled = asked.config.compile
+        if facts.attention not in SUPPORTED and compiled is not None and compiled.cuts_sequences:
+            return Shared(degree, None, in_graphs=True)
         if facts.attention not in SUPPORTED:
             raise UnsupportedError(
                 f"sequence_parallel_size = {degree}, and nothing in the model exchanges over a sequence: its attention is "
                 f"{facts.attention or 'its own'}",
                 code="sequence-attention",
-                fix="Use ds_parallel.sequence.DistributedAttention in it, or a transformers model with "
-                f"attn_implementation in {', '.join(SUPPORTED)}.",
+                fix="Use ds_parallel.sequence.DistributedAttention in it, a transformers model with "
+                f'attn_implementation in {", ".join(SUPPORTED)}, or compile it with compile.passes = ["autosp"].',
             )
         return Shared(degree, facts.attention)
 
     def plan_rows(self, what: Shared) -> Mapping[str, str]:
-        how = f"{what.attention} wrapped" if what.attention else "by the model itself"
+        how = "in the graphs of engine.compile()" if what.in_graphs else "by the model itself"
+        how = f"{what.attention} wrapped" if what.attention else how
         return {
             "sequence parallel": f"{what.degree} ranks share a sequence, heads are exchanged around attention ({how})"
         }
 
     def apply(self, what: Shared, site: Site) -> UlyssesAttention | None:
-        group = site.mesh["sequence"]
+        group, compiled = site.mesh["sequence"], site.plan.config.compile
+        if compiled is not None and compiled.cuts_sequences:
+            site.shares = Shares(group, what.attention, what.in_graphs)
         if what.attention is None:
             return None
         there = UlyssesAttention.registered(what.attention)

@@ -50,10 +50,13 @@ class UlyssesAttention:
         name: Its name in the registry.
         group: The ranks that share sequences.
         in_eval: Whether modules in evaluation mode share sequences, too.
+    Attributes:
+        documents: Whether a sequence may be several documents; None: its positions are looked at, which a graph cannot.
     """
 
     def __init__(self, core: Callable[..., Any], name: str, group: GroupLike, *, in_eval: bool = True) -> None:
         self.core, self.name, self.group, self.in_eval = core, name, as_group(group), in_eval
+        self.documents: bool | None = None
 
     @classmethod
     def register(cls, name: str, group: GroupLike, *, in_eval: bool = True) -> UlyssesAttention:
@@ -110,7 +113,8 @@ class UlyssesAttention:
             PlanError: no positions were given ("sequence-positions"), or heads do not fit ("tensor-heads").
         """
         group = self.group
-        if group.size == 1 or not (module.training or self.in_eval):
+        ranks = len(group.ranks)  # a field: a compiler that captures this does not look into properties of groups
+        if ranks == 1 or not (module.training or self.in_eval):
             return self.core(module, query, key, value, attention_mask, *args, **kwargs)
         positions = kwargs.pop("position_ids", None)
         if positions is None:
@@ -119,13 +123,13 @@ class UlyssesAttention:
                 code="sequence-positions",
                 fix="Pass position_ids with the batch; SequenceDataLoader and sequence_part make them.",
             )
-        dealt = deal(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), group.size)
+        dealt = deal(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), ranks)
         query, key, value = to_heads(query, key, value, dealt, (_HEADS, _SEQUENCE), group)
         whole: Tensor = all_gather(positions.expand(query.shape[0], -1), group, 1)
         causal = kwargs.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
         window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-        mask = document_mask(whole, causal, window) if self.name in _MASKED else None
+        mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
         seen = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
@@ -143,15 +147,19 @@ class _Groups:
         return getattr(self._module, name)
 
 
-def document_mask(positions: Tensor, causal: bool, window: int | None = None) -> Tensor | None:
+def document_mask(
+    positions: Tensor, causal: bool, window: int | None = None, packed: bool | None = None
+) -> Tensor | None:
     """Which token may see which, from the positions of whole sequences: [batch, 1, queries, keys]; None where `causal` says it all.
 
     A document ends where the next position is not one more. `window`: how many tokens back a token sees, itself included.
+    `packed`: whether there may be several documents; None: look.
     """
     rows, length = positions.shape
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    packed = bool(begins[:, 1:].any())
+    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
+    begins = torch.cat([first, positions[:, 1:] != positions[:, :-1] + 1], 1)
+    if packed is None:
+        packed = bool(begins[:, 1:].any())
     windowed = window is not None and window < length
     if not packed and not windowed:
         return None

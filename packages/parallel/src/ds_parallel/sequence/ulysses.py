@@ -119,7 +119,7 @@ class DistributedAttention(nn.Module):
                 code="sequence-dims",
                 fix="Name the dims of batch, heads and sequence: 1, 2, 0 for [s, b, h, d], 0, 2, 1 for [b, s, h, d].",
             )
-        dealt = deal(HeadCounts(query.shape[heads], key.shape[heads]), group.size)
+        dealt = deal(HeadCounts(query.shape[heads], key.shape[heads]), len(group.ranks))
         query, key, value = to_heads(query, key, value, dealt, (heads, seq), group, lengths)
         if rotary_pos_emb is not None:
             query, key = (rotated(t, *rotary_pos_emb) for t in (query, key))

@@ -76,6 +76,17 @@ class CutModel:
         self._were: list[_Was] = []
         self._said: dict[nn.Parameter, Assignment] = {}
         self._handles: list[RemovableHandle] = []
+        self._inputs: InputsAgree | None = None
+
+    def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """What the model does with its first batch: compare it over the ranks. For callers whose model is captured by a compiler.
+
+        Raises:
+            PlanError: the ranks were given different batches ("tensor-inputs").
+        """
+        inputs, self._inputs = self._inputs, None
+        if inputs is not None:
+            inputs(self.model, args, dict(kwargs))
 
     def assign(self, data: Group | None = None, divisor: int = 1) -> None:
         """Tell ds-zero and checkpoints what every parameter of the model is.
@@ -245,7 +256,8 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
     result._handles += follow_heads(plan, group.rank, modules)
     _sum_gradients(result, modules)
     if group.size > 1:
-        result._handles.append(InputsAgree(group).watch(model))
+        result._inputs = InputsAgree(group)
+        result._handles.append(result._inputs.watch(model))
     model.__dict__[_MARK] = result
     return result
 

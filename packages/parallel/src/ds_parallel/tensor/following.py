@@ -105,10 +105,10 @@ class _Sum:
 
 
 class InputsAgree:
-    """Compares the first batch on all ranks: tensor-parallel ranks that read different data train nonsense, silently."""
+    """Compares the first batch on all ranks: ranks that compute parts of one batch and read different ones train nonsense, silently."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, axis: str = "tensor") -> None:
+        self.group, self._axis = group, axis
         self._handle: RemovableHandle | None = None
 
     def watch(self, model: nn.Module) -> RemovableHandle:
@@ -116,6 +116,8 @@ class InputsAgree:
         return self._handle
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # who compiles a model asks before: `CutModel.check_inputs`
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -126,10 +128,10 @@ class InputsAgree:
         missing = sorted({key for other in everyones for key in other} - set(mine))
         if differing or missing:
             raise PlanError(
-                f"tensor-parallel ranks were given different batches: arguments {', '.join(differing + missing)} differ "
+                f"{self._axis}-parallel ranks were given different batches: arguments {', '.join(differing + missing)} differ "
                 f"between ranks {list(self.group.ranks)}",
                 code="tensor-inputs",
-                fix="Give all ranks of a tensor-parallel group the same samples: sample by the data-parallel rank.",
+                fix=f"Give all ranks of a {self._axis}-parallel group the same samples: sample by the data-parallel rank.",
             )
 
 
