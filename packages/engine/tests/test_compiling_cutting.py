@@ -56,6 +56,27 @@ def test_gradients_of_one_input_are_added_before_they_are_summed() -> None:
     assert [node.name for node in graph.nodes if node.op == "call_function"][-1] == total.name
 
 
+def test_sums_are_found_among_other_gradients_of_the_input() -> None:
+    graph = fx.Graph()
+    first, second, other, more = (graph.placeholder(f"tangents_{at}") for at in range(4))
+    total = graph.call_function(
+        torch.ops.aten.add.Tensor, (other, graph.call_function(MOVES.summed.default, (first, "a")))
+    )
+    total = graph.call_function(
+        torch.ops.aten.add.Tensor, (total, graph.call_function(MOVES.summed.default, (second, "a")))
+    )
+    total = graph.call_function(torch.ops.aten.add.Tensor, (total, more))
+    graph.output((total,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 3)
+    assert joined(graph) == 1
+    (sum_,) = sums_of(graph)
+    assert {node.name for node in sum_.args[0].all_input_nodes} == {first.name, second.name}
+    calls = [node for node in graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert len(calls) == 3
+    assert {node.name for call in calls for node in call.all_input_nodes} >= {other.name, more.name, sum_.name}
+
+
 def test_sums_stay_apart_where_they_are_of_other_ranks_or_used_elsewhere() -> None:
     assert joined(gradients(("a", "b"))) == 2
     assert joined(gradients(("a", "a"), used=True)) == 2

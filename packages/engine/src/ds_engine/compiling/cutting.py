@@ -37,18 +37,58 @@ def join_sums(
 ) -> None:
     """Add gradients before they are summed over the ranks: one sum for all layers that read one input. In the form of passes of users."""
     del number, numbers, measured, budget, params
-    for node in [node for node in graph.nodes if backward and node.target is torch.ops.aten.add.Tensor]:
-        sums = [source for source in node.args if isinstance(source, fx.Node) and source.target is MOVES.summed.default]
-        alone = all(list(source.users) == [node] for source in sums)
-        if len(sums) != 2 or node.kwargs or not alone or len({source.args[1] for source in sums}) != 1:
+    inner = {node for node in graph.nodes if backward and _adds(node)}
+    within = {node for node in inner if len(node.users) == 1 and next(iter(node.users)) in inner}
+    for root in [node for node in graph.nodes if node in inner - within]:
+        terms = list(_terms(root, inner))
+        by_group: dict[Any, list[fx.Node]] = {}
+        for term in filter(_is_sum, terms):
+            by_group.setdefault(term.args[1], []).append(term)
+        several = {group: sums for group, sums in by_group.items() if len(sums) > 1}
+        if not several:
             continue
-        with graph.inserting_before(node):
-            added = graph.call_function(torch.ops.aten.add.Tensor, tuple(source.args[0] for source in sums))
-            total = graph.call_function(MOVES.summed.default, (added, sums[0].args[1]))
-        added.meta, total.meta = dict(node.meta), dict(node.meta)
-        node.replace_all_uses_with(total)
-        for gone in (node, *sums):
-            graph.erase_node(gone)
+        terms = [term for term in terms if not any(term in sums for sums in several.values())]
+        with graph.inserting_before(root):
+            for group, sums in several.items():
+                added = _added(graph, [term.args[0] for term in sums], root)
+                terms.append(graph.call_function(MOVES.summed.default, (added, group)))
+                terms[-1].meta = dict(root.meta)
+            root.replace_all_uses_with(_added(graph, terms, root))
+    graph.eliminate_dead_code(lambda node: node not in inner and not _is_sum(node))
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether a node is the sum of two results of its own shape."""
+    sources = [source for source in node.args if isinstance(source, fx.Node)]
+    plain = node.target is torch.ops.aten.add.Tensor and len(sources) == 2 and not node.kwargs
+    return plain and all(_format(source) == _format(node) for source in sources)
+
+
+def _format(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ()
+
+
+def _is_sum(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is MOVES.summed.default and len(node.users) <= 1
+
+
+def _terms(node: fx.Node, inner: set[fx.Node]) -> Iterator[fx.Node]:
+    """What a sum of sums adds."""
+    for source in node.args:
+        if isinstance(source, fx.Node) and source in inner and len(source.users) == 1:
+            yield from _terms(source, inner)
+        elif isinstance(source, fx.Node):
+            yield source
+
+
+def _added(graph: fx.Graph, terms: Sequence[Any], like: fx.Node) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        total = graph.call_function(torch.ops.aten.add.Tensor, (total, term))
+        total.meta = dict(like.meta)
+    made: fx.Node = total
+    return made
 
 
 EDITS: Mapping[str, Callable[..., Any]] = {"autotp": join_sums}

@@ -197,6 +197,7 @@ class Session:
         for piece in self.pieces:
             piece.close()
         self.pieces = []
+        self._shared = None
         del self.graphs, self._sharding, self._target, self.model, self.everyone, self._watch, self._capture
 
     def _begin_capture(self) -> None:
