@@ -225,7 +225,7 @@ def planned(stage: int, compiled: dict[str, Any], **zero: Any) -> Any:
         {
             "train_batch_size": 2,
             "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": stage, **zero},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
             "compile": {"deepcompile": True, **compiled},
         }
     )

@@ -103,7 +103,7 @@ _substituted: set[Callable[..., Any]] = set()
 
 def group_named(name: str) -> Group:
     """The ranks that torch knows by a name."""
-    return as_group(c10d._resolve_process_group(name))
+    return as_group(c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def compile_model(

@@ -241,7 +241,7 @@ def _dims(node: fx.Node) -> set[Any]:
 
 def _slices(node: fx.Node, length: int) -> bool:
     index = node.args[1]
-    if not isinstance(index, tuple) or len(index) < 2 or _shape(node.args[0])[1:2] != (length,):
+    if not isinstance(index, tuple) or len(index) < 2 or index[0] is Ellipsis or _shape(node.args[0])[1:2] != (length,):
         return False
     at = index[1]
     return isinstance(at, slice) and at not in (slice(None), slice(0, None), slice(None, length), slice(0, length))

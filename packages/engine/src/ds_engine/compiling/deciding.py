@@ -217,8 +217,8 @@ def load(graph: Graph, known: Known) -> Graph:
         nbytes, at = known.resting[action.unit], action.at
         while at > before and (room is None or room[at - 1] >= nbytes):
             at -= 1
-        for between in range(at, action.at) if room is not None else ():
-            room[between] -= nbytes
+        if room is not None:
+            room[at : action.at] = [free - nbytes for free in room[at : action.at]]
         released = max(
             (a.at for a in graph.actions if a.verb is Verb.SPARE and a.unit == action.unit and a.at <= action.at),
             default=0,

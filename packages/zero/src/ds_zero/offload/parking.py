@@ -13,25 +13,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_accel import get_accelerator
 from ds_zero.offload.scratch import host_bytes
-from ds_zero.offload.tiers import Tiered
+from ds_zero.offload.tiers import Part, Tier
 
 __all__ = ["Parking"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _Moved:
     """An emptied storage, where it was, and its bytes on the host."""
 
     storage: torch.UntypedStorage
     device: torch.device
     host: Tensor
+
+
+class Parked(Protocol):
+    """Of a unit what is used here: `Unit`."""
+
+    number: int
+    parts: list[Part]
+    tier: Tier
 
 
 class Parking:
@@ -44,9 +52,9 @@ class Parking:
         moved: Bytes that went to the host so far, and as many came back.
     """
 
-    def __init__(self, units: Sequence[Tiered], *, pin: bool) -> None:
+    def __init__(self, units: Sequence[Parked], *, pin: bool) -> None:
         self._units, self._pin = {unit.number: unit for unit in units if unit.tier.parks}, pin
-        self._away: dict[int, list[_Parked]] = {}
+        self._away: dict[int, list[_Moved]] = {}
         self._coming: dict[int, Any] = {}  # an event of the copies of units that are on their way back
         self._hosts: dict[tuple[int, int], Tensor] = {}
         self._lane: Any = None
@@ -65,7 +73,7 @@ class Parking:
         if unit is None or number in self._away:
             return
         self._arrive(number)
-        parked, seen = [], set[int]()
+        parked, seen = list[_Moved](), set[int]()
         for part in unit.parts:
             for value in unit.tier.states(part).values():
                 storage = value.untyped_storage() if isinstance(value, Tensor) and value.dim() else None
@@ -75,7 +83,7 @@ class Parking:
                 seen.add(storage.data_ptr())
                 host = self._host((number, len(parked)), storage.nbytes(), value.device)
                 host.copy_(_bytes(storage, value.device), non_blocking=True)
-                parked.append(_Parked(storage, value.device, host))
+                parked.append(_Moved(storage, value.device, host))
         for one in parked:
             self.moved += one.host.numel()
             one.storage.resize_(0)  # a device frees it in the order of its stream: behind the copy

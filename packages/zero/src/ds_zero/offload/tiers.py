@@ -87,9 +87,6 @@ class Tiered(Protocol):
     parts: list[Part]
 
     @property
-    def tier(self) -> Tier: ...
-
-    @property
     def device(self) -> torch.device: ...
 
     @property
