@@ -82,7 +82,7 @@ class Ahead:
             unit.gradients.changing = partial(self._changing, unit)
             unit.gradients.summed = partial(self._summed, unit)
             if isinstance(unit.tier, HostTier):
-                unit.tier.wanted = partial(self.take_back, unit)
+                unit.tier.wanted = partial(self._wanted, unit)
 
     # ---- in backward
 
@@ -192,6 +192,10 @@ class Ahead:
             else:
                 self.take_back(unit)
         return held
+
+    def _wanted(self, unit: Unit) -> None:
+        self._open = False
+        self.take_back(unit)
 
     def take_back(self, unit: Unit) -> None:
         """The unit's state is as the last step left it. Waits for the thread if it writes to it."""

@@ -183,6 +183,7 @@ class ShardedOptimizer(Optimizer):
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
         """`Sharding.suspend`, with the optimizer's state."""
+        self.sharding.runtime.reducing.drain()  # where a sum comes, an update may begin
         self.ahead.take_back_all()
         state = [v for of in self.inner.state.values() for v in of.values() if isinstance(v, Tensor)]
         return self.sharding.suspend(kinds, pin_memory=pin_memory, state=state)
@@ -231,14 +232,12 @@ class ShardedOptimizer(Optimizer):
         finite = norm is None or math.isfinite(norm)
         culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
-        if skipped:
-            self.ahead.take_back_all()
-        else:
+        if not skipped:
             work = Work(self.sharding, self.kept, self.ahead, self.updater)
             apply(Due(units, average * clip, facts.unused), work)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:
-            unit.gradients.clear()
+            unit.gradients.clear()  # which takes back what was made of them early, where the step was skipped
         runtime.stepped()
         if not skipped:
             self.sharding.gather_kept()
