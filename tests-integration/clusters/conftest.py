@@ -25,20 +25,27 @@ NAMES = ("alpha", "beta", "gamma")
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[machines.Cluster]:
-    """Hosts with OpenSSH's server."""
-    reason = machines.missing() or services.absent("sshd", "ssh")
-    if reason:
+def hosts() -> Iterator[machines.Cluster]:
+    """Hosts that only start what they are told to here."""
+    if reason := machines.missing():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix=f"ds-cluster-{uuid.uuid4().hex[:6]}-"))
     folder.chmod(0o755)  # sshd looks at who may write where keys are
     made = machines.make_cluster(folder, NAMES)
     try:
-        services.start_sshd(made)
         yield made
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(hosts: machines.Cluster) -> machines.Cluster:
+    """The same with OpenSSH's server."""
+    if reason := services.absent("sshd", "ssh"):
+        pytest.skip(reason)
+    services.start_sshd(hosts)
+    return hosts
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +59,20 @@ def slurm(cluster: machines.Cluster) -> dict[str, str]:
 @pytest.fixture
 def site(cluster: machines.Cluster, tmp_path: Path) -> Iterator[Site]:
     """Jobs on it; at the end of the test nothing of theirs may be there."""
-    made = Site(cluster, tmp_path)
+    yield from _jobs(cluster, tmp_path)
+
+
+@pytest.fixture
+def bare_site(hosts: machines.Cluster, tmp_path: Path) -> Iterator[Site]:
+    """The same on hosts without ssh."""
+    yield from _jobs(hosts, tmp_path)
+
+
+def _jobs(on: machines.Cluster, folder: Path) -> Iterator[Site]:
+    made = Site(on, folder)
     yield made
-    for node in cluster.nodes:
-        cluster.cable(node, plugged=True)
+    for node in on.nodes:
+        on.cable(node, plugged=True)
     left = made.alive()
     for pid in left:
         with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from machines import Cluster
+from machines import Cluster, Host
 
 __all__ = ["DEADLINE_S", "SLEEPER", "Site"]
 
@@ -52,15 +52,17 @@ class Site:
         path.write_text("# nodes of the test\n" + "".join(f"{name}   slots={slots}\n" for name in names))
         return str(path)
 
-    def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on the hub."""
+    def start(
+        self, *command: str, env: Mapping[str, str] | None = None, on: Host | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host, by default the hub."""
         (self.folder / "marks").mkdir(exist_ok=True)
         variables = {
             "DS_TEST_MARK": self.mark, "DS_MARKS": str(self.folder / "marks"), "MARKS": str(self.folder / "marks"),
             "HOME": f"{self.cluster.folder}/home", "OMP_NUM_THREADS": "1", **self.env, **(env or {}),
         }  # fmt: skip
         return subprocess.Popen(
-            self.cluster.hub.words("env", "-C", str(self.folder), *command),
+            (on or self.cluster.hub).words("env", "-C", str(self.folder), *command),
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -68,9 +70,9 @@ class Site:
             text=True,
         )
 
-    def ds(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start `ds ...` on the hub."""
-        return self.start(*DS, *words, env=env)
+    def ds(self, *words: str, env: Mapping[str, str] | None = None, on: Host | None = None) -> subprocess.Popen[str]:
+        """Start `ds ...` on a host, by default the hub."""
+        return self.start(*DS, *words, env=env, on=on)
 
     def run(self, launcher: str, script: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         """Start `ds run` of a script on all nodes."""
