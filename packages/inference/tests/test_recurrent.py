@@ -14,7 +14,7 @@ from ds_inference import Budget, RaggedConfig, Sampling, build_hf_engine, load
 from ds_inference.cache import States
 from ds_inference.foreign import ForeignDecoder
 
-transformers = pytest.importorskip("transformers", minversion="5.20")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 
 _BASE = {
     "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 97,
@@ -55,10 +55,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "RecurrentGemma": {**_HEADS, "attention_window_size": 6, "num_hidden_layers": 4},
     "Qwen3Next": {**_HEADS, **_DELTA, **_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16},
     "Qwen3_5": {**_HEADS, **_DELTA, "head_dim": 8},
+    "Qwen3_5Moe": {**_HEADS, **_DELTA, **_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16},
     "Lfm2": {**_HEADS, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "Lfm2Moe": {**_HEADS, **_EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "Lfm3": {**_HEADS, "layer_types": ["conv", "sliding_attention", "full_attention"], "head_dim": 8, "sliding_window": 6},
     "OlmoHybrid": {**_HEADS, **_DELTA},
     "KimiLinear": {**_HEADS, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
+    "BailingHybrid": {**_HEADS, **_LATENT, "head_dim": 8, "n_shared_experts": 1},
+    "LaraMini": {
+        **_HEADS, **_DELTA, **_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "sliding_window": 6,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
+    "Zaya": {
+        **_HEADS, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "router_hidden_size": 8,
+        "tie_word_embeddings": False,
+    },
+    "Inkling": {
+        **_HEADS, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+        "sliding_window_size": 6, "d_rel": 4, "rel_extent": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_intermediate_size": 16, "local_layer_ids": [0, 1],
+    },
+    "xLSTM": {"hidden_size": 128, "num_heads": 4, "chunk_size": 4, "autocast_kernel_dtype": "float32"},
     "Rwkv": {"attention_hidden_size": 32, "context_length": 256, "num_hidden_layers": 7, "rescale_every": 3},
 }  # fmt: skip
 TOKENS = 12
@@ -66,7 +83,7 @@ TOKENS = 12
 
 @functools.cache
 def made(kind: str) -> Any:
-    name = f"{kind}TextConfig" if kind == "Qwen3_5" else f"{kind}Config"
+    name = f"{kind}TextConfig" if hasattr(transformers, f"{kind}TextConfig") else f"{kind}Config"
     torch.manual_seed(4)
     config = getattr(transformers, name)(**{**_BASE, **KINDS[kind]})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
@@ -141,8 +158,10 @@ def test_from_a_folder_and_by_put(kind: str, tmp_path: Any) -> None:
                 feeds[i].append(said[i][-1:])
     assert said == answers
     assert engine.query(2, 500, 6)[0] > 0
+    assert len(engine._cache.states) == 3
     for i in range(3):
         engine.flush(i)
+    assert len(engine._cache.states) == 0
     again = engine.put([9, 0], [torch.tensor(prompts[1]), torch.tensor(prompts[0])])
     assert again.argmax(-1).tolist() == [answers[1][0], answers[0][0]]
 
@@ -166,6 +185,15 @@ def test_a_request_that_is_cancelled_leaves_no_state() -> None:
     assert [e.token for e in events if e.request == stays] == answers[1]
     engine.step()
     assert len(engine.cache.states) == 0
+
+
+def test_a_module_that_holds_its_states_itself_is_left_without() -> None:
+    prompts, answers = wanted("RecurrentGemma")
+    load(made("RecurrentGemma")).generate(prompts[1:], Sampling(3))
+    holders = [part for part in made("RecurrentGemma").modules() if "conv1d_state" in part.__dict__]
+    assert holders
+    assert all(part.conv1d_state is None and part.rg_lru.recurrent_states is None for part in holders)
+    assert load(made("RecurrentGemma")).generate(prompts, Sampling(3))[0].tokens == answers[0][:3]
 
 
 def test_in_another_dtype_the_states_are_the_models() -> None:

@@ -4,7 +4,7 @@ Where its states are differs from model to model, so this is learnt from its con
 
     in layers of transformers' cache     Mamba, Jamba, Zamba, Qwen3-Next, LFM2 and most others
     in attributes of its modules         RecurrentGemma
-    in an argument and a result          RWKV
+    in an argument and a result          RWKV, xLSTM
 
 `Memory` makes the *past* that a forward is given and takes the states out of it afterwards, always as a list of tensors [G, ...].
 """
@@ -30,9 +30,12 @@ _CONTINUES = frozenset(
         "bamba",
         "falcon_h1",
         "granitemoehybrid",
+        "inkling_text",
         "kimi_linear",
+        "lara_mini",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "mamba2",
         "nemotron_h",
         "olmo_hybrid",
@@ -40,7 +43,9 @@ _CONTINUES = frozenset(
         "qwen3_5_text",
         "qwen3_next",
         "rwkv",
+        "xlstm",
         "zamba2",
+        "zaya",
     }
 )
 # The forward of one token mixes the sequences of a batch up (transformers 5.24: states [G, hidden] meet inputs [G, 1, hidden]).
@@ -67,7 +72,8 @@ class Memory:
         self.argument = next((name for name in names if name in known), "past_key_values")
         self.kept: tuple[int, ...] = ()
         self.continues, self.alone = True, self._kind in _ALONE
-        self._makers = [] if self.argument == "state" else _makers(self._kind, self._config)
+        self._loose = _LOOSE.get(self._kind) if self.argument in ("state", "cache") else None
+        self._makers = [] if self._loose else _makers(self._kind, self._config)
         self._places: tuple[tuple[int, str, int], ...] = ()
         self._holders = [
             (part, name)
@@ -79,12 +85,12 @@ class Memory:
     @property
     def stateful(self) -> bool:
         """Whether there are states."""
-        return bool(self._places or self._holders) or self.argument == "state"
+        return bool(self._places or self._holders or self._loose)
 
     def made(self, states: Sequence[Tensor] = ()) -> Any:
         """A past with nothing in it but `states`, which the forward may change; none: those of sequences that begin."""
-        if self.argument == "state":
-            return _Loose(list(states) or None)
+        if self._loose:
+            return self._loose(self._config, states)
         past = _cache_of([make() for make in self._makers])
         for (at, what, number), state in zip(self._places, states, strict=False):
             layer = past.layers[at]
@@ -101,12 +107,12 @@ class Memory:
 
     def given(self, past: Any) -> dict[str, Any]:
         """Keywords of a forward with this past."""
-        return {self.argument: past.states if isinstance(past, _Loose) else past, "use_cache": True}
+        return {self.argument: past.given if isinstance(past, _Loose) else past, "use_cache": True}
 
     def taken(self, past: Any, result: Any) -> list[Tensor]:
         """The states after a forward, that had this past and this result. Attributes of modules are left empty."""
         if isinstance(past, _Loose):
-            return list(result.state)
+            return past.taken(result)
         found = [getattr(past.layers[at], what)[number] for at, what, number in self._places]
         for part, name in self._holders:
             found.append(getattr(part, name))
@@ -135,11 +141,33 @@ class Memory:
 
 
 class _Loose:
-    """The past of a module that takes its states as they are."""
+    """The past of a module that takes its states as they are: RWKV."""
 
-    def __init__(self, states: list[Tensor] | None) -> None:
-        self.states = states
+    def __init__(self, config: Any, states: Sequence[Tensor]) -> None:
+        del config
         self.layers: list[Any] = []
+        self.given: Any = list(states) or None
+
+    def taken(self, result: Any) -> list[Tensor]:
+        return list(result.state)
+
+
+class _XLSTM(_Loose):
+    """Three states a layer in a cache of its own."""
+
+    def __init__(self, config: Any, states: Sequence[Tensor]) -> None:
+        super().__init__(config, ())
+        if states:
+            from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+            self.given = xLSTMCache(config, len(states[0]), dtype=states[0].dtype, device=str(states[0].device))
+            self.given.rnn_state = {i: tuple(states[3 * i : 3 * i + 3]) for i in range(len(states) // 3)}
+
+    def taken(self, result: Any) -> list[Tensor]:
+        return [state for layer in result.cache.rnn_state.values() for state in layer]
+
+
+_LOOSE: Mapping[str, type[_Loose]] = {"rwkv": _Loose, "xlstm": _XLSTM}
 
 
 def strange(kind: str, why: str) -> UnsupportedError:
