@@ -26,7 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "reference" / "conformance.md"
-FILE_S = 900
+FILE_S, EXPECTED_S = 900, 200
 Results = dict[str, tuple[str, str]]
 
 
@@ -63,11 +63,13 @@ def run(tests: Path, ids: Sequence[str], results: Path) -> None:
         scratch = Path(folder) / "tests"
         shutil.copytree(tests, scratch)
         done = read(results)
+        reasons = tomllib.loads((HERE / "reasons.toml").read_text())
+        # What is expected not to pass comes last and by itself: a failing test may leave DeepSpeed's pool of processes waiting for ever.
         wanted = collections.defaultdict(list)
         for name in ids:
             if name not in done:
-                wanted[name.split("::")[0]].append(name)
-        for file, names in wanted.items():
+                wanted[why(name, reasons) is not None, name.split("::")[0]].append(name)
+        for (expected, file), names in sorted(wanted.items()):
             Path(folder, "wanted.txt").write_text("\n".join(names))
             environ = os.environ | {
                 "PYTHONPATH": f"{HERE}{os.pathsep}{scratch}", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1",
@@ -88,9 +90,9 @@ def run(tests: Path, ids: Sequence[str], results: Path) -> None:
             ]
             process = subprocess.Popen(command, cwd=scratch, env=environ, start_new_session=True)
             try:
-                process.wait(FILE_S)
+                process.wait(limit := EXPECTED_S if expected else FILE_S)
             except subprocess.TimeoutExpired:
-                print(f"{file}: took longer than {FILE_S} s")
+                print(f"{file}: took longer than {limit} s")
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

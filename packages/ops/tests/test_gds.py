@@ -108,7 +108,7 @@ def test_descriptors_are_given_back(io: AsyncIO, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         io.write_file(tmp_path / "a", torch.ones(30_000)).wait()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # others' may have been given back meanwhile
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Te
     Cost: one read of the rows and one write of the sums for fp32 and fp64 on the CPU; elsewhere they are gathered, multiplied and summed.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    if rows.device.type == "cpu" and rows.dtype is wide and index.numel() > 0:
+    if rows.device.type == "cpu" and rows.dtype is wide and index.numel() > 0 and rows.numel() > 0:
         each = None if weights is None else weights.detach().to(wide)
         return torch.nn.functional.embedding_bag(index, rows, mode="sum", per_sample_weights=each)
     picked = rows[index].to(wide)
