@@ -31,9 +31,12 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
         "early": ds_zero.Placement(early=1.0),
         "file": ds_zero.Placement("file", folder) if where == "file" else None,
     }[where]
-    optimizer = ds_zero.shard(
-        model, adamw(model.parameters()), stage=stage, clip=CLIP, tier=tier, precision="bf16" if bf16 else None
-    )
+    made = adamw(model.parameters())
+    if where == "early":  # torch's optimizers cannot be undone
+        from ds_ops.optim import AdamW
+
+        made = AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    optimizer = ds_zero.shard(model, made, stage=stage, clip=CLIP, tier=tier, precision="bf16" if bf16 else None)
 
     def step(data: torch.Tensor) -> torch.Tensor:
         loss = config.loss(model, data)
