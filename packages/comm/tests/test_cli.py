@@ -66,6 +66,18 @@ def test_agreement_is_said(tmp_path: Path) -> None:
     assert "all 2 remembered operations agree, up to #2" in render(read_dumps(tmp_path))
 
 
+def test_groups_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for rank in range(4):
+        dump(
+            tmp_path,
+            rank,
+            [replace(STAMP, key=f"pair{rank // 2}", group="data", mark=mark) for mark in (1, 2 + rank // 2)],
+        )
+    text = render(read_dumps(tmp_path))
+    assert "group 'data': all 2 remembered operations agree, up to #2" in text
+    assert "group 'data': all 2 remembered operations agree, up to #3" in text
+
+
 def test_debug(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments("debug", str(folder))) == 0
     assert "differ at #10" in capsys.readouterr().out

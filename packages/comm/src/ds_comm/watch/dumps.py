@@ -32,6 +32,7 @@ class Row:
     group: str
     mark: int
     stamps: dict[int, Stamp | None]
+    key: str = ""  # torch's name of the group: several groups may be shown by one name
 
     @property
     def agree(self) -> bool:
@@ -73,7 +74,7 @@ def compare(dumps: Sequence[Dump]) -> list[Row]:
                 by_group[stamp.key][stamp.mark][dump.rank] = stamp
                 ranks[stamp.key].add(dump.rank)
     return [
-        Row(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])})
+        Row(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])}, key)
         for key, marks in sorted(by_group.items())
         for mark, found in sorted(marks.items())
     ]
@@ -120,10 +121,10 @@ def as_dict(dumps: Sequence[Dump]) -> dict[str, Any]:
 def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[Row]]]:
     """Rows by group. A ring forgets old operations on one rank sooner than on another: compare from where all remember."""
     rows, found = compare(dumps), []
-    for group in dict.fromkeys(row.group for row in rows):
-        mine = [row for row in rows if row.group == group]
+    for key in dict.fromkeys(row.key for row in rows):
+        mine = [row for row in rows if row.key == key]
         start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
-        found.append((group, [row for row in mine if row.mark >= start]))
+        found.append((mine[0].group, [row for row in mine if row.mark >= start]))
     return found
 
 
