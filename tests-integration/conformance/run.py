@@ -81,6 +81,8 @@ def run(tests: Path, ids: Sequence[str], results: Path) -> None:
                 "-m",
                 "pytest",
                 "-q",
+                "-o",
+                "addopts=",  # theirs leave out whole kinds of tests, of which the list has some
                 "-p",
                 "recorder",
                 "-p",
