@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_comm import cli, sweep
-from ds_comm.watch.dumps import compare, read_dumps, render
+from ds_comm.watch.dumps import compare, dump_name, jobs_in, new_job, read_dumps, render
 from ds_comm.watch.ring import Stamp
 from ds_config.errors import CommError
 
@@ -29,6 +30,15 @@ def arguments(*words: str) -> argparse.Namespace:
 def dump(folder: Path, rank: int, stamps: list[Stamp], pid: int = 1) -> None:
     content = {"line": f"rank {rank} says", "code": "comm-hang", "stamps": [asdict(stamp) for stamp in stamps]}
     (folder / f"rank-{rank}-pid-{pid}.json").write_text(json.dumps(content))
+
+
+def job(folder: Path, name: str, ranks: int, written_s: float) -> None:
+    """The dumps of a job whose ranks all came to `name`."""
+    for rank in range(ranks):
+        content = {"job": name, "line": f"rank {rank} of {name}", "stamps": [asdict(replace(STAMP, unit=name))]}
+        path = folder / dump_name(rank, 7, name)
+        path.write_text(json.dumps(content))
+        os.utime(path, (written_s, written_s))
 
 
 @pytest.fixture
@@ -104,6 +114,47 @@ def test_the_newest_dump_of_a_rank_counts(folder: Path) -> None:
     dump(folder, 2, [STAMP], pid=7)
     (folder / "rank-2-pid-1.json").touch()
     assert len(read_dumps(folder)[2].stamps) == 9
+
+
+def test_jobs_in_one_folder_are_not_mixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in folder.iterdir():  # of a version whose files carry no name
+        os.utime(path, (1e9, 1e9))
+    job(folder, "early", 4, 1e9 + 20)
+    job(folder, "late", 2, 1e9 + 30)
+    (folder / "rank-of-nobody.json").write_text("not ours")
+    assert [(found.name, list(found.files)) for found in jobs_in(folder)] == [
+        ("late", [0, 1]),
+        ("early", [0, 1, 2, 3]),
+        ("", [0, 1, 2]),
+    ]
+    assert cli.main(arguments("debug", str(folder))) == 0
+    said = capsys.readouterr().out
+    assert "all 1 remembered operations agree" in said
+    assert "early: ranks 0, 1, 2, 3, written" in said
+    assert "without a name: ranks 0, 1, 2, written" in said
+    assert "rank 0 of early" not in said
+    assert cli.main(arguments("debug", str(folder), "--job", "early")) == 0
+    assert capsys.readouterr().out.startswith("rank 0 of early\nrank 1 of early\nrank 2 of early\nrank 3 of early\n\n")
+    assert cli.main(arguments("debug", str(folder), "--job", "")) == 0
+    assert "ranks differ at #10" in capsys.readouterr().out
+    assert cli.main(arguments("debug", str(folder), "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["job"] == "late"
+    assert [(other["job"], other["ranks"]) for other in told["others"]] == [("early", [0, 1, 2, 3]), ("", [0, 1, 2])]
+
+
+def test_a_job_that_left_nothing_is_told_with_those_that_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(folder, "late", 2, 1e9)
+    assert cli.main(arguments("debug", str(folder), "--job", "other")) == 1
+    said = capsys.readouterr().err
+    assert "no dumps of the job 'other'" in said
+    assert "late: ranks 0, 1" in said
+
+
+def test_a_job_alone_lists_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path, new_job(), 2, 1e9)
+    assert cli.main(arguments("debug", str(tmp_path))) == 0
+    assert "--job" not in capsys.readouterr().out
 
 
 def test_bench_starts_ranks_that_print_a_table_and_write_json(

@@ -80,6 +80,8 @@ def test_a_wait_beyond_the_deadline_ends_all_ranks(tmp_path: Path, capfd: pytest
     dump = json.loads(dumps[0].read_text())
     assert [stamp["mark"] for stamp in dump["stamps"]] == [1, 2]
     assert sorted(report["rank"] for report in dump["reports"]) == [0, 1, 2]
+    assert {path.stem.partition("-job-")[2] for path in dumps} == {dump["job"]}
+    assert sum(f"ds comm debug {tmp_path} --job {dump['job']}" in line for line in said) == 3
 
 
 def test_waits_within_the_deadline_are_left_alone(tmp_path: Path) -> None:
@@ -268,11 +270,22 @@ def test_a_stranger_cannot_end_the_job(tmp_path: Path) -> None:
     assert ours.left(0) == []
     assert ours.ask("state", 1) is None
     assert ours.introduced("host") == []
+    theirs.agree_on_job("theirs")
+    assert ours.agree_on_job("ours") == "ours"
     ours.raise_alarm({"rank": 0, "why": "a wait"})
     assert SideChannel(store, 2, b"secret").alarm() == {"rank": 0, "why": "a wait"}
     sealed = dist.PrefixStore("ds_comm/watch", store).get("alarm")
     dist.PrefixStore("ds_comm/watch", store).set("state/0", sealed)  # its code is for another place
     assert ours.ask("state", 0) is None
+
+
+def test_a_world_agrees_on_the_name_of_its_job(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    assert SideChannel(store, 1).agree_on_job("20261125-1-a") == "20261125-1-a"
+    assert SideChannel(store, 0).agree_on_job("20261125-2-b") == "20261125-1-a"
+    other = dist.HashStore()
+    dist.PrefixStore("ds_comm/watch", other).set("job", '"../../etc/x"')  # it would be part of a path
+    assert SideChannel(other, 0).agree_on_job("20261125-2-b") == "20261125-2-b"
 
 
 def test_what_a_rank_leaves_is_its_users_alone(tmp_path: Path) -> None:

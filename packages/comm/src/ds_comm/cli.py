@@ -31,6 +31,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True)
     debug = commands.add_parser("debug", help="print where ranks differ, from the dumps of their watchdogs")
     debug.add_argument("folder", type=Path, help="the folder that the [ds-comm] lines of the job name")
+    debug.add_argument(
+        "--job",
+        metavar="NAME",
+        help="the job to show, where several left dumps there; default: the one that wrote last",
+    )
     debug.add_argument("--before", type=int, default=5, help="operations to print around the difference")
     debug.add_argument("--json", action="store_true", help="print JSON: what each rank said, all operations by group")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
@@ -50,17 +55,31 @@ def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         if args.what == "debug":
-            from ds_comm.watch.dumps import as_dict, read_dumps, render
-
-            dumps = read_dumps(args.folder)
-            print(json.dumps(as_dict(dumps), indent=1) if args.json else render(dumps, args.before))
-            return 0
+            return _debug(args)
         if args.nproc > 1 and "RANK" not in os.environ:
             return _start_ranks(args)
         return _bench(args)
     except DsError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _debug(args: argparse.Namespace) -> int:
+    from ds_comm.watch.dumps import as_dict, jobs_in, read_dumps, render
+
+    dumps = read_dumps(args.folder, args.job)
+    others = [job for job in jobs_in(args.folder) if job.name != dumps[0].job]
+    if args.json:
+        told = [{"job": job.name, "ranks": list(job.files), "written_s": job.written_s} for job in others]
+        print(json.dumps({"job": dumps[0].job, "others": told, **as_dict(dumps)}, indent=1))
+        return 0
+    print(render(dumps, args.before))
+    if others:
+        print(
+            f"\nThis was the job {dumps[0].job or 'without a name'}. Other jobs left dumps here, too; --job NAME shows one:"
+        )
+        print("\n".join(f"  {job}" for job in others))
+    return 0
 
 
 def _start_ranks(args: argparse.Namespace) -> int:

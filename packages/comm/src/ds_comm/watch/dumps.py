@@ -1,8 +1,16 @@
-"""What the watchdogs wrote when they ended a job, read back and put side by side."""
+"""What the watchdogs wrote when they ended a job, read back and put side by side.
+
+Many jobs leave their dumps in one folder. A *job* here is one world of ranks, from its rendezvous to its end: its ranks agree on a
+name that begins with when it started, and each writes `rank-R-pid-P-job-NAME.json`. Files of earlier versions, without a name, are
+those of one job whose name is empty.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from ds_comm.watch.ring import Stamp
-from ds_comm.watch.verdict import differs
+from ds_comm.watch.verdict import differs, rank_names
 from ds_config.errors import CommError
 
-__all__ = ["Dump", "Row", "as_dict", "compare", "read_dumps", "render"]
+__all__ = ["Dump", "Job", "Row", "as_dict", "compare", "dump_name", "jobs_in", "new_job", "read_dumps", "render"]
+
+_NAME = re.compile(r"rank-(\d+)-pid-(\d+)(?:-job-(.+))?\.json")
+
+
+def new_job() -> str:
+    """A name for a job that starts now, in UTC: `20261125-154501-3fa94c`."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def dump_name(rank: int, pid: int, job: str) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank}-pid-{pid}-job-{job}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The dumps of one job in a folder.
+
+    Attributes:
+        name: Empty for files that carry none.
+        files: The newest one of each rank.
+        written_s: When the last of them was written, on the clock of time.time().
+    """
+
+    name: str
+    files: dict[int, Path]
+    written_s: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written_s))
+        return f"{self.name or 'without a name'}: {rank_names(sorted(self.files))}, written {when}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +62,7 @@ class Dump:
     rank: int
     line: str
     stamps: tuple[Stamp, ...]
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +81,52 @@ class Row:
         return len(found) == len(self.stamps) and not any(differs(found[0], stamp) for stamp in found)
 
 
-def read_dumps(folder: Path) -> list[Dump]:
-    """The newest dump of each rank in `folder`, in order of rank.
+def jobs_in(folder: Path) -> list[Job]:
+    """The jobs whose dumps are in `folder`; the one that wrote last is the first."""
+    found: dict[str, dict[int, tuple[float, Path]]] = defaultdict(dict)
+    for path in folder.glob("rank-*.json"):
+        if (name := _NAME.fullmatch(path.name)) is None:
+            continue
+        rank, written_s, mine = int(name[1]), path.stat().st_mtime, found[name[3] or ""]
+        if rank not in mine or mine[rank][0] < written_s:
+            mine[rank] = written_s, path
+    jobs = [
+        Job(
+            name,
+            {rank: path for rank, (_, path) in sorted(mine.items())},
+            max(written_s for written_s, _ in mine.values()),
+        )
+        for name, mine in found.items()
+    ]
+    return sorted(jobs, key=lambda job: (job.written_s, job.name), reverse=True)
+
+
+def read_dumps(folder: Path, job: str | None = None) -> list[Dump]:
+    """The dumps of one job in `folder`, in order of rank: of the job `job`, or of the one that wrote last.
 
     Raises:
         CommError: there is none ("comm-no-dump").
     """
-    newest: dict[int, tuple[float, Dump]] = {}
-    for path in folder.glob("rank-*.json"):
-        content = json.loads(path.read_text())
-        rank = int(path.name.split("-")[1])
-        dump = Dump(rank, content["line"], tuple(_stamp(stamp) for stamp in content["stamps"]))
-        written_s = path.stat().st_mtime
-        if rank not in newest or newest[rank][0] < written_s:
-            newest[rank] = written_s, dump
-    if not newest:
+    jobs = jobs_in(folder)
+    if not jobs:
         raise CommError(
             f"{folder} has no rank-*.json",
             code="comm-no-dump",
             fix="Give the folder that the [ds-comm] line of the job named; each host has its own.",
         )
-    return [newest[rank][1] for rank in sorted(newest)]
+    chosen = jobs[0] if job is None else next((known for known in jobs if known.name == job), None)
+    if chosen is None:
+        raise CommError(
+            f"{folder} has no dumps of the job {job!r}; it has those of " + "; ".join(map(str, jobs)),
+            code="comm-no-dump",
+            fix="Give --job one of these names, or leave it out for the one that wrote last.",
+        )
+    return [_read(rank, path) for rank, path in chosen.files.items()]
+
+
+def _read(rank: int, path: Path) -> Dump:
+    content = json.loads(path.read_text())
+    return Dump(rank, content["line"], tuple(_stamp(stamp) for stamp in content["stamps"]), content.get("job", ""))
 
 
 def compare(dumps: Sequence[Dump]) -> list[Row]:

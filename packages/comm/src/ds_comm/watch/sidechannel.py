@@ -5,6 +5,7 @@ and a text without a valid one counts as not written: a process outside the job 
 
 Keys, below a prefix of their own:
 
+    job         the job's name for its dumps: that of the rank that proposed one first
     host/H      what the ranks of host H need to open each other's rings, one JSON text a line
     state/R     once a second: digests of its operations, and until when it asked for patience
     left/R      rank R communicates no more; `left` counts them, and goodbye/N is what the Nth of them said
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -36,6 +38,7 @@ __all__ = ["SideChannel"]
 _log = logging.getLogger(__name__)
 _PATIENCE = timedelta(seconds=5)  # for one answer of the store
 _POLL_S = 0.02
+_NAME = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
 class SideChannel:
@@ -86,6 +89,11 @@ class SideChannel:
     def ask(self, key: str, rank: int) -> Any:
         """What rank `rank` published; None when nothing."""
         return self._read(f"{key}/{rank}")
+
+    def agree_on_job(self, proposed: str) -> str:
+        """The name that all ranks of this world use: that of the first one to ask. It becomes part of a file's name."""
+        told = self._opened("job", self._store.compare_set("job", "", self._seal("job", proposed)))
+        return told if isinstance(told, str) and _NAME.fullmatch(told) else proposed
 
     def introduce(self, host: str, hello: Mapping[str, Any]) -> None:
         """Tell the ranks of this host how to open this rank's ring."""

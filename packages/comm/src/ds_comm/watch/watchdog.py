@@ -32,6 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.frames import user_frame
 from ds_comm.watch.peers import Peer, open_peer
 from ds_comm.watch.ring import Ring, Stamp
@@ -104,12 +105,14 @@ class Watchdog:
         self._launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._host = socket.gethostname()
         self._store_error = ""
+        self._job = new_job()
         self._stop, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds-comm-watchdog", daemon=True)
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
 
     def start(self) -> None:
         """Begin to watch, once all ranks of this host are there: what one of them does from now on survives it."""
+        self._job = self._side.agree_on_job(self._job)
         self._side.introduce(self._host, {"pid": os.getpid(), "fd": self._ring.fd})
         deadline = time.monotonic() + _MEET_S
         while len(self._peers) < self._settings.local_size and time.monotonic() < deadline:
@@ -376,13 +379,14 @@ class Watchdog:
         return set(range(self._size)) - {self._rank}
 
     def _say(self, finding: Finding, alarm: Mapping[str, Any], reports: Mapping[int, Report]) -> None:
-        dump = self._settings.dump_dir / f"rank-{self._rank}-pid-{os.getpid()}.json"
+        dump = self._settings.dump_dir / dump_name(self._rank, os.getpid(), self._job)
         line = f"[ds-comm] {finding.line}."
         if finding.code == "comm-hang" and not alarm["why"].startswith(f"rank {self._rank} was"):
             line += f" Alarm: {alarm['why']}."
         try:
             dump.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             content = {
+                "job": self._job,
                 "line": finding.line,
                 "code": finding.code,
                 "alarm": dict(alarm),
@@ -391,7 +395,7 @@ class Watchdog:
             }
             with open(dump, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
                 json.dump(content, file)
-            line += f" Details: ds comm debug {dump.parent}"
+            line += f" Details: ds comm debug {dump.parent} --job {self._job}"
         except OSError as error:
             line += f" No dump: {error}"
         sys.stderr.write(f"{line} docs/reference/errors.md#{finding.code}\n")
