@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +24,26 @@ __all__ = ["backend", "lower", "mode_options"]
 _STAY: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
 
 
+_LEFT = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+"""An address that torch hands to each kernel it loads by way of the environment: child processes must not inherit it."""
+
+
+@contextmanager
+def _clean() -> Iterator[None]:
+    """Inside, kernels are loaded; afterwards the environment is as before."""
+    before = os.environ.get(_LEFT)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_LEFT, None)
+
+
 def backend(
     gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any], patches: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compile a captured graph; `inner` gets the forward and the backward graph."""
-    with captured():
+    with captured(), _clean():
         made: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches})
         run: Callable[..., Any] = made
         return run
@@ -37,7 +54,7 @@ def lower(
 ) -> Callable[[list[Any]], Any]:
     """Code of a graph with its actions in it."""
     _tell_inductor()
-    with torch._inductor.config.patch({**_STAY, **patches}), V.set_fake_mode(fake):
+    with torch._inductor.config.patch({**_STAY, **patches}), V.set_fake_mode(fake), _clean():
         return compile_fx_inner(gm, inputs, **options)
 
 

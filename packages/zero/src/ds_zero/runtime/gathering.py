@@ -259,7 +259,12 @@ class Gathering(Keeper):
         unit.finish_unshard()
 
     def put_back(self, number: int) -> None:
-        """A unit is not needed by what asked for it; it stays where something else keeps it."""
+        """A unit is not needed by what asked for it; it stays where something else keeps it, or was gathered early for a use to come."""
+        order = self._forward if graph_task_id() == -1 else self._backward
+        if order is None or not order.is_waiting(number):
+            self._release(number)
+
+    def _release(self, number: int) -> None:
         if number not in self._sticky and number not in self._kept:
             self.units[number].reshard()
 
@@ -275,12 +280,14 @@ class Gathering(Keeper):
                 held.skip = self._kept
 
     def _finish(self, order: GatherOrder) -> None:
-        for number in order.waiting:
-            self.put_back(number)
-        for number in order.finish():
+        waiting = order.waiting
+        left = order.finish()
+        for number in waiting:
+            self._release(number)
+        for number in left:
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
-            self.put_back(number)
+            self._release(number)
         self._push()
 
     def _push(self) -> None:
@@ -308,7 +315,7 @@ class Gathering(Keeper):
     def release_all(self) -> None:
         """Nothing is in use but what is sticky."""
         for number in self.released:
-            self.put_back(number)
+            self._release(number)
 
     def completed(self, number: int) -> None:
         """A unit's gradients have all arrived: it goes back unless a call still needs it."""

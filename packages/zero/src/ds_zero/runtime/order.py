@@ -66,7 +66,7 @@ class GatherOrder:
 
     def awaits(self, unit: int) -> bool:
         """Whether `unit` is still to be issued in this phase, or was issued early and not needed yet."""
-        return self._last.get(unit, -1) >= self._cursor or bool(self._waiting.get(unit))
+        return self._last.get(unit, -1) >= self._cursor or self.is_waiting(unit)
 
     def adopt(self, seen: Sequence[int]) -> None:
         """Follow `seen` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
@@ -82,10 +82,15 @@ class GatherOrder:
         return self._issue() if self._cursor < len(self.sequence) else None
 
     def finish(self) -> list[int]:
-        """Units that were not issued in this phase: other ranks may be waiting for them."""
+        """Units that were not issued in this phase: other ranks may be waiting for them. None waits any more."""
         left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
+        self._waiting.clear()
         return left
+
+    def is_waiting(self, unit: int) -> bool:
+        """Whether `unit` was issued early, for a use that is still to come."""
+        return bool(self._waiting.get(unit))
 
     @property
     def waiting(self) -> list[int]:
