@@ -24,6 +24,7 @@ from ds_zero.policies.wire import EXACT, LIMIT, QGZ, QWZ, Correction, Wire, cert
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "train_gpt"
 FILE = Path(ds_zero.__file__).with_name("certificates.json")
 STEPS, RANKS, BATCH = 500, 4, 4
+SEEDS = (0, 1, 2)  # one run differs from the next by as much as a mode costs, so that means are compared
 SIZES = {"layers": 3, "heads": 2, "width": 64, "context": 64}
 # Everything at once, which a mode alone is no worse than; in two hops over nodes of two, where gradients are rounded twice.
 WIRES = [Wire(QWZ, QWZ, QGZ, None, 2), Wire(QWZ, QWZ, QGZ, Correction(), 2)]
@@ -38,7 +39,12 @@ def load(name):
     return module
 
 
-def loss_after(wire, dtype, seed=0):
+def loss_after(wire, dtype):
+    """The mean of `one_loss` over the seeds."""
+    return round(sum(one_loss(wire, dtype, seed) for seed in SEEDS) / len(SEEDS), 5)
+
+
+def one_loss(wire, dtype, seed):
     """Mean loss on held-out text after training the quickstart's model, of the sizes above, at stage 3."""
     data, model = load("data"), load("model")
     train, valid = (data.Blocks(text, SIZES["context"]) for text in data.read_text())
@@ -53,7 +59,7 @@ def loss_after(wire, dtype, seed=0):
             policy=ds_zero.UnitPolicy(max_numel=60_000, persist_numel=0),
             nodes=ds_zero.Nodes(2, secondary=True) if wire.modes else None,
         )  # fmt: skip
-    drawn = torch.Generator().manual_seed(1)
+    drawn = torch.Generator().manual_seed(1 + seed)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1, (step + 1) / 50) * (1 - 0.9 * step / STEPS)
@@ -65,7 +71,7 @@ def loss_after(wire, dtype, seed=0):
         found = net(torch.stack([valid[i] for i in rows])).float().reshape(1)
     all_reduce(found)
     optimizer.close()
-    return round(float(found) / RANKS, 5)
+    return float(found) / RANKS
 
 
 def measured(dtype):
@@ -84,8 +90,17 @@ def write(dtype, exact, found):
     for mode, loss in found.items():
         kept.setdefault(mode, {}).pop(dtype, None)
         if loss <= exact * (1 + LIMIT):
-            kept[mode][dtype] = {"loss": loss, "exact": exact, "steps": STEPS, "ranks": RANKS, "model": SIZES}
-    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            kept[mode][dtype] = {
+                "loss": loss,
+                "exact": exact,
+                "steps": STEPS,
+                "ranks": RANKS,
+                "seeds": len(SEEDS),
+                "model": SIZES,
+            }
+    new = FILE.with_suffix(".new")
+    new.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    new.replace(FILE)  # the other ranks are reading it
 
 
 @pytest.mark.slow
