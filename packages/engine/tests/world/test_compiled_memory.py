@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 import ds_engine
+from ds_engine.compiling.parking import Parking
+from ds_engine.compiling.verbs import Graphs
 from ds_testing import world
-from ds_zero.offload.parking import Parking
-from ds_zero.runtime.graphs import Graphs
 
 torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test
 

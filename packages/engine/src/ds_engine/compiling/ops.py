@@ -1,6 +1,6 @@
 """Operations that graphs call, and what they are to a compiler.
 
-Each is a call of a verb of ds-zero (`ds_zero.runtime.graphs`). Parameters are inputs of a graph; `need` writes into their memory and `spare`
+Each is a call of a verb of `verbs.py`. Parameters are inputs of a graph; `need` writes into their memory and `spare`
 takes it away, and that is what the operations say of themselves, so no compiler moves a use of a parameter out from between them.
 Gradients that are handed over belong to ds-zero from then on: memory of theirs must not be used again by the graph (`_inductor.py`).
 `park` and `unpark` move what no graph has, the optimizer's state; they claim to write inputs, whose uses then stay on their side of them.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_accel import get_accelerator
 from ds_engine.compiling.compiling import Syncs
-from ds_zero.runtime.graphs import Graphs
+from ds_engine.compiling.verbs import Graphs
 
 __all__ = ["OPS", "Target", "register_target"]
 

@@ -34,9 +34,9 @@ from ds_engine.compiling.ops import Target, register_target
 from ds_engine.compiling.passes import Entry
 from ds_engine.compiling.reading import Placed
 from ds_engine.compiling.sequences import SharedBatch
+from ds_engine.compiling.verbs import Graphs
 from ds_parallel.tensor import cut_of
 from ds_zero import Sharding
-from ds_zero.runtime.graphs import Graphs
 
 __all__ = ["Session", "Settings"]
 

@@ -124,7 +124,7 @@ class Tier(Place):
         alone: A unit is updated by itself.
         unit: Whose state this is.
         states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
-        parks: The optimizer's state lies on the device between updates, so that it may be parked (`parking.py`).
+        parks: The optimizer's state lies on the device between updates, so that others may move it meanwhile.
         parked: Brings back what was parked; None where nothing is.
     """
 

@@ -1,7 +1,7 @@
 """The verbs of one model for graphs of a compiler: what hooks do in eager execution, as calls that a graph can make.
 
 A graph that needs a unit's parameters calls `need` before their first use and `spare` after the last one; one that makes
-gradients gives them to `arrived`. Orders, accumulation, tiers and codes are those of `gathering.py`: nothing is decided here, and
+gradients gives them to `arrived`. Orders, accumulation, tiers and codes are those of ds-zero: nothing is decided here, and
 modules that run outside of any graph keep their hooks.
 
 Where a graph is being made, its parameters must look like parameters. `Graphs.tracing` gives released ones their own class back,
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from ds_zero.offload.parking import Parking
+from ds_engine.compiling.parking import Parking
 from ds_zero.runtime.released import Released, release, restore
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Full, Unit
