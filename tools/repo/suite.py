@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from repo import ROOT
 from repo.projects import Project, closure
 
-__all__ = ["above", "changed_files", "dealt", "folders_of", "side_by_side"]
+__all__ = ["above", "changed_files", "folders_of", "side_by_side"]
 
-_PROCESSES_A_CORE = 2.5  # most of a test's time is waiting: for ranks, for processes, for the disk
+_PROCESSES_A_CORE = 2  # most of a test's time is waiting: for ranks, for processes, for the disk
 _MOST_PROCESSES = 8  # each holds torch, and up to four ranks
 _OWN_CHOICE = re.compile(
     r"-n.*|--numprocesses.*|--dist.*|no:xdist|-pno:xdist|--pdb|--trace|-s|--capture=no|--co|--collect-only"
@@ -31,23 +31,7 @@ def side_by_side(arguments: Sequence[str], cores: int) -> list[str]:
     """
     if any(_OWN_CHOICE.fullmatch(argument) for argument in arguments):
         return []
-    processes = min(int(_PROCESSES_A_CORE * cores), _MOST_PROCESSES)
-    # Files come in the order of `dealt`: by number of tests, xdist's own order, the few long tests that wait would all come last.
-    return ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
-
-
-def dealt(files: Sequence[str]) -> list[str]:
-    """Files of tests in the order to run them side by side: those outside of packages/ evenly between the others.
-
-    Tests of several packages mostly wait (for jobs that start, for time-outs), those of one package mostly compute. All of one kind
-    at once leave the processors idle or crowded.
-
-    Args:
-        files: Paths relative to the checkout, with slashes, each once.
-    """
-    kinds = [[f for f in files if _inside(f, "packages")], [f for f in files if not _inside(f, "packages")]]
-    places = [((place + 0.5) / len(kind), file) for kind in kinds for place, file in enumerate(kind)]
-    return [file for _, file in sorted(places, key=lambda pair: pair[0])]
+    return ["-n", str(min(_PROCESSES_A_CORE * cores, _MOST_PROCESSES)), "--dist", "loadfile"]
 
 
 def above(touched: Collection[str], projects: Mapping[str, Project]) -> list[str]:

@@ -7,17 +7,17 @@ import subprocess
 import pytest
 
 from repo import ROOT
-from repo.suite import above, changed_files, dealt, folders_of, side_by_side
+from repo.suite import above, changed_files, folders_of, side_by_side
 
-IN_ORDER = ["--dist", "loadfile", "--no-loadscope-reorder"]
+BY_FILE = ["--dist", "loadfile"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "cores", "added"),
     [
-        ([], 2, ["-n", "5", *IN_ORDER]),
-        (["packages/zero", "-k", "stage"], 1, ["-n", "2", *IN_ORDER]),
-        ([], 64, ["-n", "8", *IN_ORDER]),
+        ([], 2, ["-n", "4", *BY_FILE]),
+        (["packages/zero", "-k", "stage"], 1, ["-n", "2", *BY_FILE]),
+        ([], 64, ["-n", "8", *BY_FILE]),
         (["-n0"], 2, []),
         (["-n", "3"], 2, []),
         (["--pdb"], 2, []),
@@ -26,19 +26,6 @@ IN_ORDER = ["--dist", "loadfile", "--no-loadscope-reorder"]
 )
 def test_files_run_side_by_side_unless_asked_otherwise(arguments, cores, added):
     assert side_by_side(arguments, cores) == added
-
-
-def test_files_that_wait_are_dealt_between_those_that_compute():
-    packages = [f"packages/{name}/tests/test_x.py" for name in "abcd"]
-    assert dealt([*packages, "tests-integration/test_y.py", "tools/tests/test_z.py"]) == [
-        packages[0],
-        "tests-integration/test_y.py",
-        *packages[1:3],
-        "tools/tests/test_z.py",
-        packages[3],
-    ]
-    assert dealt(packages) == packages
-    assert dealt([]) == []
 
 
 def test_what_is_above_a_package(projects):
