@@ -37,6 +37,8 @@ def _clean() -> Iterator[None]:
     finally:
         if before is None:
             os.environ.pop(_LEFT, None)
+        else:
+            os.environ[_LEFT] = before
 
 
 def backend(
