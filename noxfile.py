@@ -35,7 +35,9 @@ def developing(session: nox.Session, *groups: str) -> str:
         session.error(str(error))
     programs = str(Path(python).parent)
     # nox looks for a program in its own PATH, and gives the session's to what it starts.
+    # Sessions start hundreds of processes: without bytecode each would compile all of torch again, which is half of its import.
     for environ in (os.environ, session.env):
+        environ["PYTHONDONTWRITEBYTECODE"] = ""
         environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", "").removeprefix(programs + os.pathsep)])
     return python
 
