@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from ds_testing.effects import import_effects
+from ds_testing.effects import ImportEffects, import_effects, import_effects_each
 from repo.layers import read
 from repo.projects import Project, load
 
@@ -14,12 +14,19 @@ PACKAGES = [project for project in load().values() if not project.opt_in]
 WITHOUT_TORCH = {f"ds-{name}" for name in read().without_torch}
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, ImportEffects]:
+    """By module."""
+    without = [project.module for project in PACKAGES if project.name in WITHOUT_TORCH]
+    others = [project.module for project in PACKAGES if project.name not in WITHOUT_TORCH]
+    return import_effects_each(without) | import_effects_each(others, baseline=("torch",))
+
+
 @pytest.mark.parametrize("project", PACKAGES, ids=[project.name for project in PACKAGES])
-def test_import_does_nothing_else(project: Project):
-    found = import_effects(project.module, baseline=() if project.name in WITHOUT_TORCH else ("torch",))
-    assert found.effects == ()
+def test_import_does_nothing_else(project: Project, found: dict[str, ImportEffects]):
+    assert found[project.module].effects == ()
     if project.name in WITHOUT_TORCH:
-        assert "torch" not in found.modules
+        assert "torch" not in found[project.module].modules
 
 
 def test_commands_are_found_without_importing_anything_heavy():

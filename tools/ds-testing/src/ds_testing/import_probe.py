@@ -1,8 +1,8 @@
-"""Import one module while Python's audit hook listens, and print what it did as JSON.
+"""Import modules while Python's audit hook listens, and print what each did, a line of JSON each.
 
-usage: python -B -m ds_testing.import_probe MODULE [BASELINE ...]     (run by ds_testing.effects)
+usage: python -B -m ds_testing.import_probe MODULE[,MODULE ...] [BASELINE ...]     (run by ds_testing.effects)
 
-The baseline modules are imported first and are not listened to.
+The baseline modules are imported first, once, and are not listened to; each module is imported in a process forked after that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,23 @@ _PROCESSES = ("subprocess.Popen", "os.system", "os.fork", "os.forkpty", "os.exec
 
 
 def main(argv: list[str]) -> int:
-    module, *baseline = argv
+    modules, *baseline = argv
     for name in baseline:
         importlib.import_module(name)
+    for module in modules.split(","):
+        if (child := os.fork()) == 0:
+            try:
+                _probe(module)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            return 1
+    return 0
+
+
+def _probe(module: str) -> None:
     effects: list[str] = []
     before = _state()
     for owner, name in ((_thread, "start_new_thread"), (threading, "_start_new_thread")):
@@ -40,8 +55,7 @@ def main(argv: list[str]) -> int:
     listening[0] = False
     after = _state()
     effects += [f"{name}: {before[name]} became {after[name]}" for name in before if before[name] != after[name]]
-    print(json.dumps({"effects": effects, "modules": sorted(sys.modules)}))
-    return 0
+    print(json.dumps({"effects": effects, "modules": sorted(sys.modules)}), flush=True)
 
 
 def _told(effects: list[str], start: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import torch
 __all__ = ["ProcessState", "leaks", "restore", "seed"]
 
 GLOO_THREAD = "pt_gloo_runloop"  # each living gloo group owns some threads of this name
-_SETTLE_S = 0.5  # threads that were told to end get this long to do so
+_SETTLE_S = 2.0  # threads that were told to end get this long to do so, on a crowded machine too
 
 
 @dataclass(frozen=True, slots=True)

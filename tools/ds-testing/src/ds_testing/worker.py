@@ -163,6 +163,7 @@ class _Rank:
         gc.collect()
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
+        gc.freeze()  # modules, mostly: looking at them again after every test took a third of a rank's time
 
 
 def _launcher_variables(job: Job) -> dict[str, str]:
