@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ds_ckpt.agree import Ranks, pack, unpack
 from ds_ckpt.planning import described, num_planners
 from ds_comm.launch import Launch
-from ds_comm.meeting import _ALL, _roll_call
 from ds_comm.placement import Box, Interval, TensorShard
+from ds_comm.rendezvous import _ALL, _roll_call
 from ds_comm.watch.sidechannel import SideChannel
 
 DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "control_plane.json"

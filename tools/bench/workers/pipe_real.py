@@ -69,9 +69,12 @@ Step = Callable[[list[tuple[Tensor, Tensor]]], float]
 def ours(config: Config, schedule: str) -> Step:
     import ds_pipe
 
+    # An embedding has many parameters and little to compute. Layers that are all alike need no measuring.
+    (sample, _), *_ = data(config, 0)
     model = ds_pipe.PipelineModule(
-        layers(config), num_stages=2, loss_fn=loss_fn, partition_method="parameters", schedule=schedule
-    )
+        layers(config), num_stages=2, loss_fn=loss_fn, partition_method="parameters" if config.small else "profile",
+        sample=sample, schedule=schedule,
+    )  # fmt: skip
     run = ds_pipe.pipeline(model, MICROBATCHES)
     optimizer = adamw(model.parameters())
 

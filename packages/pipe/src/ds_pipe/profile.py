@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ds_pipe.layers import LayerSpec, TiedLayerSpec
 __all__ = ["profile_layers"]
 
 
-def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 3) -> list[float]:
+def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 5) -> list[float]:
     """Seconds of forward and backward of every layer, the same on all ranks (those of rank 0).
 
     One layer at a time is built and run on what the layer before it returned, so the whole model never exists at once.
@@ -26,7 +25,7 @@ def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 3) -> list
     Args:
         layers: As PipelineModule takes them.
         sample: The inputs of a microbatch.
-        repeats: Runs of each; the median counts, the first is thrown away.
+        repeats: Runs of each; the fastest counts, which other processes disturbed least.
     Collective over the world: rank 0 measures, the others wait. Random numbers are left as they were.
     """
     seconds = torch.zeros(len(layers), dtype=torch.float64)
@@ -48,7 +47,7 @@ def _use(layer: Any) -> Any:
 
 def _measure(use: Any, value: Any, repeats: int) -> tuple[float, Any]:
     times, out = [], value
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         given = tree_map(_leaf, value)
         begin = time.perf_counter()
         out = use(given)
@@ -59,7 +58,7 @@ def _measure(use: Any, value: Any, repeats: int) -> tuple[float, Any]:
     module = use.args[0] if isinstance(use, partial) else use
     if isinstance(module, nn.Module):
         module.zero_grad()
-    return median(times[1:]), tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+    return min(times), tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
 
 
 def _leaf(leaf: Any) -> Any:
