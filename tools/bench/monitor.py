@@ -1,8 +1,8 @@
-"""`nox -s bench -- monitor`: what reporting takes of a training step of 20 ms.
+"""`nox -s bench -- monitor`: what reporting takes of a training step of 20 ms; docs/benchmarks/monitor.md says how it is measured.
 
 One rank trains a small model whose step is stretched to 20 ms by more of the same work, first with nobody listening, then with the
 sinks of a configuration, in turns of 50 steps. Beside the difference of wall-clock times, which a busy machine blurs, it tells what
-can be counted: the processor time of the calls that report, and that of the sinks' threads.
+can be counted: the processor time of the engine's report of a step, of spans and counters within it, and of the sinks' threads.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
+from quiet import Watch
 from torch import nn
 
 import ds_engine
 import ds_monitor
 from ds_config import load
+from ds_engine.telemetry import Telemetry
 from ds_monitor import api
 from ds_monitor.config import MonitorConfig, make_sinks
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "benchmarks" / "data" / "monitor.json"
-PAGE = ROOT / "docs" / "benchmarks" / "monitor.md"
-BUDGET = 0.01
+DATA = ROOT / "docs" / "benchmarks" / "data" / "monitor.json"
+STEP_MS, BUDGET_US = 20, 200  # 1 %
 
 
 class Layers(nn.Module):
@@ -57,26 +60,36 @@ def sections(folder: str) -> dict[str, dict[str, Any]]:
 
 
 class Meter:
-    """Processor seconds of this thread inside `ds_monitor`'s reporting, and of the sinks' threads."""
+    """Processor seconds of this thread inside reporting, and of the sinks' threads."""
 
     def __init__(self) -> None:
         self.calls_s = 0.0
+        self._inside = False
 
     def install(self) -> None:
-        """Time the two places where a report reaches a sink."""
+        """Time the engine's report of a step, and the two places where any other report reaches a sink."""
         for name in ("_emit", "set_step"):
             setattr(api, name, self._timed(getattr(api, name)))
         ds_monitor.set_step = api.set_step  # type: ignore[assignment]
+        Telemetry.step = self._timed(Telemetry.step)  # type: ignore[method-assign]
 
     def _timed(self, call: Any) -> Any:
         def timed(*args: Any, **named: Any) -> Any:
-            begun = time.thread_time()
+            if self._inside or threading.current_thread() is not threading.main_thread():
+                return call(*args, **named)
+            begun, self._inside = time.thread_time(), True
             try:
                 return call(*args, **named)
             finally:
                 self.calls_s += time.thread_time() - begun
+                self._inside = False
 
         return timed
+
+    def take_us(self, count: int) -> float:
+        """Microseconds of a step since the last call."""
+        taken, self.calls_s = self.calls_s / count * 1e6, 0.0
+        return taken
 
     @staticmethod
     def threads_s() -> float:
@@ -91,7 +104,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="write no data and no page")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    meter = Meter()
+    watch, meter = Watch(), Meter()
     meter.install()
     config = {
         "train_batch_size": 32,
@@ -104,44 +117,57 @@ def main() -> None:
     while True:  # as much work as takes 20 ms
         engine = ds_engine.initialize(model=Layers(256, repeats), config=config)[0]
         took_ms = steps(engine, x, 20)
-        if took_ms >= 20:
+        if took_ms >= STEP_MS:
             break
         engine.close()
-        repeats = max(repeats + 1, int(repeats * min(20 / took_ms, 8)))
-    lines = []
+        repeats = max(repeats + 1, int(repeats * min(STEP_MS / took_ms, 8)))
     with tempfile.TemporaryDirectory() as folder:
-        for name, section in sections(folder).items():
-            quiet, loud, calls, threads = [], [], [], []
-            for _ in range(args.turns):
-                quiet.append(steps(engine, x, args.steps))
-                sinks = make_sinks(load(MonitorConfig, section))
-                ds_monitor.attach(sinks)
-                steps(engine, x, 2)  # files are opened, threads started
-                meter.calls_s, before_s = 0.0, meter.threads_s()
-                loud.append(steps(engine, x, args.steps))
-                calls.append(meter.calls_s / args.steps * 1e6)
-                ds_monitor.event("end of a turn")  # handed over at once
-                time.sleep(0.1)
-                threads.append((meter.threads_s() - before_s) / args.steps * 1e6)
-                ds_monitor.detach(sinks)
-            wall, with_sinks = statistics.median(quiet), statistics.median(loud)
-            line = {
-                "sinks": name,
-                "step_ms": wall,
-                "with_ms": with_sinks,
-                "calls_us": statistics.median(calls),
-                "threads_us": statistics.median(threads),
-            }
-            line["share"] = (line["calls_us"] + line["threads_us"]) / 20_000
-            lines.append(line)
-            print(json.dumps(line))
+        lines = [
+            measured(name, lambda section=section: turn(engine, x, args.steps, section, meter), args.turns)
+            for name, section in sections(folder).items()
+        ]
     engine.close()
     if args.dry:
         return
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    data = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}
-    OUT.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data))
+    machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "others": watch.others(),
+        "budget_us": BUDGET_US,
+        "lines": lines,
+    }
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    tables.fill("monitor")
+
+
+def turn(engine: Any, x: torch.Tensor, count: int, section: dict[str, Any], meter: Meter) -> dict[str, float]:
+    """Steps with nobody listening, then as many with the section's sinks."""
+    meter.take_us(count)
+    quiet_ms = steps(engine, x, count)
+    unheard_us = meter.take_us(count)
+    sinks = make_sinks(load(MonitorConfig, section))
+    ds_monitor.attach(sinks)
+    steps(engine, x, 2)  # files are opened, threads started
+    meter.take_us(count)
+    before_s = meter.threads_s()
+    loud_ms = steps(engine, x, count)
+    calls_us = meter.take_us(count) - unheard_us
+    ds_monitor.event("end of a turn")  # handed over at once
+    time.sleep(0.1)
+    threads_us = (meter.threads_s() - before_s) / count * 1e6
+    ds_monitor.detach(sinks)
+    return {"step_ms": quiet_ms, "with_ms": loud_ms, "calls_us": calls_us, "threads_us": threads_us}
+
+
+def measured(name: str, once: Callable[[], dict[str, float]], turns: int) -> dict[str, Any]:
+    """A line of the record: medians over the turns."""
+    found = [once() for _ in range(turns)]
+    line: dict[str, Any] = {"sinks": name}
+    line |= {key: round(statistics.median(one[key] for one in found), 3) for key in found[0]}
+    line["share"] = round((line["calls_us"] + line["threads_us"]) / (STEP_MS * 1e3), 5)
+    print(json.dumps(line), flush=True)
+    return line
 
 
 def steps(engine: Any, x: torch.Tensor, count: int) -> float:
@@ -152,33 +178,6 @@ def steps(engine: Any, x: torch.Tensor, count: int) -> float:
         engine.train_batch(iter([(x,)]))
         took.append((time.perf_counter() - begun) * 1e3)
     return statistics.median(took)
-
-
-def page(data: dict[str, Any]) -> str:
-    rows = [
-        f"| {line['sinks']} | {line['calls_us']:.0f} | {line['threads_us']:.0f} | {100 * line['share']:.2f} % | "
-        f"{line['step_ms']:.2f} | {line['with_ms']:.2f} |"
-        for line in data["lines"]
-    ]
-    return "\n".join(
-        [
-            "# What reporting takes of a step",
-            "",
-            "A training step of 20 ms on one rank reports loss, learning rate, norm, speed, memory and spans.",
-            "The sinks of a configuration write on threads of their own, so a step waits only for handing over.",
-            f"The bound is {100 * BUDGET:g} % of the step, 200 µs, for calls and threads together.",
-            "",
-            "| sinks | µs of the step's thread | µs of the sinks' threads | of 20 ms | ms without | ms with |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-            "The first three columns are processor time; the last two are medians of wall-clock time in turns, which differ by more than",
-            "what is looked for when others use the machine.",
-            "",
-            f"`nox -s bench -- monitor`; {data['machine']}; {data['date']}.",
-            "",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/benchmarks/{moe,pipe,parallel,offload}.md, where a page has a place for one, from the records of the benchmarks of those names.
+"""Fill the tables of docs/benchmarks/{moe,pipe,parallel,offload,monitor}.md, where a page has a place for one, from the records of the benchmarks of those names.
 
 usage: nox -s bench -- tables [--check]
 
@@ -146,20 +146,30 @@ def offload(record: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
+def monitor(record: Mapping[str, Any]) -> str:
+    found = ["| sinks | µs of the step's thread | µs of the sinks' threads | of a step of 20 ms | ms without | ms with |",
+             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for line in record["lines"]:
+        found.append(f"| {line['sinks']} | {line['calls_us']:.0f} | {line['threads_us']:.0f} | **{100 * line['share']:.2f} %** | "
+                     f"{line['step_ms']:.2f} | {line['with_ms']:.2f} |")  # fmt: skip
+    return _rows(*found, "", _measured(record, record["others"]))
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "moe": moe,
     "pipe": pipe,
     "parallel": parallel,
     "offload": offload,
+    "monitor": monitor,
 }
 
 
 def filled(name: str) -> tuple[Path, str]:
-    """A page, and its text with the table as the record says."""
-    page = PAGES / f"{name}.md"
-    if not TABLE.search(page.read_text()):
+    """A page, and its text with the table as the record says; unchanged where there is no place for one, or no record yet."""
+    page, record = PAGES / f"{name}.md", PAGES / "data" / f"{name}.json"
+    if not TABLE.search(page.read_text()) or not record.exists():
         return page, page.read_text()
-    text = TABLES[name](json.loads((PAGES / "data" / f"{name}.json").read_text()))
+    text = TABLES[name](json.loads(record.read_text()))
     return page, TABLE.sub(lambda m: m[1] + "\n" + text + "\n" + m[2], page.read_text())
 
 

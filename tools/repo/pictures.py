@@ -243,6 +243,15 @@ def _moe() -> Sequence[Chart]:
     return charts
 
 
+def _monitor() -> Sequence[Chart]:
+    """With the bound alone where nothing is recorded yet."""
+    recorded = (FOLDER / "data" / "monitor.json").exists()
+    lines = _record("monitor")["lines"] if recorded else []
+    bars = [Bar(line["sinks"], line["calls_us"] + line["threads_us"], "ours") for line in lines]
+    note = "processor time of all threads, one rank; less is better" if recorded else "the bound; no record yet"
+    return [Chart("What reporting takes of a step of 20 ms", note, "µs", [Bar("1 % of the step", 200, "limit"), *bars])]
+
+
 def _ops() -> Sequence[Chart]:
     row = next(r for r in _record("ops")["rows"] if r["case"] == "flat_ours" and r["threads"] == 1)
     values = {"ds-ops": row["melements_s"]}
@@ -362,6 +371,7 @@ PICTURES: Mapping[str, Callable[[], Sequence[Chart]]] = {
     "io": _io,
     "launch": _launch,
     "moe": _moe,
+    "monitor": _monitor,
     "offload": _offload,
     "ops": _ops,
     "parallel": _parallel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,22 @@ def test_an_unknown_word_is_refused_and_the_record_stays(name, monkeypatch, tmp_
         bench.main(["sunall"])
     assert "sunall" in f"{stopped.value.code}{capsys.readouterr().err}"
     assert data.read_text() == "{}"
+
+
+def test_a_table_is_filled_from_its_record_alone(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    tables = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "PAGES", tmp_path)
+    page = tmp_path / "monitor.md"
+    page.write_text("before\n<!-- table -->\nold\n<!-- end -->\nafter\n")
+    assert tables.filled("monitor") == (page, page.read_text())  # no record yet
+    line = {"sinks": "csv", "calls_us": 60.4, "threads_us": 40, "share": 0.00502, "step_ms": 21, "with_ms": 21.2}
+    record = {"date": "2026-01-01", "machine": "a machine", "others": 0.031, "lines": [line]}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "monitor.json").write_text(json.dumps(record))
+    text = tables.filled("monitor")[1]
+    assert text.startswith("before\n<!-- table -->\n")
+    assert "| csv | 60 | 40 | **0.50 %** | 21.00 | 21.20 |" in text
+    assert "others took 3.1 % of the processors: a machine." in text
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text

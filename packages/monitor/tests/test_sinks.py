@@ -146,6 +146,18 @@ def test_progress_says_the_last_state_at_the_end() -> None:
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 3/3"]
 
 
+def test_progress_knows_no_loss_before_one_is_reported() -> None:
+    out = io.StringIO()
+    m.configure([m.ProgressSink(3, file=out, every_s=0)])
+    with m.span("engine/forward"):
+        pass
+    m.set_step(1)
+    m.gauge(names.LOSS, math.nan)
+    m.set_step(2)
+    lines = [line.split("  ")[:2] for line in out.getvalue().splitlines()]
+    assert lines == [["step 0/3", "loss ?"], ["step 1/3", "loss nan"]]
+
+
 def test_progress_on_a_terminal_is_a_bar() -> None:
     pytest.importorskip("rich")
 

@@ -40,7 +40,8 @@ class ProgressSink:
         self._total, self._first, self._loss_name, self._tokens_name = total_steps, first_step, loss, tokens
         self._file = sys.stdout if file is None else file
         self._every_s = every_s
-        self._step, self._loss, self._tokens = first_step, float("nan"), 0.0
+        self._step, self._tokens = first_step, 0.0
+        self._loss: float | None = None  # until one is reported: a loss that is not a number would look the same
         self._began_s = self._shown_s = time.monotonic()
         self._shown_step = -1
         self._bar: Any = None
@@ -89,7 +90,8 @@ class ProgressSink:
 
     def _note(self) -> str:
         elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
-        return f"loss {self._loss:.4f}  {self._tokens / elapsed_s:,.0f} tokens/s"
+        loss = "?" if self._loss is None else f"{self._loss:.4f}"
+        return f"loss {loss}  {self._tokens / elapsed_s:,.0f} tokens/s"
 
     def _line(self) -> None:
         now_s = time.monotonic()
