@@ -161,7 +161,11 @@ def sinks(session: nox.Session) -> None:
     put_into(session, "-c", CONSTRAINTS, *projects.group("isolated"), *projects.third_party(needed, PACKAGES), *extras)
     again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
     put_into(session, "--no-deps", "--no-index", again, *map(str, wheelhouse.ensure_wheels(["ds-monitor"], builder)))
-    for part in ("tests-integration/sinks", "packages/monitor/tests/test_sinks.py"):
+    for part in (
+        "tests-integration/sinks",
+        "packages/monitor/tests/test_sinks.py",
+        "packages/monitor/tests/test_prometheus.py",
+    ):
         session.run("python", "-P", "-m", "pytest", part, *session.posargs)
 
 
