@@ -13,7 +13,7 @@ from pathlib import Path
 
 from machines import Cluster, Host
 
-__all__ = ["DEADLINE_S", "SLEEPER", "Site"]
+__all__ = ["DEADLINE_S", "SLEEPER", "Site", "marked"]
 
 DEADLINE_S = 3.0  # --host-timeout of these jobs
 DS = (sys.executable, "-P", "-m", "ds_launcher")
@@ -87,16 +87,7 @@ class Site:
 
     def alive(self, *words: str) -> dict[int, str]:
         """Living processes of this test's jobs, whose command lines have all of `words`; by their id on this machine."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"DS_TEST_MARK={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    line = (folder / "cmdline").read_text().replace("\0", " ").strip()
-                    if line and all(word in line for word in words):
-                        found[int(folder.name)] = line
-            except OSError:
-                continue
-        return found
+        return {pid: line for pid, line in marked(self.mark).items() if all(word in line for word in words)}
 
     def on(self, name: str, *words: str) -> list[int]:
         """Those of one host."""
@@ -107,6 +98,19 @@ class Site:
     def segments(self) -> list[str]:
         """Shared memory on any node."""
         return [f"{node.name}:{name}" for node in self.cluster.nodes for name in node.segments()]
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Living processes that have `mark` in their environment: command lines by id on this machine."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = f"DS_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if ours and (line := (folder / "cmdline").read_text().replace("\0", " ").strip()):
+                found[int(folder.name)] = line
+        except OSError:
+            continue
+    return found
 
 
 def _space(pid: int) -> str:

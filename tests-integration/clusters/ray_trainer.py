@@ -5,8 +5,11 @@ Run by test_quickstart_runs.py in the environment that has Ray; its last line is
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -15,6 +18,8 @@ from pathlib import Path
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+
+import ds_ckpt
 
 HERE = Path.cwd()
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train_gpt"
@@ -26,19 +31,24 @@ def train(settings: dict[str, str]) -> None:
     here = Path(settings["folder"])
     os.chdir(here)
     sys.path.insert(0, settings["example"])
-    saved = (here / "checkpoints" / "latest").exists()
+    saved = ds_ckpt.find_latest(here / "checkpoints") is not None
     words = ["--deepspeed_config", "cfg.json", "--data", "text", "--validation", "1", "--result", "result.json"]
     sys.argv = ["train.py", *words, "--steps", str(ALL if saved else HALF), *(["--resume"] if saved else [])]
+    said = io.StringIO()
     try:
-        runpy.run_path(f"{settings['example']}/train.py", run_name="__main__")
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(f"{settings['example']}/train.py", run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
+    finally:
+        print(said.getvalue(), flush=True)
     if not saved and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)  # the checkpoint of step 3 is written
     if not saved:
         signal.pause()  # as a collective would: until Ray ends the group
-    (here / f"resumed-{os.environ['RANK']}").write_text(str(HALF))
+    if os.environ["RANK"] == "0" and (resumed := re.search(r"resumed from \S+ at step (\d+)", said.getvalue())):
+        (here / "resumed").write_text(resumed[1])
 
 
 def main() -> int:
@@ -56,7 +66,7 @@ def main() -> int:
     trainer.fit()
     ray.shutdown()
     step = json.loads((HERE / "result.json").read_text())["step"]
-    print(json.dumps({"step": step, "resumed_from": int((HERE / "resumed-0").read_text())}))
+    print(json.dumps({"step": step, "resumed_from": int((HERE / "resumed").read_text())}))
     return 0
 
 

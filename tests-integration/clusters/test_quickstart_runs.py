@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import DS, Site
+from jobs import DS, Site, marked
 from ways import WAYS, way
 
 from repo import ROOT
@@ -104,8 +107,22 @@ def test_ray_starts_it_and_resumes_after_a_kill(tmp_path: Path) -> None:
         )
     script = Path(__file__).parent / "ray_trainer.py"
     training(tmp_path)
-    done = subprocess.run([python, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["step"] == 6
-    assert said["resumed_from"] == 3
+    mark = uuid.uuid4().hex
+    variables = {"DS_TEST_MARK": mark, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with (tmp_path / "out.txt").open("w+") as out:  # a pipe would stay open as long as anything of Ray's lives
+        job = subprocess.Popen(
+            [python, str(script)], cwd=tmp_path, env={**os.environ, **variables}, stdout=out, stderr=out
+        )
+        try:
+            code = job.wait(timeout=220)
+        finally:
+            job.kill()
+            left = marked(mark)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    told = (tmp_path / "out.txt").read_text()
+    assert code == 0, told[-6000:]
+    said = json.loads(told.splitlines()[-1])
+    assert said == {"step": 6, "resumed_from": 3}
+    assert not left
