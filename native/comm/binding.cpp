@@ -169,6 +169,25 @@ class Endpoint {
                              std::int64_t timeout_ms, int spin_us) {
     return progress_->start(call(verb, element, op, root, n, in, out, send, receive), world_, spin_us, timeout_ms);
   }
+  // As `start`; parts: (address, row, pitch) of what goes to each rank, then of what comes from each.
+  std::shared_ptr<Job> start_parts(int verb, int element, const std::vector<std::int64_t> &send,
+                                   const std::vector<std::int64_t> &receive,
+                                   const std::vector<std::tuple<std::uintptr_t, std::int64_t, std::int64_t>> &parts,
+                                   std::int64_t timeout_ms, int spin_us) {
+    const std::size_t world = static_cast<std::size_t>(world_);
+    if (send.size() != world || receive.size() != world || parts.size() != 2 * world)
+      throw std::invalid_argument("one size and one part for each rank");
+    std::vector<Part> found;
+    for (std::size_t i = 0; i < parts.size(); i++) {
+      const auto &[address, row, pitch] = parts[i];
+      const std::int64_t nbytes = (i < world ? send[i] : receive[i - world]) * size_of(static_cast<Element>(element));
+      if (row < 1 || nbytes % row) throw std::invalid_argument("a part is not of whole rows");
+      found.push_back({reinterpret_cast<unsigned char *>(address), row, pitch});
+    }
+    Call c = call(verb, element, 0, 0, 0, 0, 0, send, receive);
+    c.parts = found.data();
+    return progress_->start(c, world_, spin_us, timeout_ms);
+  }
   std::shared_ptr<Job> post(bool outgoing, int peer, std::int64_t tag, std::uintptr_t data, std::int64_t nbytes,
                             std::int64_t timeout_ms) {
     if (!channel_) throw std::runtime_error("the channel is closed");
@@ -234,6 +253,8 @@ void bind_shm(py::module_ &m) {
       .def("run", &Endpoint::run)
       .def("start", &Endpoint::start, py::arg("verb"), py::arg("element"), py::arg("op"), py::arg("root"), py::arg("n"),
            py::arg("inp"), py::arg("out"), py::arg("send"), py::arg("receive"), py::arg("timeout_ms"), py::arg("spin_us") = 200)
+      .def("start_parts", &Endpoint::start_parts, py::arg("verb"), py::arg("element"), py::arg("send"), py::arg("receive"),
+           py::arg("parts"), py::arg("timeout_ms"), py::arg("spin_us") = 200)
       .def("post", &Endpoint::post)
       .def("pull", &Endpoint::pull)
       .def("sum_hook", &Endpoint::sum_hook, py::arg("spin_us"), py::arg("timeout_ms"))

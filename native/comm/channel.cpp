@@ -389,21 +389,64 @@ class Channel::Impl {
       if (theirs[1 + rank_] != c.receive[r]) outcome_ = {Code::mismatch, r};
     }
     side_ ^= 1;
+    std::vector<Part> dense;
+    const Part *to = c.parts, *from = c.parts + world_;
+    if (!c.parts) {
+      dense.resize(2 * static_cast<std::size_t>(world_));
+      unsigned char *in = const_cast<unsigned char *>(c.in), *out = c.out;
+      for (int r = 0; r < world_; r++) {
+        const std::int64_t sent = c.send[r] * width, got = c.receive[r] * width;
+        dense[static_cast<std::size_t>(r)] = {in, sent, sent};
+        dense[static_cast<std::size_t>(world_ + r)] = {out, got, got};
+        in += sent, out += got;
+      }
+      to = dense.data(), from = to + world_;
+    }
+    // What stays with this rank need not pass through its slot, unless results overwrite what is still to be sent.
+    const bool direct = apart(to, c.send, from, c.receive, width);
+    const bool large = longest * world_ >= streaming_bytes;
     // A mismatch must not leave the others waiting: everyone walks the chunks, the outcome is told at the end.
     chunks(longest, part_bytes(), [&](std::int64_t at, std::int64_t m) {
-      std::int64_t from = 0;
-      for (int r = 0; r < world_; r++) {
-        put(part_bytes() * r, c.in + from + at, within(c.send[r] * width, at, m));
-        from += c.send[r] * width;
-      }
+      for (int r = 0; r < world_; r++)
+        if (r != rank_ || !direct)
+          rows(to[r], at, within(c.send[r] * width, at, m), [&](unsigned char *data, std::int64_t done, std::int64_t n) {
+            put(part_bytes() * r + done, data, n);
+          });
       if (!barrier()) return false;
-      std::int64_t to = 0;
       for (int r = 0; r < world_; r++) {
-        deliver(c.out + to + at, slot(r, side_) + part_bytes() * rank_, within(c.receive[r] * width, at, m), longest * world_ >= streaming_bytes);
-        to += c.receive[r] * width;
+        const std::int64_t n = within(c.receive[r] * width, at, m);
+        if (r != rank_ || !direct) {
+          rows(from[r], at, n, [&](unsigned char *data, std::int64_t done, std::int64_t k) {
+            deliver(data, slot(r, side_) + part_bytes() * rank_ + done, k, large);
+          });
+          continue;
+        }
+        rows(to[r], at, within(c.send[r] * width, at, n), [&](unsigned char *source, std::int64_t done, std::int64_t k) {
+          rows(from[r], at + done, k, [&](unsigned char *data, std::int64_t part, std::int64_t j) { deliver(data, source + part, j, large); });
+        });
       }
       return true;
     });
+  }
+  // Calls body(where, bytes before it, bytes) for each stretch of bytes [at, at + m) of a part.
+  template <class Body>
+  static void rows(const Part &part, std::int64_t at, std::int64_t m, const Body &body) {
+    for (std::int64_t done = 0; done < m;) {
+      const std::int64_t row = (at + done) / part.row, within_row = (at + done) % part.row;
+      const std::int64_t n = part.row - within_row < m - done ? part.row - within_row : m - done;
+      body(part.data + row * part.pitch + within_row, done, n);
+      done += n;
+    }
+  }
+  // Whether no byte that is sent is also one that is received.
+  bool apart(const Part *to, const std::int64_t *send, const Part *from, const std::int64_t *receive, std::int64_t width) const {
+    const auto end = [width](const Part &p, std::int64_t n) {
+      return p.data + (n * width / p.row - 1) * p.pitch + p.row;
+    };
+    for (int a = 0; a < world_; a++)
+      for (int b = 0; b < world_; b++)
+        if (send[a] && receive[b] && to[a].data < end(from[b], receive[b]) && from[b].data < end(to[a], send[a])) return false;
+    return true;
   }
   static std::int64_t within(std::int64_t have, std::int64_t at, std::int64_t m) {
     return have <= at ? 0 : have - at < m ? have - at : m;

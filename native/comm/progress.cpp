@@ -71,11 +71,12 @@ Outcome Progress::run(const Call &call, int spin_us, std::int64_t timeout_ms) {
 }
 
 std::shared_ptr<Job> Progress::start(const Call &call, int world, int spin_us, std::int64_t timeout_ms) {
-  Queued queued{call, {}, spin_us, timeout_ms, std::make_shared<Job>()};
+  Queued queued{call, {}, {}, spin_us, timeout_ms, std::make_shared<Job>()};
   if (call.send) {
     queued.sizes.assign(call.send, call.send + world);
     queued.sizes.insert(queued.sizes.end(), call.receive, call.receive + world);
   }
+  if (call.parts) queued.parts.assign(call.parts, call.parts + 2 * world);
   auto job = queued.job;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -119,6 +120,7 @@ Outcome Progress::finish(Queued &queued, int spin_us) {
     queued.call.send = queued.sizes.data();
     queued.call.receive = queued.sizes.data() + queued.sizes.size() / 2;
   }
+  if (!queued.parts.empty()) queued.call.parts = queued.parts.data();
   const Outcome outcome = queued.posted ? channel_.complete(queued.call, spin_us, queued.timeout_ms)
                                         : channel_.run(queued.call, spin_us, queued.timeout_ms);
   queued.job->finish(outcome);

@@ -41,7 +41,7 @@ class Progress {
   explicit Progress(Channel &channel) : channel_(channel) {}
   ~Progress();
   Outcome run(const Call &call, int spin_us, std::int64_t timeout_ms);
-  // `send` and `receive` of the call are copied; its memory must stay until the job is done.
+  // `send`, `receive` and `parts` of the call are copied; its memory must stay until the job is done.
   std::shared_ptr<Job> start(const Call &call, int world, int spin_us, std::int64_t timeout_ms);
   std::shared_ptr<Job> post(const Letter &letter, std::int64_t timeout_ms);
 
@@ -49,6 +49,7 @@ class Progress {
   struct Queued {
     Call call;
     std::vector<std::int64_t> sizes;
+    std::vector<Part> parts;
     int spin_us;
     std::int64_t timeout_ms;
     std::shared_ptr<Job> job;

@@ -38,6 +38,12 @@ struct Outcome {
   std::int32_t rank = -1;
 };
 
+// Where what one peer gives or gets lies: rows of `row` bytes, `pitch` apart, from `data` on.
+struct Part {
+  unsigned char *data;
+  std::int64_t row, pitch;
+};
+
 // One collective of one rank. `n` counts elements as follows:
 //   all_reduce, reduce, broadcast    in [n] (broadcast: root only), out [n]
 //   reduce_scatter, scatter          in [world * n] (scatter: root only), out [n]
@@ -54,6 +60,7 @@ struct Call {
   unsigned char *out;
   const std::int64_t *send;     // [world], all_to_all only
   const std::int64_t *receive;  // [world], all_to_all only
+  const Part *parts = nullptr;  // [2 * world], all_to_all only: what goes to each rank, then what comes; null: without gaps, in rank order
 };
 
 // A point-to-point transfer with one peer.

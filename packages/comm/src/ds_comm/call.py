@@ -36,10 +36,15 @@ class Call:
     def __str__(self) -> str:
         return f"{self.op}[{self.unit}] of group {self.group.name!r}"
 
-    def check(self, *tensors: Tensor) -> None:
-        """Contiguous, and of one dtype and device."""
+    def takes_views(self, device: torch.device) -> bool:
+        """Whether `all_to_all` of this group moves tensors of the device as they lie, with gaps."""
+        kinds = {} if self.group.order is None else self.group.order.transports
+        return kinds.get(device.type, Transport).views
+
+    def check(self, *tensors: Tensor, views: bool = False) -> None:
+        """Contiguous, unless `views`, and of one dtype and device."""
         for tensor in tensors:
-            if not tensor.is_contiguous():
+            if not views and not tensor.is_contiguous():
                 raise CommError(
                     f"{self}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous",
                     code="comm-layout",

@@ -244,9 +244,13 @@ def all_to_all(
     *,
     unit: str = "",
 ) -> Work:
-    """`input_tensor_list[r]` goes to rank r, `output_tensor_list[r]` comes from it; sizes may differ from pair to pair."""
+    """`input_tensor_list[r]` goes to rank r, `output_tensor_list[r]` comes from it; sizes may differ from pair to pair.
+
+    Tensors are contiguous; on shm they may be views, which are moved as they lie.
+    """
     call = Call("all_to_all", as_group(group), unit)
-    call.check(*output_tensor_list, *input_tensor_list)
+    first = next(iter((*output_tensor_list, *input_tensor_list)), torch.empty(0))
+    call.check(*output_tensor_list, *input_tensor_list, views=call.takes_views(first.device))
     call.check_list("output_tensor_list", output_tensor_list)
     call.check_list("input_tensor_list", input_tensor_list)
     mine, out = input_tensor_list[call.group.rank], output_tensor_list[call.group.rank]

@@ -63,6 +63,12 @@ class Exchange:
     def launch(self, x: Tensor, async_op: bool) -> Launched:
         (cut, scattered), (put, gathered) = self.scatter, self.gather
         shape = _shape(x, cut, scattered[self.call.group.rank])
+        if self.call.takes_views(x.device):
+            whole = x.new_empty((*shape[:put], sum(gathered), *shape[put + 1 :]))
+            arriving, leaving = list(whole.split(gathered, put)), list(x.split(scattered, cut))
+            return Launched(
+                whole, collectives.all_to_all(arriving, leaving, self.call.group, async_op, unit=self.call.unit)
+            )
         shapes = [(*shape[:put], n, *shape[put + 1 :]) for n in gathered]
         send, receive = [part.numel() for part in x.split(scattered, cut)], [math.prod(s) for s in shapes]
         out = x.new_empty((*shape[:put], sum(gathered), *shape[put + 1 :]))

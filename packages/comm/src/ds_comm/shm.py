@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 import ds_ops._native as _native
 from ds_config.errors import CommError, UnsupportedError
-from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood
+from ds_ops.shm import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood, rows_of
 
 __all__ = ["ShmProcessGroup", "available", "register"]
 
@@ -44,6 +44,7 @@ _OPS = {
     dist.ReduceOp.BXOR: Op.BXOR,
 }
 _EMPTY = torch.empty(0)
+_ROW_BYTES = 64  # rows that are shorter are put together first
 SETTINGS = ChannelSettings()
 _CROWDED_SPIN_US = 20  # where ranks outnumber cores, one that waits must not keep another from running
 
@@ -271,11 +272,13 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
-        inp = torch.cat([t.reshape(-1) for t in inputs])
-        out = inp.new_empty(sum(t.numel() for t in outputs))
-        send, receive = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        work = _ShmWork(self, [self._channel.all_to_all(inp, out, send, receive)], outputs)
-        return self._now_or_later(work.then(lambda: _spread(outputs, out)), opts)
+        into = [out if _in_rows(out) else torch.empty(out.shape, dtype=out.dtype) for out in outputs]
+        given = [one if _in_rows(one) else one.contiguous() for one in inputs]
+        copies = [(out, staged) for out, staged in zip(outputs, into, strict=True) if staged is not out]
+        work = _ShmWork(self, [self._channel.all_to_all_parts(given, into)], outputs)
+        if copies:
+            work.then(lambda: _copy_all(copies))
+        return self._now_or_later(work, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if opts is not None and opts.asyncOp:
@@ -357,6 +360,12 @@ def _spread(parts: Sequence[Tensor], flat: Tensor) -> None:
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    """Whether it can be moved as it lies, in rows that are worth a copy each."""
+    lies = rows_of(tensor)
+    return lies is not None and (lies[0] == lies[1] or lies[0] * tensor.element_size() >= _ROW_BYTES)
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_comm._torch import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, backend_names
 
-__all__ = ["TRANSPORTS", "GlooTransport", "Started", "Transport", "transports"]
+__all__ = ["TRANSPORTS", "GlooTransport", "ShmTransport", "Started", "Transport", "transports"]
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _NARROW = (torch.float16, torch.bfloat16)
@@ -61,6 +61,7 @@ class Transport:
             caller's own thread, which is faster than handing over to another.
     """
 
+    views = False  # whether `all_to_all` moves views as they lie
     __slots__ = ("asynchronous", "mark", "pg", "rank", "size", "unit")
 
     def __init__(self, pg: dist.ProcessGroup, mark: int, unit: str, asynchronous: bool) -> None:
@@ -246,12 +247,19 @@ class GlooTransport(Transport):
         return [self.pg.send([_carrier(sent[r])], r, tag.of(sent[r])) for r in ranks]
 
 
+class ShmTransport(Transport):
+    """torch.distributed on the backend `shm`."""
+
+    views = True
+    __slots__ = ()
+
+
 def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
     """The transport of each device type that `pg` communicates."""
     return {device: TRANSPORTS.get((name, device), Transport) for device, name in backend_names(pg).items()}
 
 
-TRANSPORTS: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport}
+TRANSPORTS: dict[tuple[str, str], type[Transport]] = {("gloo", "cpu"): GlooTransport, ("shm", "cpu"): ShmTransport}
 """By backend and device type; torch's own way elsewhere. A group takes its transport when it is first used."""
 _DTYPE_CODES = {
     dtype: code

@@ -61,7 +61,10 @@ class ThroughputMeter:
             raise ValueError(f"peak_flops_per_s is {peak_flops_per_s}; it must be above 0, or None")
         self._peak, self._clock = peak_flops_per_s, clock
         self._skip = warmup_steps
-        self._steps: deque[tuple[float, Work]] = deque(maxlen=window)
+        self._window = window
+        self._seconds: deque[float] = deque()
+        self._works: deque[Work] = deque()
+        self._total_s, self._samples, self._tokens, self._flops = 0.0, 0, 0, 0.0  # over the window
         self._last_s = clock()
 
     def step(self, work: Work) -> None:
@@ -70,8 +73,19 @@ class ThroughputMeter:
         took_s, self._last_s = now_s - self._last_s, now_s
         if self._skip > 0:
             self._skip -= 1
-        else:
-            self._steps.append((took_s, work))
+            return
+        self._count(took_s, work, 1)
+        self._seconds.append(took_s)
+        self._works.append(work)
+        if len(self._works) > self._window:
+            self._count(self._seconds.popleft(), self._works.popleft(), -1)
+
+    def _count(self, took_s: float, work: Work, sign: int) -> None:
+        # Running totals: to sum a hundred steps at each step would be most of what reporting costs.
+        self._total_s += sign * took_s
+        self._samples += sign * work.samples
+        self._tokens += sign * work.tokens
+        self._flops += sign * work.flops
 
     def pause(self) -> None:
         """Forget the time since the last step: call after evaluation or a checkpoint, which are not training."""
@@ -79,19 +93,19 @@ class ThroughputMeter:
 
     def rates(self) -> Rates | None:
         """Speed over the window; None before the first counted step."""
-        if not self._steps:
+        if not self._works:
             return None
-        total_s = max(sum(took_s for took_s, _ in self._steps), 1e-12)
-        flops_per_s = sum(work.flops for _, work in self._steps) / total_s
+        total_s, last_s = max(self._total_s, 1e-12), self._seconds[-1]
+        flops_per_s = self._flops / total_s
         return Rates(
-            steps=len(self._steps),
-            step_s=trimmed_mean([took_s for took_s, _ in self._steps]),
-            samples_per_s=sum(work.samples for _, work in self._steps) / total_s,
-            tokens_per_s=sum(work.tokens for _, work in self._steps) / total_s,
+            steps=len(self._works),
+            step_s=trimmed_mean(self._seconds),
+            samples_per_s=self._samples / total_s,
+            tokens_per_s=self._tokens / total_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / self._peak,
-            last_samples_per_s=self._steps[-1][1].samples / max(self._steps[-1][0], 1e-12),
-            last_step_s=self._steps[-1][0],
+            last_samples_per_s=self._works[-1].samples / max(last_s, 1e-12),
+            last_step_s=last_s,
         )
 
 

@@ -10,6 +10,7 @@ and the comparison with gloo: docs/benchmarks/comm.md. Protocol: native/include/
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,18 @@ import ds_ops._call as _call
 from ds_config.errors import CommError, KernelError
 from ds_ops.segment import Segment, neighbourhood
 
-__all__ = ["Channel", "ChannelSettings", "Counters", "Op", "Segment", "Task", "Verb", "combine", "neighbourhood"]
+__all__ = [
+    "Channel",
+    "ChannelSettings",
+    "Counters",
+    "Op",
+    "Segment",
+    "Task",
+    "Verb",
+    "combine",
+    "neighbourhood",
+    "rows_of",
+]
 
 
 class Verb(IntEnum):
@@ -206,6 +218,33 @@ class Channel:
         words = (Verb.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
         sizes = [n * width for n in send], [n * width for n in receive]
         return self._kept(Task(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
+
+    def all_to_all_parts(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Task:
+        """Give `inputs[r]` to rank r, take `outputs[r]` of rank r. Tensors may be views that lie in rows (`rows_of`): a part of the
+        heads of a sequence, say. Other ranks may call `all_to_all`.
+
+        Cost: what is for other ranks is copied to shared memory and out of it, what stays here once.
+        """
+        if len(inputs) != self.world or len(outputs) != self.world:
+            raise KernelError(
+                f"all_to_all over {self.world} ranks: {len(inputs)} inputs and {len(outputs)} outputs",
+                code="shm-bounds",
+                fix="Give one tensor per rank.",
+            )
+        parts, sizes = [], []
+        for tensor in (*inputs, *outputs):
+            lies, (element, width) = rows_of(tensor), _moved(inputs[0], tensor)
+            if lies is None:
+                raise KernelError(
+                    f"all_to_all of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, which does not lie in rows",
+                    code="kernel-argument",
+                    fix="Pass tensor.contiguous().",
+                )
+            parts.append((tensor.data_ptr(), lies[0] * width, lies[1] * width))
+            sizes.append(tensor.numel() * width)
+        send, receive = sizes[: self.world], sizes[self.world :]
+        job = self._end.start_parts(Verb.ALL_TO_ALL, element, send, receive, parts, self._timeout_ms)
+        return self._kept(Task(self, job, (*inputs, *outputs), "all_to_all"))
 
     def send(self, data: Tensor, to: int, tag: int = 0) -> Task:
         """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
@@ -399,6 +438,22 @@ def _element(tensor: Tensor, op: Op) -> int:
             fix=f"Use one of {', '.join(str(d) for d in _ELEMENTS)}; bits of integers, averages of floating point.",
         )
     return element
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int] | None:
+    """(elements of a row, elements from one row to the next) of a CPU tensor that lies in rows without gaps, all at one distance; else None."""
+    dims = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    if tensor.device.type != "cpu" or tensor.is_neg() or tensor.is_conj():
+        return None
+    row = 1
+    while dims and dims[-1][1] == row:
+        row *= dims.pop()[0]
+    if tensor.numel() == 0 or not dims:
+        return max(row, 1), max(row, 1)
+    for (_, step), (size, inner) in itertools.pairwise(dims):
+        if step != size * inner:
+            return None
+    return (row, dims[-1][1]) if dims[-1][1] >= row else None
 
 
 def _moved(inp: Tensor, out: Tensor) -> tuple[int, int]:
