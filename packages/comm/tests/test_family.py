@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.parameter import Parameter
 
-from ds_comm import Assignment, Box, Family, assign, assignment_of, single_group
+from ds_comm import Assignment, Box, Family, Interval, assign, assignment_of, single_group
+from ds_comm.family import logical_of
 from ds_config.errors import PlanError
 
 
@@ -38,3 +39,27 @@ def test_shards_are_among_the_ranks_of_the_group() -> None:
 def test_a_box_needs_a_shape() -> None:
     with pytest.raises(PlanError, match="neither"):
         Assignment(box=Box((0,), (1,)))
+
+
+def test_a_parameter_without_a_word_is_a_whole_logical_tensor() -> None:
+    found = logical_of("a", torch.zeros(2, 4))
+    assert (found.name, found.shape, found.box, found.whole) == ("a", (2, 4), Box((0, 0), (2, 4)), True)
+    assert logical_of("a", torch.zeros(0), (2, 4)) == found  # its values are elsewhere
+
+
+def test_a_part_of_a_logical_tensor_is_named_as_the_tensor() -> None:
+    param = Parameter(torch.zeros(2, 4))
+    assign(param, Assignment(name="whole", shape=(8, 4), box=Box((2, 0), (2, 4))))
+    found = logical_of("part", param)
+    assert (found.name, found.shape, found.whole) == ("whole", (8, 4), False)
+    shard = found.shard("optim", "float32", Interval(1, 3), "/exp_avg")
+    assert (shard.name, shard.shape, shard.box) == ("optim/whole/exp_avg", (8, 4), Box((2, 0), (2, 4)))
+
+
+@pytest.mark.parametrize("box", [Box((2, 0), (3, 4)), Box((7, 0), (2, 4)), Box((0,), (2,))])
+def test_a_box_that_the_parameter_is_not_is_refused(box: Box) -> None:
+    param = Parameter(torch.zeros(2, 4))
+    assign(param, Assignment(shape=(8, 4), box=box))
+    with pytest.raises(PlanError, match="was assigned") as caught:
+        logical_of("part", param)
+    assert caught.value.code == "zero-family"

@@ -1,29 +1,17 @@
-"""Placements, rings and scratch files: what is planned, what is where, and what goes wrong."""
+"""Placements of state: what is planned, and what goes wrong."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from ds_accel import HostMemory
 from ds_config.errors import PlanError
-from ds_ops.io import FileTransferError, IOSettings
 from ds_zero import Placement, ShardOptions, plan
 from ds_zero.layout.options import placed_numel
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
-from ds_zero.offload import scratch
-from ds_zero.offload.scratch import Record, Ring, Scratch, host_bytes, room_refusal
-
-CPU = torch.device("cpu")
+from ds_zero.runtime import sharding
 
 
 @pytest.mark.parametrize(
@@ -78,160 +66,6 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 
 def test_more_than_the_host_has_is_refused() -> None:
     few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
-    with mock.patch.object(scratch, "host_memory", return_value=few):
-        assert room_refusal(1 << 19, 2, what="nothing") == ""
-        assert "2 ranks of this host would keep 640 KiB each" in room_refusal(5 << 17, 2, what="the plan")
-
-
-def test_refused_page_locking_falls_back_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
-        raise RuntimeError("Cannot allocate memory")
-
-    with mock.patch.object(scratch, "_told", set()), mock.patch.object(torch, "zeros", refuse):
-        for _ in range(3):
-            found = host_bytes(5000, torch.device("cuda"), pin=True)
-            assert found.numel() == 5000
-            assert found.data_ptr() % 4096 == 0
-            assert not found.any()
-    assert len(caplog.records) == 1
-
-
-# ---- rings and records
-
-
-@pytest.mark.parametrize("buffers", [2, 5])
-@pytest.mark.parametrize("behind", [True, False])
-def test_records_keep_their_bytes(tmp_path: Path, buffers: int, behind: bool) -> None:
-    chance = random.Random(buffers)
-    placement = Placement(
-        "file", str(tmp_path / "deep" / "folder"), buffers=buffers, write_behind=behind, io=IOSettings(block_bytes=4096)
-    )
-    ring = Ring(placement, CPU)
-    records = [Record(ring, n) for n in (1, 4096, 4097, 100_000, 3, 65_537, 10)]
-    truth = [torch.full((r.nbytes,), i, dtype=torch.uint8) for i, r in enumerate(records)]
-    for record, value in zip(records, truth, strict=True):
-        record.blank().copy_(value)
-        record.put()
-    held: list[int] = []
-    for _ in range(400):
-        at = chance.randrange(len(records))
-        record = records[at]
-        action = chance.random()
-        if action < 0.3:
-            record.begin()
-        elif at in held:
-            held.remove(at)
-            if action < 0.6:
-                record.drop()
-            else:
-                truth[at] = torch.full((record.nbytes,), chance.randrange(256), dtype=torch.uint8)
-                record.hold().copy_(truth[at])
-                record.put()
-        else:
-            assert torch.equal(record.hold(), truth[at])
-            held.append(at)
-            if action > 0.95:
-                grown = record.grow(record.nbytes + 5000)
-                assert torch.equal(grown[: len(truth[at])], truth[at])
-                truth[at] = torch.full((record.nbytes,), at, dtype=torch.uint8)
-                grown.copy_(truth[at])
-                held.remove(at)
-                record.put()
-    for at in held:
-        records[at].put()
-    assert ring.extras == 0
-    assert len(ring.ahead) <= buffers
-    for record, value in zip(records, truth, strict=True):
-        assert torch.equal(record.hold(), value)
-        record.drop()
-    assert os.listdir(placement.folder) == []  # type: ignore[arg-type]
-    ring.close()
-
-
-def test_reads_ahead_follow_the_order_of_uses(tmp_path: Path) -> None:
-    ring = Ring(Placement("file", str(tmp_path), buffers=3), CPU)
-    records = [Record(ring, 4096) for _ in range(4)]
-    for record in records:
-        record.blank().zero_()
-        record.put()
-    followed = []
-    for _ in range(2):
-        for number in (0, 1, 2, 3, 2, 1, 0):  # forward and backward
-            found = ring.used(records[number])
-            followed.append(None if found is None else found.number)
-    assert followed[8:13] == [2, 3, 2, 1, 0]
-    ring.close()
-
-
-@pytest.mark.slow
-def test_drawn_sizes(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    for _ in range(12):
-        scratch = Scratch(
-            str(tmp_path), IOSettings(block_bytes=4096 * chance.randint(1, 300), workers=chance.randint(1, 3))
-        )
-        sizes = [int(10 ** chance.uniform(0, 7)) for _ in range(8)]
-        data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
-        places = [scratch.reserve(n) for n in sizes]
-        for moving in [scratch.write(d, at) for d, at in zip(data, places, strict=True)]:
-            moving.wait()
-        for value, at in zip(data, places, strict=True):
-            back = torch.zeros_like(value)
-            scratch.read(back, at).wait()
-            assert torch.equal(back, value)
-        scratch.close()
-        assert os.listdir(tmp_path) == []
-
-
-# ---- what goes wrong
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(PlanError, match="file") as caught:
-        Scratch(str(tmp_path / "file" / "folder"), IOSettings())
-    assert caught.value.code == "offload-folder"
-
-
-def test_a_full_disk_says_what_was_planned_and_what_is_free(tmp_path: Path) -> None:
-    scratch = Scratch(str(tmp_path), IOSettings())
-    scratch.reserve(4096)
-    with pytest.raises(PlanError, match=r"holds 4 KiB and has no room for 4096 PiB more.*free") as caught:
-        scratch.reserve(1 << 62)
-    assert caught.value.code == "offload-space"
-    scratch.close()
-
-
-def test_a_file_that_is_cut_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    scratch = Scratch(str(tmp_path), IOSettings())
-    at = scratch.reserve(10_000)
-    os.truncate(scratch.path, 5000)
-    with pytest.raises(FileTransferError, match=f"scratch file in {tmp_path}") as caught:
-        scratch.read(torch.empty(10_000, dtype=torch.uint8), at).wait()
-    assert caught.value.code == "io-end-of-file"
-    assert caught.value.filename == str(tmp_path)
-    scratch.close()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),  # test_offload_limits.py kills as well
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        None,
-    ],
-)
-def test_nothing_is_left_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> None:
-    code = f"""
-        import os, torch
-        from ds_zero import Placement
-        from ds_zero.offload.scratch import Record, Ring
-        ring = Ring(Placement("file", {str(tmp_path)!r}, buffers=2), torch.device("cpu"))
-        record = Record(ring, 1 << 20)
-        record.blank().zero_()
-        record.put()
-        {"raise SystemExit(3)" if how is None else f"os.kill(os.getpid(), {int(how)})"}
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True)
-    assert done.returncode == (3 if how is None else -how), done.stderr
-    assert os.listdir(tmp_path) == []
+    with mock.patch.object(sharding, "host_memory", return_value=few):
+        assert sharding.room_refusal(1 << 19, 2, what="nothing") == ""
+        assert "2 ranks of this host would keep 640 KiB each" in sharding.room_refusal(5 << 17, 2, what="the plan")

@@ -129,7 +129,8 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
         from unittest import mock
-        from ds_zero.offload import scratch, tiers
+        from ds_ops import scratch
+        from ds_zero.offload import tiers
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
         locked, zeros, given = [0], torch.zeros, scratch.host_bytes
 
@@ -209,7 +210,7 @@ def test_drawn_sizes_interrupted_beside_another_process(tmp_path: Path) -> None:
     code = """
         import random, signal
         from ds_ops.io import IOSettings
-        from ds_zero.offload.scratch import Scratch
+        from ds_ops.scratch import Scratch
         beats = [0]
         signal.signal(signal.SIGALRM, lambda *_: beats.__setitem__(0, beats[0] + 1))
         signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_comm.hosted import Slot
 from ds_zero.layout.elements import plan_layout, plan_sums
 from ds_zero.layout.options import PLAIN
-from ds_zero.runtime.memory import Slot
 from ds_zero.runtime.reduction import Posting
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -72,7 +72,7 @@ def deepspeed(config: Config, model: nn.Module, stage: int, where: str, bf16: bo
 def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str, float, float]]]:
     """What one step did when, in milliseconds from its begin: (what, from, to)."""
     import ds_zero
-    from ds_zero.offload.scratch import Moving, Scratch
+    from ds_ops.scratch import Moving, Scratch
 
     model = config.model()
     place = ds_zero.Placement("file", folder)

@@ -3,7 +3,8 @@
 Words: a *family* is a set of parameters that live on the same ranks and are averaged alike: dense ones, experts, parts of
 tensor-parallel layers, weights tied over pipeline stages. A package that cuts a model (experts, tensor parallelism, stages)
 *assigns* its parameters; ds-zero, clipping and checkpoints read the assignment and ask nobody which package made it. A
-parameter without one is dense: the same on all ranks that the model was given to.
+parameter without one is dense: the same on all ranks that the model was given to. A *logical* tensor is what a checkpoint holds; a
+parameter is a box of it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_comm.groups import Group
-from ds_comm.placement import Box
+from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 
-__all__ = ["Assignment", "Family", "assign", "assignment_of"]
+__all__ = ["Assignment", "Family", "Logical", "assign", "assignment_of", "logical_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,3 +90,42 @@ def assignment_of(param: Tensor) -> Assignment:
     """What was said of `param`; dense and whole if nothing was."""
     found: Assignment = getattr(param, _MARK, _DENSE)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """Which part of which logical tensor a parameter is: an `Assignment` in which nothing is left out."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+    def shard(self, prefix: str, dtype: str, interval: Interval, suffix: str = "") -> TensorShard:
+        """Elements `interval` of the flattened parameter."""
+        return TensorShard(f"{prefix}/{self.name}{suffix}", self.shape, dtype, self.box, interval)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter is all of the logical tensor."""
+        return self.box.shape == self.shape
+
+
+def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Logical:
+    """What tensor `name` is a part of.
+
+    Args:
+        shape: The parameter's true shape, if `tensor` does not have it.
+    Raises:
+        PlanError: it does not have the shape of its box ("zero-family").
+    """
+    said: Assignment = assignment_of(tensor)
+    own = tuple(tensor.shape) if shape is None else shape
+    box, of = said.box or Box.whole(own), said.shape or own
+    inside = len(box.shape) == len(of) and all(o + s <= n for o, s, n in zip(box.offset, box.shape, of, strict=True))
+    if box.shape != own or not inside:
+        raise PlanError(
+            f"{name} has shape {own} and was assigned {box} of a tensor of shape {of}",
+            code="zero-family",
+            fix="Assign the box that the parameter is, in the logical tensor's dims.",
+        )
+    return Logical(said.name or name, of, box)

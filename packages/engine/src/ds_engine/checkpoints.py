@@ -25,12 +25,11 @@ import ds_monitor
 from ds_ckpt import LoadOptions, NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
-from ds_comm.family import assignment_of
+from ds_comm.family import assignment_of, logical_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 from ds_engine.plan import Plan
 from ds_zero import ShardedOptimizer, Sharding
-from ds_zero.layout.families import logical_of
 
 __all__ = ["Contents", "Run", "contents_of", "keep_near", "load_run", "save_run"]
 

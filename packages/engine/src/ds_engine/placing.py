@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_zero.runtime.scattered import is_scattered, place
+from ds_zero.runtime.released import keeper_of
+from ds_zero.runtime.scattered import is_scattered
 
 __all__ = ["placed", "to_device"]
 
@@ -24,7 +25,7 @@ def placed(model: nn.Module, device: torch.device, buffers: torch.dtype | None) 
     params = [(p, p.device) for p in model.parameters()]
     before = [(m, name, buffer) for m in model.modules() for name, buffer in m.named_buffers(recurse=False)]
     try:
-        place(model, device)
+        _place(model, device)
         for module, name, buffer in before if buffers is not None else ():
             if buffer.is_floating_point():
                 module._buffers[name] = buffer.to(device, buffers)
@@ -36,6 +37,25 @@ def placed(model: nn.Module, device: torch.device, buffers: torch.dtype | None) 
         for module, name, buffer in before:
             module._buffers[name] = buffer
         raise
+
+
+def _place(model: nn.Module, device: torch.device) -> None:
+    """`model.to(device)` that makes no scattered parameter whole, and leaves those on meta there. Collective only if a view keeps
+    one whole."""
+    scattered = [p for p in model.parameters() if is_scattered(p)]
+    if not scattered and not any(p.is_meta for p in model.parameters()):
+        model.to(device)
+        return
+    for param in scattered:
+        keeper_of(param).move(param, device)
+    with torch.no_grad():
+        for param in model.parameters():
+            if not is_scattered(param) and not param.is_meta and param.device != device:
+                param.data = param.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_comm
 import ds_zero
+from ds_comm.pool import Pool
 from ds_testing import world
 from ds_zero.layout.elements import plan_layout
 from ds_zero.layout.options import PLAIN
-from ds_zero.runtime.memory import Pool
 from ds_zero.runtime.reduction import Exchange
 from ds_zero.runtime.seat import sends_from_anywhere
 

@@ -7,12 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ds_comm as comm
 import ds_zero
 from ds_config.errors import UnsupportedError
-from ds_ops.summing import sum_sources
 from ds_testing import world
-from ds_zero.runtime.memory import HostMemory
 
 BF16 = ds_zero.Precision(param=torch.bfloat16)
 
@@ -55,55 +52,6 @@ def test_edits_of_every_rank_count_once(edit, precision):
     private, shared = edited_run("private", edit, precision), edited_run("shared", edit, precision)
     for a, b in zip(private[0] + private[1], shared[0] + shared[1], strict=True):
         assert torch.equal(a, b)
-
-
-@world(2)
-def test_an_edit_of_one_rank_is_seen_by_no_other():
-    host = HostMemory(comm.as_group(None), {0: (5000, torch.float32), 1: (10, torch.float32)}, 0)
-    (home, mine), (_, second) = host.full(0), host.full(1)
-    if host.rank == 0:
-        home[:2500] = 1.0
-    else:
-        home[2500:] = 2.0
-    host.barrier("filled")
-    assert mine[:2500].eq(1.0).all()
-    assert mine[2500:].eq(2.0).all()
-    assert host.edited() == []
-    host.barrier("seen")
-    if host.rank == 0:
-        mine[3000] = 7.0
-        assert host.edited() == [0]
-        assert home[3000] == 2.0
-    else:
-        second[0] = 3.0
-        assert host.edited() == [1]
-    host.barrier("edited")
-    assert mine[3000] == (7.0 if host.rank == 0 else 2.0)
-    host.forget(0)
-    host.forget(1)
-    assert host.edited() == []
-    assert mine[3000] == 2.0
-    assert second[0] == 0.0
-    host.barrier("end")
-
-
-@world(3)
-def test_slots_sum_in_rank_order_while_one_rank_is_ahead():
-    host = HostMemory(comm.as_group(None), {}, 4 * 12)
-    sums = []
-    for step in range(50):
-        if (step + host.rank) % 7 == 0:
-            torch.randn(200, 200) @ torch.randn(200, 200)
-        out = torch.empty(4)
-        slot = host.open_slot(12, torch.float32, lambda: None)
-        slot.mine.fill_(step * 10.0 + host.rank)
-        host.post(slot, "part")
-        host.wait(slot, "test")
-        sum_sources(out, [part[4 * host.rank :][:4] for part in slot.all])
-        host.pulled(slot)
-        sums.append(out)
-    assert [s.tolist() for s in sums] == [[30.0 * step + 3.0] * 4 for step in range(50)]
-    host.barrier("end")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

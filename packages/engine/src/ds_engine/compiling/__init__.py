@@ -3,6 +3,7 @@
 graph, deciding, passes    pure: what passes know, what they decide, which ones run when
 compiling                  pure: a configuration to a schedule of passes
 ops, reading, rewriting    from a traced graph to what passes know, and back with actions in it
+verbs, parking, joint      what operations do to a sharded model
 moves, cutting, sequences  layers and sequences that are cut: collectives as operations, and batches in parts
 frames, session            pieces of a model's forward as they are captured; the run
 """

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_accel import get_accelerator
-from ds_zero.offload.scratch import host_bytes
-from ds_zero.offload.tiers import Part, Tier
+from ds_ops.scratch import host_bytes
+from ds_zero.runtime.unit import Unit
 
 __all__ = ["Parking"]
 
@@ -34,14 +34,6 @@ class _Moved:
     host: Tensor
 
 
-class Parked(Protocol):
-    """Of a unit what is used here: `Unit`."""
-
-    number: int
-    parts: list[Part]
-    tier: Tier
-
-
 class Parking:
     """Of the units of one model whose state is updated on the device.
 
@@ -52,7 +44,7 @@ class Parking:
         moved: Bytes that went to the host so far, and as many came back.
     """
 
-    def __init__(self, units: Sequence[Parked], *, pin: bool) -> None:
+    def __init__(self, units: Sequence[Unit], *, pin: bool) -> None:
         self._units, self._pin = {unit.number: unit for unit in units if unit.tier.parks}, pin
         self._away: dict[int, list[_Moved]] = {}
         self._coming: dict[int, Any] = {}  # an event of the copies of units that are on their way back

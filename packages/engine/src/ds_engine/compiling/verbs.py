@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
+from ds_engine.compiling.joint import buckets_of, reduce_together
 from ds_engine.compiling.parking import Parking
 from ds_zero.runtime.released import Released, release, restore
 from ds_zero.runtime.sharding import Sharding
@@ -126,11 +127,13 @@ class Graphs:
 
     def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
         """Units whose gradients fit together into messages of `limit` elements, in the order of reductions. The same on every rank."""
-        return self._reducing.buckets(limit)
+        sequence = [number for number in reversed(self._reducing.trained) if not self.units[number].seat.apart]
+        numels = [unit.layout.numel for unit in self.units]
+        return tuple(buckets_of(sequence, [unit.gradients for unit in self.units], numels, limit))
 
     def sum_together(self, buckets: Sequence[tuple[int, ...]]) -> None:
         """The gradients of each bucket's units are summed by one message from now on. Between steps, the same on every rank."""
-        self._reducing.sum_together(buckets)
+        self._reducing.sum_together(buckets, reduce_together)
 
     def run_ahead(self, numel: int) -> None:
         """How many elements are gathered before a graph asks for them."""

@@ -2,15 +2,14 @@
 
 *Family* and *assignment* are those of `ds_comm.family`. A parameter without an assignment is of the family *dense*: the ranks that the
 model was given to. A *replica* is `shard_size` neighbouring ranks that share one copy of the sharded state. Rank r of every replica
-holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS"). A *logical* tensor is what a
-checkpoint holds; a parameter is a box of it.
+holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS").
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, part_group, single_group
-from ds_comm.family import Assignment, Family, assignment_of
+from ds_comm.family import Family, Logical, assignment_of
 from ds_comm.groups import node_groups
-from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
 from ds_zero.runtime.scattered import scatter_of
 
-__all__ = ["Logical", "Replicas", "check_same", "cut", "family_name", "find_families", "logical_of"]
+__all__ = ["Replicas", "check_same", "cut", "family_name", "find_families"]
 
 
 class Replicas(NamedTuple):
@@ -124,48 +122,6 @@ def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
     shards = known or part_group(mine, "shards")
     replicas = part_group(twins, "twins")
     return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
-
-
-# ---- logical tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Logical:
-    """Which part of which logical tensor a parameter is: an `Assignment` in which nothing is left out."""
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-
-    def shard(self, prefix: str, dtype: str, interval: Interval, suffix: str = "") -> TensorShard:
-        """Elements `interval` of the flattened parameter."""
-        return TensorShard(f"{prefix}/{self.name}{suffix}", self.shape, dtype, self.box, interval)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the parameter is all of the logical tensor."""
-        return self.box.shape == self.shape
-
-
-def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Logical:
-    """What tensor `name` is a part of.
-
-    Args:
-        shape: The parameter's true shape, if `tensor` does not have it.
-    Raises:
-        PlanError: it does not have the shape of its box ("zero-family").
-    """
-    said: Assignment = assignment_of(tensor)
-    own = tuple(tensor.shape) if shape is None else shape
-    box, of = said.box or Box.whole(own), said.shape or own
-    inside = len(box.shape) == len(of) and all(o + s <= n for o, s, n in zip(box.offset, box.shape, of, strict=True))
-    if box.shape != own or not inside:
-        raise PlanError(
-            f"{name} has shape {own} and was assigned {box} of a tensor of shape {of}",
-            code="zero-family",
-            fix="Assign the box that the parameter is, in the logical tensor's dims.",
-        )
-    return Logical(said.name or name, of, box)
 
 
 def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, Family]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError, UnsupportedError
-from ds_zero.offload.scratch import host_bytes
+from ds_ops.scratch import host_bytes
 from ds_zero.runtime.released import Keeper, keep, release, restore, unkeep
 from ds_zero.runtime.unit import Full, Unit
 

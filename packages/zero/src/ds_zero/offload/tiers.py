@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
+from ds_ops.scratch import Record, Ring, RingSettings, host_bytes
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.options import Placement
 from ds_zero.layout.precision import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
-from ds_zero.offload.scratch import Record, Ring, host_bytes
 
-__all__ = ["TIERS", "Part", "Place", "Sums", "Tier", "Tiered", "kind_of", "made", "place_of"]
+__all__ = ["TIERS", "Part", "Place", "Tier", "Tiered", "kind_of", "made", "nothing", "place_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +59,6 @@ class Part:
 States = Callable[[Part], dict[str, Any]]
 
 
-class Sums(Protocol):
-    """Of a unit's gradients what a tier may use: `Gradients`."""
-
-    sums: list[Tensor] | None
-    ranges: tuple[tuple[int, int], ...]
-
-    def finish(self) -> None: ...
-
-    def view(self, start: int, stop: int) -> Tensor | None: ...
-
-
 class Tiered(Protocol):
     """Of a unit what a tier may use: `Unit`. The one thing that it may set is `shard`.
 
@@ -88,9 +77,6 @@ class Tiered(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def gradients(self) -> Sums: ...
 
 
 class Place:
@@ -231,13 +217,13 @@ class HostTier(HostPlace, Tier):
 
     def __init__(self, placement: Placement, unit: Tiered) -> None:
         super().__init__(placement, unit)
-        self.wanted: Callable[[], None] = _nothing
+        self.wanted: Callable[[], None] = nothing
 
     def fetch(self) -> None:
         self.wanted()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nobody listens."""
 
 
@@ -248,7 +234,7 @@ class _Filed(Place, ABC):
 
     def _open(self, role: str, placement: Placement, unit: Any, nbytes: int) -> None:
         self.placement = placement
-        self.ring: Ring = unit.seat.pool.shared((role, placement), lambda: Ring(placement, unit.device))
+        self.ring: Ring = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
         self.regions, self.record = Regions(unit.layout.shard_numel), Record(self.ring, nbytes)
         self._held = False
 
@@ -280,6 +266,13 @@ class _Filed(Place, ABC):
     @abstractmethod
     def _point(self, memory: Tensor | None) -> None:
         """Every tensor to its range of `memory`; None: to none."""
+
+
+def _ring(placement: Placement, device: torch.device) -> Ring:
+    if placement.folder is None:
+        raise ValueError("a ring belongs to files")
+    told = (placement.folder, placement.buffers, placement.pin, placement.write_behind, placement.io)
+    return Ring(RingSettings(*told), device)
 
 
 class FilePlace(_Filed):

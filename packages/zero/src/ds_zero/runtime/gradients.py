@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +26,25 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_comm import Group, Work
 from ds_zero._torch import foreach_add, foreach_copy
+from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.plan import UnitPlan
-from ds_zero.runtime.joint import Joint
+from ds_zero.offload.tiers import nothing
 from ds_zero.runtime.seat import Seat
 
-__all__ = ["Gradients", "Way", "reduce_together"]
+__all__ = ["Gradients", "Joint", "Pieces", "Way"]
+
+Pieces = Sequence[Sequence[Tensor]]
+"""For each rank the tensors that go to it, or come from it; contiguous."""
+
+
+class Joint(Protocol):
+    """One message of several units, which is sent when all of them have given theirs. What both return is waited for by their unit."""
+
+    def sum(self, arena: Tensor, out: Tensor, layout: UnitLayout, name: str) -> Work:
+        """Sum `arena` [numel] over the ranks, and put this rank's shard of the sum into `out`, which may be a range of it."""
+
+    def exchange(self, arriving: Pieces, leaving: Pieces, name: str) -> Work:
+        """Send pieces to the other ranks, and receive theirs. Both sides know all sizes."""
 
 
 class Way:
@@ -162,13 +177,13 @@ class Gradients:
         # Where sums come; what these are cut from, if not kept.
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
         self._square: tuple[float, int] | None = None
-        self.changing: Callable[[], None] = _nothing
-        self.summed: Callable[[], None] = _nothing
+        self.changing: Callable[[], None] = nothing
+        self.summed: Callable[[], None] = nothing
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     @property
     def joins(self) -> bool:
-        """Whether it may be reduced with others, see `reduce_together`."""
+        """Whether it may be reduced with others, see `Reducing.sum_together`."""
         return self.way.joins and self.seat.size > 1
 
     def collect(self, *, now: bool = True) -> None:
@@ -355,16 +370,3 @@ class Gradients:
             spare = torch.empty(stop - start, dtype=dtype, device=self._device)
         self._spares[number] = spare
         return spare
-
-
-def _nothing() -> None:
-    """Nobody listens."""
-
-
-def reduce_together(several: Sequence[Gradients]) -> None:
-    """`reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
-    joint = Joint(several[0].seat)
-    for gradients in several:
-        gradients.way.join(joint)
-        gradients.reduce()
-    joint.send()

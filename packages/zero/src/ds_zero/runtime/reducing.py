@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
-from ds_zero.runtime.gradients import reduce_together
-from ds_zero.runtime.joint import buckets_of
+from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
@@ -137,6 +136,11 @@ class ZeroGrad:
         return ZeroGrad, (self._model(),)
 
 
+def _one_by_one(several: Sequence[Gradients]) -> None:
+    for gradients in several:
+        gradients.reduce()
+
+
 class Reducing:
     """The reductions of one model.
 
@@ -163,6 +167,7 @@ class Reducing:
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._reduce_several: Callable[[Sequence[Gradients]], None] = _one_by_one
         self._held: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
         self._handed: dict[
             tuple[int, int], tuple[weakref.ref[Tensor], int]
@@ -282,7 +287,7 @@ class Reducing:
     def _reduce_bucket(self, bucket: tuple[int, ...]) -> None:
         """As far as it has been collected."""
         numbers = self._held.pop(bucket)
-        reduce_together([self.units[number].gradients for number in numbers])
+        self._reduce_several([self.units[number].gradients for number in numbers])
         self._inflight.extend(numbers)
 
     def _limit_inflight(self) -> None:
@@ -325,15 +330,14 @@ class Reducing:
         self._deferred = False
         self.drain()
 
-    def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
-        """Units that would be summed together, `limit` elements at most in one message. The same on every rank."""
-        sequence = [number for number in reversed(self.trained) if number not in self._apart]
-        numels = [unit.layout.numel for unit in self.units]
-        return tuple(buckets_of(sequence, [unit.gradients for unit in self.units], numels, limit))
+    def sum_together(self, buckets: Sequence[tuple[int, ...]], reduce: Callable[[Sequence[Gradients]], None]) -> None:
+        """Reduce the units of each bucket by one call of `reduce` from now on. Between steps, the same on every rank.
 
-    def sum_together(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Sum the units of each bucket in one message from now on. Between steps, the same on every rank."""
+        Args:
+            reduce: As `Gradients.reduce` of each; they were collected.
+        """
         self._bucket_of = {number: bucket for bucket in buckets for number in bucket}
+        self._reduce_several = reduce
 
     def drain(self) -> None:
         """Wait for every reduction that was started."""

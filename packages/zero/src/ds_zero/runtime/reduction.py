@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, Work
+from ds_comm.hosted import HostMemory, Slot
 from ds_comm.rows import Table, sum_rows
 from ds_ops.stream import copy_ranges
 from ds_ops.summing import sum_ranges, sum_sources
@@ -38,7 +39,6 @@ from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout.elements import Run, gaps_between, pack, plan_copies, plan_sums
 from ds_zero.layout.plan import Reduction, UnitPlan
 from ds_zero.runtime.gradients import Way
-from ds_zero.runtime.memory import HostMemory, Slot
 from ds_zero.runtime.seat import Seat
 
 __all__ = ["Exchange", "Posting", "Rows", "tables", "way_of"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
@@ -24,7 +24,7 @@ from ds_config.errors import ShardedAccessError
 from ds_zero._torch import storage_uses, without_torch_function
 from ds_zero.runtime.released import Keeper, Released, keep, keeper_of, placeholder_of, release, restore, unkeep
 
-__all__ = ["Copier", "Scatter", "chunk_of", "is_scattered", "number_of", "place", "scatter_of", "whole"]
+__all__ = ["Copier", "Scatter", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
 
 _RECORD = "_ds_zero_scatter"
 _numbers = itertools.count()
@@ -291,25 +291,6 @@ def chunk_of(param: Tensor) -> Tensor | None:
     """This rank's elements of a scattered parameter, flat, filled up with zeros; None for any other tensor."""
     record: _Record | None = param.__dict__.get(_RECORD)
     return None if record is None else record.chunk
-
-
-def place(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)` that makes no scattered parameter whole, and leaves those on meta there. Collective only if a view keeps
-    one whole."""
-    scattered = [p for p in model.parameters() if is_scattered(p)]
-    if not scattered and not any(p.is_meta for p in model.parameters()):
-        model.to(device)
-        return
-    for param in scattered:
-        keeper_of(param).move(param, device)
-    with torch.no_grad():
-        for param in model.parameters():
-            if not is_scattered(param) and not param.is_meta and param.device != device:
-                param.data = param.data.to(device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
 
 
 @contextmanager

@@ -3,23 +3,16 @@
 A *node* is `size` neighbouring ranks of those that share one copy of the sharded state. The group *inside* has the ranks of this node,
 *across* those with this rank's place in every node. Two ways, which go together:
 
-    two steps   Each rank first gathers its place's chunks across, then all of them inside. Every byte enters a node once.
-                Reference: Zhang et al. 2022, "MiCS", section 3.3.
+    two steps   Each rank first gathers its place's chunks across, then all of them inside (`ds_comm.route`).
     secondary   What a gather brought is kept in pieces inside the node, 1/size of it a rank, until the next update. Until then
                 gathers stay inside the node. Reference: Wang et al. 2023, "ZeRO++", section 3.2 (hpZ).
-
-Note "order of second steps". A second step starts after its first has ended, and starts must have one order on all ranks. So second
-steps queue: one starts when it, or anything gathered after it, is needed or started. A rank that waits for something else meanwhile
-must push the queue (`Route.push`), because others may wait for its part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,102 +21,20 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm import Group, drop_group, groups, twin_group
 from ds_comm.family import Family
+from ds_comm.hosted import HostMemory, host_refusal
 from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.pool import Pool
+from ds_comm.route import Route
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.families import cut
 from ds_zero.layout.options import Nodes, ShardOptions
 from ds_zero.layout.plan import Ranks, UnitPlan
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.memory import HostMemory, Pool, host_refusal
 
-__all__ = ["Route", "Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere"]
+__all__ = ["Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere"]
 
 _log = logging.getLogger("ds_zero")
-
-
-class Route:
-    """The way gathers of one model take between nodes; see the module's docstring. All ranks make the same calls in the same order.
-
-    Attributes:
-        nodes: What was asked for.
-        inside, across: See the module's docstring.
-    """
-
-    def __init__(self, nodes: Nodes, inside: Group, across: Group, pool: Pool) -> None:
-        self.nodes, self.inside, self.across = nodes, inside, across
-        self._pool = pool
-        self._line: deque[_Trip] = deque()
-
-    def gather(self, out: Tensor, mine: Tensor, unit: str) -> comm.Work:
-        """Start `all_gather_single(out, mine)` in two steps.
-
-        Args:
-            out: [ranks * n].
-            mine: [n], of the same dtype.
-        Cost: (nodes-1) n elements over the links between nodes, (size-1) nodes n inside; a buffer of nodes n meanwhile.
-        """
-        self.push()
-        staged = self._pool.take(self.across.size * mine.numel(), mine.dtype, mine.device)
-        first = comm.all_gather_single(staged, mine, self.across, async_op=True, unit=unit)
-        trip = _Trip(self, out, staged, first, unit)
-        self._line.append(trip)
-        return trip
-
-    def gather_inside(self, out: Tensor, mine: Tensor, unit: str) -> comm.Work:
-        """Start to put together `out` [size * n] from the pieces [n] of this node's ranks."""
-        self.push()
-        return comm.all_gather_single(out, mine, self.inside, async_op=True, unit=unit)
-
-    def push(self, last: comm.Work | None = None) -> None:
-        """Start the second steps that wait in line, in order; up to that of `last`, by default all."""
-        while self._line:
-            trip = self._line.popleft()
-            trip.go_inside()
-            if trip is last:
-                return
-
-    def waits(self, work: comm.Work) -> bool:
-        """Whether the second step of a gather has not started."""
-        return any(trip is work for trip in self._line)
-
-    def give(self, buffer: Tensor) -> None:
-        """A trip is over."""
-        self._pool.give(buffer)
-
-
-class _Trip:
-    """One gather in two steps."""
-
-    def __init__(self, route: Route, out: Tensor, staged: Tensor, first: comm.Work, unit: str) -> None:
-        self._route, self._out, self._staged, self._first, self._unit = route, out, staged, first, unit
-        self._second: list[comm.Work] = []
-        self._over = False
-
-    def go_inside(self) -> None:
-        """The second step: for each node its ranks' chunks, which lie side by side in `out`."""
-        self._first.wait()
-        chunk = self._staged.numel() // self._route.across.size
-        row = chunk * self._route.inside.size
-        for node in range(self._route.across.size):
-            out, mine = self._out[node * row :][:row], self._staged[node * chunk :][:chunk]
-            self._second.append(comm.all_gather_single(out, mine, self._route.inside, async_op=True, unit=self._unit))
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until `out` may be read."""
-        if self._over:
-            return True
-        if self._route.waits(self):
-            self._route.push(self)
-        for work in self._second:
-            work.wait(timeout)
-        self._over = True
-        self._route.give(self._staged)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return without waiting for another rank."""
-        return self._over or (bool(self._second) and all(work.is_completed() for work in self._second))
 
 
 class Secondary:
@@ -156,7 +67,7 @@ class Secondary:
             return
         if self._piece is None:
             self._piece = torch.empty(
-                self._layout.numel // self._route.nodes.size, dtype=full.dtype, device=full.device
+                self._layout.numel // self._route.inside.size, dtype=full.dtype, device=full.device
             )
         with torch.no_grad():
             for start, _, mine in self._pieces(self._piece):
@@ -170,7 +81,7 @@ class Secondary:
 
     def _pieces(self, kept: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop) of each segment in the full buffer, and this rank's piece of it."""
-        size = self._route.nodes.size
+        size = self._route.inside.size
         parts = kept.split([(stop - start) // size for start, stop in self._layout.spans])
         return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
 
@@ -188,7 +99,8 @@ class Seat:
         pool: Where gradient buffers come from.
         shared: The ranks of `shards` keep one copy of the parameters between them ...
         host: ... in this memory.
-        route: How gathers go between nodes; None: flat.
+        nodes: Which of the ranks are near, and what gathers make of it; None: nothing.
+        route: The way of gathers between nodes; None: flat.
         levels: How codes of gradients do; None: flat.
         tables: Names of parameters of whose gradients only the rows that are not zero are sent.
     """
@@ -201,6 +113,7 @@ class Seat:
     pool: Pool
     shared: bool = False
     host: HostMemory | None = None
+    nodes: Nodes | None = None
     route: Route | None = None
     levels: Hierarchy | None = None
     tables: frozenset[str] = frozenset()
@@ -273,13 +186,14 @@ class Seating:
         self._dense_shards = self._dense_shards or replicas.shards
         shards = gathers = replicas.shards
         shared = self._shares(shards)
-        route = self._route(shards, shared)
+        nodes = self._nodes(shards, shared)
+        route = None if nodes is None else self._route(shards, nodes)
         if self.options.residency.shard_params and shards.pg is not None and not shared:
             gathers = twin_group(shards, "gather", None)
             self._made.append(gathers)
         levels = None if shared else self.options.wire.levels(shards)
         self._made += () if levels is None else (levels.inside, levels.across)
-        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, route, levels)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
 
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
@@ -300,7 +214,7 @@ class Seating:
             fix="Leave memory at 'auto', or shard over ranks of one host.",
         )
 
-    def _route(self, shards: Group, shared: bool) -> Route | None:
+    def _nodes(self, shards: Group, shared: bool) -> Nodes | None:
         nodes = self.options.nodes
         if nodes is not None and shared:
             _log.info(
@@ -314,9 +228,12 @@ class Seating:
         if nodes.size >= shards.size or nodes.size == 1:
             _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
             return None
+        return nodes
+
+    def _route(self, shards: Group, nodes: Nodes) -> Route:
         inside, across = node_groups(shards, nodes.size, ("node", "across"))
         self._made += inside, across
-        return Route(nodes, inside, across, self.pool)
+        return Route(inside, across, self.pool)
 
     @property
     def ranks(self) -> dict[str, Ranks]:
@@ -327,7 +244,7 @@ class Seating:
                 seat.shards.size,
                 seat.shared,
                 sends_from_anywhere(seat.shards, device),
-                None if seat.route is None else seat.route.nodes,
+                seat.nodes,
             )
             for name, seat in self.seats.items()
         }

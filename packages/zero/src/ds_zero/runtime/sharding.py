@@ -24,22 +24,23 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm as comm
+from ds_accel import host_memory
 from ds_comm import Group, LocalShard, all_gather_json
-from ds_comm.family import Family
+from ds_comm.family import Family, logical_of
 from ds_comm.placement import Interval
+from ds_comm.pool import Pool
 from ds_comm.same import make_same
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
+from ds_config.sizes import bytes_text
 from ds_zero.layout.elements import Piece
-from ds_zero.layout.families import check_same, family_name, find_families, logical_of
+from ds_zero.layout.families import check_same, family_name, find_families
 from ds_zero.layout.options import Habits, ShardOptions, describe, dtype_name
 from ds_zero.layout.plan import ZeroPlan, plan_all
 from ds_zero.layout.precision import Precision
 from ds_zero.layout.units import DENSE, plan_units
-from ds_zero.offload.scratch import room_refusal
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
-from ds_zero.runtime.memory import Pool
 from ds_zero.runtime.reducing import Reducing
 from ds_zero.runtime.reduction import tables
 from ds_zero.runtime.scattered import is_scattered
@@ -160,6 +161,17 @@ def _check_host(plan: ZeroPlan, everyone: Group) -> None:
             code="offload-host-memory",
             fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
         )
+
+
+def room_refusal(needed: int, ranks: int, *, what: str) -> str:
+    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
+    available = host_memory().available
+    if needed * ranks <= available:
+        return ""
+    return (
+        f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
+        f"of which {bytes_text(available)} are free:\n{what}"
+    )
 
 
 class Sharding:

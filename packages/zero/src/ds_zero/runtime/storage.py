@@ -6,7 +6,7 @@ that is written once an update, so that gathers recast nothing.
 
     private    every rank keeps full. A gather is an all-gather into it, in place.
     released   full has no memory between uses; parameters refuse to be used. The plan's `param_tier` says where what is sent is kept.
-    shared     the ranks of a host keep one copy, *home*; full is this rank's overlay of it (`memory.py`). A gather is a barrier.
+    shared     the ranks of a host keep one copy, *home*; full is this rank's overlay of it (`ds_comm.hosted`). A gather is a barrier.
 
 A buffer that a collective is using belongs to that collective's handle; `finish` waits for it.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_comm.route import Route
 from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import Piece, Slot, UnitLayout, gaps_between
@@ -30,7 +31,7 @@ from ds_zero.layout.plan import Storage, UnitPlan
 from ds_zero.offload.tiers import Tier, place_of
 from ds_zero.runtime.released import release, restore
 from ds_zero.runtime.scattered import is_scattered
-from ds_zero.runtime.seat import Route, Seat, Secondary
+from ds_zero.runtime.seat import Seat, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 
@@ -129,11 +130,11 @@ class PrivateStorage:
             self._gather(channel, PLAIN)
 
     def _gather(self, channel: comm.Group | None, wire: Messages) -> None:
-        route = self._unit.seat.route if channel is None else None
-        start = partial(self._send, route if route is not None and route.nodes.two_steps else None, channel)
+        seat = self._unit.seat
+        route = seat.route if channel is None and seat.nodes is not None and seat.nodes.two_steps else None
+        start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
-            out = self.full[begin:end]
-            self._works.append(wire.gather(out, source.to(self.full.device, non_blocking=True), start))
+            self._works.append(wire.gather(self.full[begin:end], source.to(self.full.device, non_blocking=True), start))
 
     def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
         name, gathers = self._unit.plan.name, self._unit.seat.gathers
@@ -254,13 +255,13 @@ class ReleasedStorage(PrivateStorage):
 
     def __init__(self, unit: Stored) -> None:
         super().__init__(unit)
-        plan, route = unit.plan, unit.seat.route
+        plan, nodes, route = unit.plan, unit.seat.nodes, unit.seat.route
         self.param_tier = place_of(plan.param_tier, unit, self)
         if plan.keeps_sent:
             self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
         self._loaded: Tensor | None = None
-        near = route is not None and route.nodes.secondary
+        near = nodes is not None and nodes.secondary
         self._near = Secondary(route, plan.layout, plan.name) if route is not None and near else None
 
     def _allocate(self) -> Tensor:
@@ -369,7 +370,7 @@ class ReleasedStorage(PrivateStorage):
 
 
 class SharedStorage(PrivateStorage):
-    """The ranks of a host keep one copy of the parameters; see `memory.py`.
+    """The ranks of a host keep one copy of the parameters; see `ds_comm.hosted`.
 
     Attributes:
         home: The copy.

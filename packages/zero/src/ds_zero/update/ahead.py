@@ -28,7 +28,7 @@ from ds_ops.stream import copy_ranges
 from ds_ops.threads import at_most
 from ds_zero.layout.options import Placement
 from ds_zero.layout.units import DENSE
-from ds_zero.offload.tiers import HostTier, Part
+from ds_zero.offload.tiers import HostTier, Part, nothing
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.agreement import weight_of
@@ -231,9 +231,9 @@ class Ahead:
         """Take everything back, and end the thread."""
         self.take_back_all()
         for unit in self._units.values():
-            unit.gradients.changing = unit.gradients.summed = _nothing
+            unit.gradients.changing = unit.gradients.summed = nothing
             if isinstance(unit.tier, HostTier):
-                unit.tier.wanted = _nothing
+                unit.tier.wanted = nothing
         if self._units and self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -245,10 +245,6 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job
-
-
-def _nothing() -> None:
-    """Nobody listens."""
 
 
 class _Kept:

@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.agreement import weight_of
 from ds_zero.update.ahead import Ahead
 from ds_zero.update.inner import Updater
 from ds_zero.update.state import OptimizerState
 
-__all__ = ["Due", "Work", "apply"]
+__all__ = ["Due", "apply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +30,15 @@ class Due:
     unused: Sequence[set[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Who does it."""
-
-    sharding: Sharding
-    kept: OptimizerState
-    ahead: Ahead
-    updater: Updater
-
-
-def apply(due: Due, work: Work) -> None:
+def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> None:
     """Update all units. Gradients are used up, and stay for who clears them."""
     for unit in [unit for unit in due.units if unit.tier.parked is not None]:
         unit.tier.fetch_state()  # policies of updates read it before any unit is updated
-    work.sharding.adopt_edits()
-    divisor, factor = work.sharding.families[DENSE].divisor, due.factor
+    kept.sharding.adopt_edits()
+    divisor, factor = kept.sharding.families[DENSE].divisor, due.factor
     grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
     first = any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads)
-    early = work.ahead.settle(factor, first=first)
+    early = ahead.settle(factor, first=first)
     done = set(early)
     grads = [(unit, grad) for unit, grad in grads if unit not in done]
     for unit, grad in grads:
@@ -62,14 +51,14 @@ def apply(due: Due, work: Work) -> None:
     gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}
     for unit, absent in gone.items():
         if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
-            work.kept.split(unit)
-    work.updater.begin(due.units)
+            kept.split(unit)
+    updater.begin(due.units)
     publish(early)
     together = [u for u in gone if not u.tier.alone]
     batches = [together, *([u] for u in gone if u.tier.alone)]
     for batch, after in zip(batches, [*batches[1:], []], strict=True):
-        _update({unit: gone[unit] for unit in batch}, after, factor, work.updater)
-    work.updater.finish()
+        _update({unit: gone[unit] for unit in batch}, after, factor, updater)
+    updater.finish()
 
 
 def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float, updater: Updater) -> None:

@@ -37,7 +37,7 @@ from ds_zero.runtime.reducing import ZeroGrad
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.update.agreement import agree, first_nonfinite, weight_of
 from ds_zero.update.ahead import Ahead
-from ds_zero.update.applying import Due, Work, apply
+from ds_zero.update.applying import Due, apply
 from ds_zero.update.early import Outlook
 from ds_zero.update.inner import Updater, check_inner, habits_of, owns_reduction
 from ds_zero.update.state import OptimizerState
@@ -233,8 +233,7 @@ class ShardedOptimizer(Optimizer):
         culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
         if not skipped:
-            work = Work(self.sharding, self.kept, self.ahead, self.updater)
-            apply(Due(units, average * clip, facts.unused), work)
+            apply(Due(units, average * clip, facts.unused), self.kept, self.ahead, self.updater)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:
             unit.gradients.clear()  # which takes back what was made of them early, where the step was skipped

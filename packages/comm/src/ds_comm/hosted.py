@@ -1,12 +1,9 @@
-"""The memory of units: buffers that are used again, and memory that the ranks of one host share.
+"""Memory that the ranks of one host share for what is gathered and reduced again and again: a gather is a barrier, a reduction one pass.
 
-A *pool* hands out flat tensors by (elements, dtype, device) and takes them back, so that a steady step allocates nothing. A buffer
-that an unfinished collective writes or reads must not be given back before its wait.
-
-In shared memory a gather is a barrier and a reduction is one pass. *home* is the full buffer of a unit there, once per host; each rank
-writes its own chunk of it only. The model's parameters are views of this rank's *overlay* of home: reads see home, and a write stays
-with the rank that made it (a private mapping: the page is copied on write) until it is adopted into home or dropped. A *slot* is a
-gradient buffer of every rank that all ranks can read; there are two, used alternately.
+Words: a *unit* is what is gathered at once; it has a number. *home* is its full buffer, once per host; each rank writes its own chunk of
+it only. A rank reads it through its *overlay* of home: reads see home, and a write stays with the rank that made it (a private mapping:
+the page is copied on write) until it is adopted into home or dropped. A *slot* is a buffer of every rank for a reduction that all ranks
+can read; there are two, used alternately.
 
 Note "two slots". Reductions are numbered, in one order on all ranks. Before a rank fills a slot for number k it has finished number
 k-1: every rank has posted k-1, and a rank posts k-1 after it finished k-2. So nobody still reads what the slot held.
@@ -20,68 +17,20 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import ds_comm as comm
 from ds_comm.arena import arena_refusal
+from ds_comm.groups import Group
+from ds_comm.metadata import all_gather_json, broadcast_json
 from ds_comm.neighbours import neighbours
 from ds_comm.tally import Tally
 from ds_ops.shm import Segment
 
-__all__ = ["HostMemory", "Pool", "Slot", "host_refusal"]
-
-
-class Pool:
-    """Reusable flat buffers.
-
-    Attributes:
-        fresh: Buffers allocated so far; stays constant in a steady state.
-        bytes: Bytes of all buffers ever allocated and not dropped.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        self._shared: dict[Hashable, Any] = {}
-        self.fresh = 0
-        self.bytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer [numel] of unspecified content, exclusively the caller's until `give`."""
-        idle = self._idle.get((numel, dtype, device))
-        if idle:
-            return idle.pop()
-        self.fresh += 1
-        self.bytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer that `take` handed out."""
-        self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
-
-    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What several units use together besides buffers: made when first asked for, closed with the pool."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    def close(self) -> None:
-        """`drop`, and `close` what is shared."""
-        self.drop()
-        for made in self._shared.values():
-            made.close()
-        self._shared.clear()
-
-    def drop(self) -> int:
-        """Free every idle buffer; how many bytes they had."""
-        freed = sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
-        self.bytes -= freed
-        self._idle.clear()
-        return freed
+__all__ = ["HostMemory", "Slot", "host_refusal"]
 
 
 _PAGE = mmap.PAGESIZE
@@ -94,7 +43,7 @@ _NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One number's gradient buffers.
+    """One reduction's buffers.
 
     Attributes:
         number: In the order of reductions; 1 for the first.
@@ -107,24 +56,24 @@ class Slot:
     all: tuple[Tensor, ...]
 
 
-def host_refusal(group: comm.Group) -> str:
+def host_refusal(group: Group) -> str:
     """Why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
     mine = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
-    told = comm.all_gather_json(mine, group, unit="host")
+    told = all_gather_json(mine, group, unit="host")
     return next((why for why in told if why), "") or arena_refusal(group)
 
 
 class HostMemory:
-    """The shared memory of one model on one host. Construction is collective over the group.
+    """The shared memory of several units on one host. Construction is collective over the group.
 
     Args:
         fulls: (elements, dtype) of the full buffers, by number of the unit.
-        slot_bytes: Of a gradient slot.
+        slot_bytes: Of a slot.
     Attributes:
         nbytes: Bytes of the segment; memory is taken page by page when first written.
     """
 
-    def __init__(self, group: comm.Group, fulls: Mapping[int, tuple[int, torch.dtype]], slot_bytes: int) -> None:
+    def __init__(self, group: Group, fulls: Mapping[int, tuple[int, torch.dtype]], slot_bytes: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         places, end = [], Tally.nbytes_for(group.size)
         for place, (numel, dtype) in enumerate(fulls.values()):
@@ -156,7 +105,7 @@ class HostMemory:
         # setup, a tenth more memory, and no shorter steps.
         mine = Segment(nbytes, small_pages=True) if self.rank == 0 else None
         pids = [one.pid for one in neighbours(self.group, unit="host")]
-        token = comm.broadcast_json(mine.token if mine else "", self.group, unit="host")
+        token = broadcast_json(mine.token if mine else "", self.group, unit="host")
         return mine or Segment.attach(token, nbytes), pids
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +119,7 @@ class HostMemory:
         """
         self._posted.wait(self._posted.advance(what), what)
 
-    # ---- gradients
+    # ---- reductions
 
     def open_slot(self, numel: int, dtype: torch.dtype, finish: Callable[[], None]) -> Slot:
         """The buffers of the next reduction, [numel] each, of unspecified content; fill mine, then `post`.

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_zero.runtime.joint import buckets_of
+from ds_engine.compiling.joint import buckets_of
 
 
 @dataclass(frozen=True)

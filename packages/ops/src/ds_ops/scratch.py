@@ -1,6 +1,6 @@
-"""Memory of the host, a scratch file without a name, and a bounded number of buffers between them.
+"""A scratch file without a name, memory of the host, and a bounded number of buffers between them.
 
-Words: a *record* is what of one unit lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
+Words: a *record* is what lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
 be read and written. A slot that was given back with a write under way is taken again only after it. Nothing of the file is left when
 the process ends, in whatever way.
 """
@@ -16,23 +16,22 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from ds_accel import host_memory
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
-from ds_zero.layout.options import PAGE_BYTES, Placement
 
-__all__ = ["Moving", "Record", "Ring", "Scratch", "host_bytes", "room_refusal"]
+__all__ = ["Moving", "Record", "Ring", "RingSettings", "Scratch", "host_bytes"]
 
-_log = logging.getLogger("ds_zero")
+_log = logging.getLogger(__name__)
 _told: set[str] = set()
 _REPEATS = 20
+_PAGE = 4096
 
 
 def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
@@ -49,25 +48,14 @@ def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
             if "pin" not in _told:
                 _told.add("pin")
                 _log.warning(
-                    "zero: page-locking %s was refused (%s): plain memory is used, copies are slower",
+                    "page-locking %s was refused (%s): plain memory is used, copies are slower",
                     bytes_text(nbytes),
                     str(error).partition("\n")[0],
                 )
-    region = mmap.mmap(-1, max(PAGE_BYTES, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, max(_PAGE, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
-
-
-def room_refusal(needed: int, ranks: int, *, what: str) -> str:
-    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
-    available = host_memory().available
-    if needed * ranks <= available:
-        return ""
-    return (
-        f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
-        f"of which {bytes_text(available)} are free:\n{what}"
-    )
 
 
 @dataclass(slots=True)
@@ -185,7 +173,7 @@ def _nameless(folder: str) -> int:
     if tmpfile:
         with contextlib.suppress(OSError):  # not every file system has it
             return os.open(folder, tmpfile | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fd, name = tempfile.mkstemp(prefix="ds-zero-", dir=folder)
+    fd, name = tempfile.mkstemp(prefix="ds-scratch-", dir=folder)
     os.unlink(name)
     return fd
 
@@ -205,8 +193,30 @@ class Slot:
     extra: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RingSettings:
+    """What a ring is.
+
+    Attributes:
+        folder: Of its file; made if it is not there. Nothing is left in it, however the process ends.
+        buffers: Slots, while no more are held.
+        pin: Page-lock them where the device gains from it; a refusal falls back to plain memory with one warning.
+        write_behind: `Record.put` does not wait for the write.
+        io: How transfers are cut and queued.
+    """
+
+    folder: str
+    buffers: int = 4
+    pin: bool = True
+    write_behind: bool = True
+    io: IOSettings = field(default_factory=IOSettings)
+
+
 class Ring:
     """The slots of one scratch file.
+
+    Args:
+        device: What the slots are copied to and from.
 
     Attributes:
         extras: Slots beside the bounded number that are held now: whole access holds more units than an update does.
@@ -215,11 +225,9 @@ class Ring:
         numbers: Of records.
     """
 
-    def __init__(self, placement: Placement, device: torch.device) -> None:
-        if placement.folder is None:
-            raise ValueError("a ring belongs to files")
-        self.placement, self.device = placement, device
-        self.scratch = Scratch(placement.folder, placement.io)
+    def __init__(self, settings: RingSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.scratch = Scratch(settings.folder, settings.io)
         self.extras = self.reads = self.writes = 0
         self._made = 0
         self._free: deque[Slot] = deque()
@@ -230,7 +238,7 @@ class Ring:
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least so many bytes; waits for the oldest write if all are being written."""
-        if not self._free and self._made < self.placement.buffers:
+        if not self._free and self._made < self.settings.buffers:
             self._made += 1
             return Slot(self._memory(nbytes))
         if not self._free and self.ahead:
@@ -250,7 +258,7 @@ class Ring:
         """Whether `take` would return at once and within the bound."""
         if self._free:
             return self._free[0].writing is None or self._free[0].writing.done()
-        return self._made < self.placement.buffers
+        return self._made < self.settings.buffers
 
     def forget(self, record: Record) -> None:
         """It is not read ahead any more: it is used, or let go."""
@@ -275,7 +283,7 @@ class Ring:
         return self._after.get(self._last)
 
     def _memory(self, nbytes: int) -> Tensor:
-        return host_bytes(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, self.device, pin=self.placement.pin)
+        return host_bytes(-(-nbytes // _PAGE) * _PAGE, self.device, pin=self.settings.pin)
 
     def close(self) -> None:
         """Give everything back."""
@@ -285,7 +293,7 @@ class Ring:
 
 
 class Record:
-    """Bytes of one unit: in a slot, in the file, or on the way.
+    """Bytes of one owner: in a slot, in the file, or on the way.
 
     Args:
         nbytes: Space that is reserved; `grow` asks for more.
@@ -293,7 +301,7 @@ class Record:
 
     def __init__(self, ring: Ring, nbytes: int) -> None:
         self.ring, self.number = ring, next(ring.numbers)
-        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self.nbytes = -(-nbytes // _PAGE) * _PAGE
         self._offset = ring.scratch.reserve(self.nbytes)
         self._slot: Slot | None = None
         self._reading: Moving | None = None
@@ -335,7 +343,7 @@ class Record:
         if nbytes <= self.nbytes:
             return old
         slot, kept = self._slot, self.nbytes
-        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self.nbytes = -(-nbytes // _PAGE) * _PAGE
         self._offset = self.ring.scratch.reserve(self.nbytes)
         self._slot = self.ring.take(self.nbytes)
         new = self.blank()
@@ -351,7 +359,7 @@ class Record:
             return
         self._writing = slot.writing = self.ring.scratch.write(slot.memory[: self.nbytes], self._offset)
         self.ring.writes += self.nbytes
-        if not self.ring.placement.write_behind:
+        if not self.ring.settings.write_behind:
             self._writing.wait()
             self._writing = slot.writing = None
         self.ring.give(slot)

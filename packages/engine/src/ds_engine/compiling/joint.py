@@ -20,19 +20,20 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm import Work
 from ds_zero.layout.elements import UnitLayout
+from ds_zero.runtime.gradients import Gradients, Pieces
 from ds_zero.runtime.seat import Seat
 
-__all__ = ["Joint", "Member", "buckets_of"]
+__all__ = ["Joint", "Member", "buckets_of", "reduce_together"]
 
 _PACKED_BYTES = 512 * 1024
 """Pieces below are packed; above a message of their own takes no longer than copying them."""
 
-Pieces = Sequence[Sequence[Tensor]]
-"""For each rank the tensors that go to it, or come from it; contiguous."""
-
 
 class Joint:
-    """One message of several units of one seat, and what every one of them waits for. All ranks make the same calls in the same order."""
+    """One message of several units of one seat, and what every one of them waits for. All ranks make the same calls in the same order.
+
+    `sum` and `exchange` are those of `ds_zero.runtime.gradients.Joint`.
+    """
 
     def __init__(self, seat: Seat) -> None:
         self._seat, self._names = seat, list[str]()
@@ -43,13 +44,11 @@ class Joint:
         self._leaving: list[list[Tensor]] = []
 
     def sum(self, arena: Tensor, out: Tensor, layout: UnitLayout, name: str) -> Work:
-        """Sum `arena` [numel] over the ranks, and put this rank's shard of the sum into `out`, which may be a range of it."""
         self._names.append(name)
         self._sums.setdefault(arena.dtype, []).append((arena, out, layout))
         return self
 
     def exchange(self, arriving: Pieces, leaving: Pieces, name: str) -> Work:
-        """Send pieces to the other ranks, and receive theirs. Both sides know all sizes."""
         self._names.append(name)
         self._pieces.append((arriving, leaving))
         return self
@@ -153,6 +152,15 @@ def _unpack(coming: Tensor, places: Sequence[Tensor]) -> Callable[[], None]:
             _bytes(place).copy_(piece)
 
     return then if places else lambda: None
+
+
+def reduce_together(several: Sequence[Gradients]) -> None:
+    """`Gradients.reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
+    joint = Joint(several[0].seat)
+    for gradients in several:
+        gradients.way.join(joint)
+        gradients.reduce()
+    joint.send()
 
 
 class Member(Protocol):

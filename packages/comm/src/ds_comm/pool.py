@@ -1,0 +1,63 @@
+"""Flat buffers that are used again, so that a steady step allocates nothing.
+
+A *pool* hands out tensors by (elements, dtype, device) and takes them back. A buffer that an unfinished collective writes or reads must
+not be given back before its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Reusable flat buffers.
+
+    Attributes:
+        fresh: Buffers allocated so far; stays constant in a steady state.
+        bytes: Bytes of all buffers ever allocated and not dropped.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._shared: dict[Hashable, Any] = {}
+        self.fresh = 0
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer [numel] of unspecified content, exclusively the caller's until `give`."""
+        idle = self._idle.get((numel, dtype, device))
+        if idle:
+            return idle.pop()
+        self.fresh += 1
+        self.bytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that `take` handed out."""
+        self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What several units use together besides buffers: made when first asked for, closed with the pool."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def close(self) -> None:
+        """`drop`, and `close` what is shared."""
+        self.drop()
+        for made in self._shared.values():
+            made.close()
+        self._shared.clear()
+
+    def drop(self) -> int:
+        """Free every idle buffer; how many bytes they had."""
+        freed = sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
+        self.bytes -= freed
+        self._idle.clear()
+        return freed
