@@ -53,3 +53,36 @@ def test_schedules_of_upstream_name_our_passes() -> None:
         (0, ["reduce", "gather", "offload_parameters"]),
         (1, ["reduce", "gather", "offload_opt_states"]),
     ]
+    assert translated_schedule([(0, [mine, "other"])], {"named": mine}) == [(0, ["named", "other"])]
+
+
+def test_what_a_schedule_breaks_is_told_in_upstreams_words() -> None:
+    from deepspeed._ours.compile_passes import check_passes
+    from deepspeed.compile.passes import contract, offload_adam_states, prefetch, zero3_compile, zero_1_and_2_compile
+
+    from ds_engine.compiling import BUILTIN
+
+    z3, states = zero3_compile.NAME, offload_adam_states
+    for passes, said in (
+        ([prefetch.schedule_prefetch, z3], "prefetch requires z3_gather_release"),
+        ([z3, zero_1_and_2_compile.NAME_Z1], "zero1_compile conflicts with zero3_compile"),
+        ([z3, states.NAME], "offload_adam_states requires opt_states_evicted"),
+    ):
+        with pytest.raises(contract.PassContractError, match=said) as caught:
+            check_passes([(0, passes)], {})
+        assert caught.value.code == "compile-contract"
+    # Ours provide what upstream's require, and the other way round.
+    check_passes(
+        [(0, ["reduce", "gather", prefetch.NAME]), (1, [z3, "keep"]), (2, [BUILTIN["gather"], prefetch.NAME])], {}
+    )
+    check_passes([(0, [states.NAME_FOR_INIT, z3, states.move_opt_states])], {})
+
+    def mine() -> None: ...
+
+    contract.register_pass_contract("mine", contract.PassContract(requires=frozenset({"z3_gather_release"})))
+    try:
+        check_passes([(0, [z3, mine])], {"mine": mine})
+        with pytest.raises(contract.PassContractError, match="mine requires"):
+            check_passes([(0, [mine])], {"mine": mine})
+    finally:
+        contract.register_pass_contract("mine", None)

@@ -249,6 +249,26 @@ def test_views_of_what_the_caller_has_are_nobodys_to_free() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("view", "args"),
+    [
+        (torch.ops.aten._unsafe_view.default, ([4],)),  # its schema does not say that it is one
+        (torch.ops.aten.as_strided.default, ([4], [1])),
+        (torch.ops.aten.view.default, ([4],)),
+    ],
+)
+def test_what_reads_a_view_of_a_saved_result_comes_before_its_end(view: Any, args: tuple[Any, ...]) -> None:
+    graph = fx.Graph()
+    kept = graph.placeholder("mul_tensor")
+    of_kept = graph.call_function(view, (kept, *args))
+    graph.output((graph.call_function(torch.ops.aten.sin.default, (of_kept,)),))
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["val"] = torch.empty(2, 2)
+    facts = read(graph, {}, backward=True, saved=None, ours={"mul_tensor"})
+    assert [(action.verb, action.at) for action in free(facts, Known()).actions] == [(Verb.FREE, 2)]
+
+
 def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
     """With fake tensors: no device is there, and what each node says of its result is what one with a device would have."""
     forward, backward = fx.Graph(), fx.Graph()

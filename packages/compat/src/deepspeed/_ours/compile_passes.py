@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import PlanError, UnsupportedError
+from ds_engine.compiling.passes import BUILTIN as OURS
 from ds_engine.compiling.passes import Contract, Entry, Pass, check_schedule, named
 
 __all__ = [
     "BUILTIN",
     "PassContract",
     "PassContractError",
+    "as_ours",
+    "check_passes",
+    "functions_of",
     "get_pass_contract",
     "register_pass_contract",
     "translated_schedule",
@@ -29,7 +34,7 @@ class PassContract:
     conflicts_with: frozenset[str] = frozenset()
 
     def ours(self) -> Contract:
-        """The same for ds_engine."""
+        """The same for ds_engine's check."""
         return Contract(self.requires, self.provides, self.conflicts_with)
 
 
@@ -57,11 +62,15 @@ def validate_schedule(
     schedule: Sequence[tuple[int, Sequence[Any]]], name_registry: Mapping[str, Any] | None = None
 ) -> None:
     """Raise PassContractError if the passes of a step do not go together."""
-    functions = dict(name_registry or {})
+    _check(schedule, name_registry or {}, _pass_contracts)
+
+
+def _check(
+    schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mapping[str, Any], contracts: Mapping[str, PassContract]
+) -> None:
     names = {n for _, passes in schedule for n in passes if isinstance(n, str)} | functions.keys()
     known = {
-        name: Pass(name, "", _pass_contracts.get(name, PassContract()).ours(), edit=functions.get(name))
-        for name in names
+        name: Pass(name, "", contracts.get(name, PassContract()).ours(), edit=functions.get(name)) for name in names
     }
     try:
         check_schedule([Entry(step, tuple(named(one, known) for one in passes)) for step, passes in schedule])
@@ -119,10 +128,97 @@ BUILTIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 """Upstream's names and functions, and our passes. State is there after the first step only, so nothing prepares it for leaving."""
 
 
-def translated_schedule(schedule: Sequence[tuple[int, Sequence[Any]]]) -> list[tuple[int, list[Any]]]:
-    """A schedule with upstream's passes replaced by ours."""
+class _Given:
+    """A pass of the caller in upstream's form, called as ds_engine calls one.
+
+    Args:
+        function: Of a graph module, its number, the order of graphs, what is known of them, a maker of inputs, the memory budget,
+            parameters, and whether it is a backward graph. Edits the module, or returns another.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__ = function, getattr(function, "__name__", repr(function))
+
+    def __call__(
+        self, graph: Any, number: int, order: Any, measured: Any, budget: int | None, params: Any, backward: bool
+    ) -> Any:
+        made = self.function(graph.owning_module, number, order, measured, _no_inputs, budget, params, backward)
+        return getattr(made, "graph", made)
+
+
+def _no_inputs() -> Any:
+    raise UnsupportedError(
+        "a compile pass asked for inputs to run its graph with: graphs are measured while a step runs, and no inputs are kept",
+        code="compat-argument",
+        fix="Read times and bytes of each node from what the pass is given as profiling results.",
+    )
+
+
+_UPSTREAMS = 8  # arguments; ds_engine's passes take seven
+
+
+def as_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass of the caller as ds_engine calls it. Upstream's form is told by its eight arguments."""
+    try:
+        inspect.signature(function).bind(*range(_UPSTREAMS))
+    except (TypeError, ValueError):
+        return function
+    return _Given(function)
+
+
+def functions_of(passes: Mapping[str, Pass]) -> dict[str, Callable[..., Any]]:
+    """The functions that the caller has registered, by name."""
+    edits = {name: one.edit for name, one in passes.items() if one.edit is not None}
+    return {name: edit.function if isinstance(edit, _Given) else edit for name, edit in edits.items()}
+
+
+def translated_schedule(
+    schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mapping[str, Callable[..., Any]] | None = None
+) -> list[tuple[int, list[Any]]]:
+    """A schedule with upstream's passes replaced by ours, and functions by the names that they are registered under."""
 
     def ours(one: Any) -> Sequence[Any]:
-        return next((names for name, (function, names) in BUILTIN.items() if one in (name, function)), (one,))
+        for name, (function, names) in BUILTIN.items():
+            if one in (name, function):
+                return names
+        if isinstance(one, Pass) or not callable(one):
+            return (one,)
+        return [name for name, function in (functions or {}).items() if function is one] or [as_ours(one)]
 
     return [(step, [name for one in passes for name in ours(one)]) for step, passes in schedule]
+
+
+def _both(upstream: str, contract: PassContract) -> PassContract:
+    """A contract of upstream's pass that provides as well what ours provide, which stand for it."""
+    ours = [OURS[name].contract.provides for name in BUILTIN[upstream][1]]
+    return PassContract(contract.requires, contract.provides.union(*ours), contract.conflicts_with)
+
+
+_CONTRACTS = {
+    NAME_Z1: CONTRACT_Z1, NAME_Z2: CONTRACT_Z2, NAME_Z3: CONTRACT_Z3, NAME_PREFETCH: CONTRACT_PREFETCH, NAME_SELECTIVE: CONTRACT_SELECTIVE,
+    NAME_PARAMS: CONTRACT_PARAMS, NAME_STATES: CONTRACT_STATES, NAME_SYNC: CONTRACT_SYNC, NAME_FOR_INIT: CONTRACT_FOR_INIT,
+}  # fmt: skip
+_KNOWN: Mapping[str, PassContract] = {
+    # Of ours only what they provide, in both vocabularies: ds_engine checks the rest of them.
+    **{
+        name: PassContract(
+            provides=one.contract.provides | (_GATHER if "gathers" in one.contract.provides else frozenset())
+        )
+        for name, one in OURS.items()
+    },
+    **{name: _both(name, contract) for name, contract in _CONTRACTS.items()},
+}
+
+
+def check_passes(schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mapping[str, Any]) -> None:
+    """Raise PassContractError if a schedule breaks a contract of upstream's passes, or of the caller's, which speak of upstream's.
+
+    Args:
+        functions: The caller's passes by name.
+    """
+    known = {name: function for name, (function, _) in BUILTIN.items()}
+    said = [
+        (step, [one.name if isinstance(one, Pass) and one.name in OURS else one for one in passes])
+        for step, passes in schedule
+    ]
+    _check(said, {**known, **functions}, {**_KNOWN, **_pass_contracts})

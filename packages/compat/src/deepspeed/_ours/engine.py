@@ -19,7 +19,14 @@ from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours import groups
 from deepspeed._ours._torch import transformed, tree_leaves
 from deepspeed._ours.accessors import add_accessors
-from deepspeed._ours.compile_passes import translated_schedule
+from deepspeed._ours.compile_passes import (
+    BUILTIN,
+    as_ours,
+    check_passes,
+    functions_of,
+    register_pass_contract,
+    translated_schedule,
+)
 from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.engine_data import ReadsData
 from deepspeed._ours.engine_files import SavesAndLoads
@@ -33,6 +40,7 @@ from deepspeed._ours.tools import logger
 from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import Engine, Plan, StepResult
+from ds_engine.compiling import Contract
 from ds_engine.components import Components
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
@@ -249,17 +257,40 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             schedule: (step, passes): upstream's names or functions, ours, or the caller's.
         Raises:
             UnsupportedError: compiled autograd ("compat-argument").
+            PassContractError: passes that do not go together ("compile-contract").
         """
         if compiled_autograd_enabled:
             raise UnsupportedError(
                 "compile(compiled_autograd_enabled=True)", code="compat-argument", fix="Leave it out."
             )
-        if not self.is_compiled:
-            super().compile(backend, compile_kwargs, None if schedule is None else translated_schedule(schedule))
+        if self.is_compiled:
+            return
+        if schedule is not None:
+            functions = functions_of(self.compiled.passes)
+            if self.compiled.plan is not None:
+                check_passes(schedule, functions)
+            schedule = translated_schedule(schedule, functions)
+        super().compile(backend, compile_kwargs, schedule)
 
     def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:
-        """Name a pass for `compile(schedule=...)`; `fn` is called as ds_engine says, `contract` is upstream's."""
-        super().register_compile_pass(name, fn, None if contract is None else contract.ours())
+        """Name a pass for `compile(schedule=...)`, which checks its contract against the schedule as it was given.
+
+        Args:
+            fn: In upstream's form, of eight arguments, or in ds_engine's, of seven. What it is told of graphs is what ds_engine knows.
+            contract: Upstream's, in upstream's words.
+        Raises:
+            PlanError: the name is one of upstream's passes, or of ours ("compile-register").
+        """
+        if name in BUILTIN:
+            raise PlanError(
+                f"a pass {name!r} was registered, which is built in",
+                code="compile-register",
+                fix="Give it another name.",
+            )
+        # Of its contract ds_engine, which is given the schedule in its own words, gets what can speak of those.
+        conflicts = frozenset() if contract is None else contract.conflicts_with
+        super().register_compile_pass(name, as_ours(fn), Contract(conflicts=conflicts))
+        register_pass_contract(name, contract)
 
     def close(self) -> None:
         """Give the model back whole and free the rest. Collective."""

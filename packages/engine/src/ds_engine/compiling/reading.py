@@ -24,13 +24,19 @@ class Placed:
     trained: bool
 
 
+_aten = torch.ops.aten
+_UNTOLD = (_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
+"""Operations whose results are views, which their schemas do not say."""
+
+
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result is a view of one of its inputs that is made without looking at memory."""
+    """Whether a node's result is in the memory of one of its inputs."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target is torch.ops.aten.as_strided.default:
+    if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", "") == "getitem"
     returns = target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    told = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return told or target in _UNTOLD
 
 
 def bytes_of(value: Any) -> int:

@@ -23,6 +23,8 @@ _log = logging.getLogger("ds_engine")
 class CompiledRun:
     """Absent until `compile` is called; then one `session.Session`, or torch's own compilation where the plan has no passes.
 
+    Printed, it is the passes of the next step, and each action in each graph with the node that it comes before.
+
     Args:
         model: Whose forward is compiled.
         sharding: Its units.
@@ -48,6 +50,11 @@ class CompiledRun:
         self.session: Any = None
         self.plain = False
         self._told = plan is None
+
+    def __str__(self) -> str:
+        if self.session is not None:
+            return str(self.session)
+        return "compiled by torch, without passes" if self.plain else "not compiled"
 
     @property
     def active(self) -> bool:

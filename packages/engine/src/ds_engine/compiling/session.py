@@ -278,8 +278,7 @@ class Session:
         """Code of a graph."""
         if self.plan.told:
             side = "backward" if piece.backward else "forward"
-            names = self._sharding.plan.units
-            for line in piece.actions.lines(lambda unit: names[unit].name):
+            for line in self._told(piece.actions):
                 _log.info("graph %d %s, step %d: %s", len(self.pieces), side, self.steps, line)
         begun = time.perf_counter()
         try:
@@ -293,6 +292,18 @@ class Session:
     def add(self, piece: Lowered) -> None:
         """There is a new one."""
         self.pieces.append(piece)
+
+    def __str__(self) -> str:
+        """The passes of the next step, and what they do in every graph so far."""
+        said = [f"step {self.steps}: {' -> '.join(self.passes)}"]
+        for piece in self.pieces:
+            said.append("  backward" if piece.backward else "  forward")
+            said += [f"    {line}" for line in self._told(self.decide(piece))]
+        return "\n".join(said)
+
+    def _told(self, actions: Graph) -> list[str]:
+        names = self._sharding.plan.units
+        return actions.lines(lambda unit: names[unit].name)
 
     # ---- steps
 
