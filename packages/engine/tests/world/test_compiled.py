@@ -71,13 +71,14 @@ def trained(
     if compiled:
         made.compile(**compiled)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(steps):
-        for _ in range(config.get("gradient_accumulation_steps", 1)):
-            batch = torch.randint(16, (2, 2, 6), generator=generator) if batches is None else batches(generator)
-            loss = made(*batch)
-            made.backward(loss)
-            made.step()
-            losses.append(loss.item())
+    with inductor.patch(compile_threads=1):  # more would be a pool of threads for the rest of the process
+        for _ in range(steps):
+            for _ in range(config.get("gradient_accumulation_steps", 1)):
+                batch = torch.randint(16, (2, 2, 6), generator=generator) if batches is None else batches(generator)
+                loss = made(*batch)
+                made.backward(loss)
+                made.step()
+                losses.append(loss.item())
     session = made.compiled.session
     made.close()
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, session
@@ -92,6 +93,11 @@ def configured(stage: int, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 400, "stage3_param_persistence_threshold": 0},
         **changes,
     }
+
+
+# What is computed in another order differs by rounding, and AdamW divides a gradient near zero by its own size: with eps 1e-8 plain
+# torch.compile of the GPT is 1.7e-4 from eager after 20 steps, with this one 1.7e-7.
+STEADY = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3}}
 
 
 def compare(one: Any, other: Any, tolerance: float = 0.0) -> None:
@@ -302,8 +308,9 @@ def text(generator: torch.Generator) -> tuple[Tensor]:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @world(2, timeout=300)
 def test_twenty_steps_at_every_stage(stage: int, backend: str) -> None:
-    eager = trained(Model(), configured(stage), 20)
-    compare(eager, trained(Model(), configured(stage), 20, backend=backend), 0.0 if backend == "eager" else 5e-6)
+    config = configured(stage) if backend == "eager" else configured(stage, optimizer=STEADY)
+    eager = trained(Model(), config, 20)
+    compare(eager, trained(Model(), config, 20, backend=backend), 0.0 if backend == "eager" else 1e-6)
 
 
 @pytest.mark.slow
@@ -414,8 +421,7 @@ def test_a_gradient_before_the_use_of_its_weight_leaves_what_was_gathered_early(
     # inductor puts the gradient of a weight before the use of the weight; the order of gathers had it on its way by then.
     config = configured(3, gradient_accumulation_steps=1)
     eager = trained(known("llama"), config, 3, tokens)
-    with inductor.patch(compile_threads=1):  # more would be a pool of threads for the rest of the process
-        compiled = trained(known("llama"), config, 3, tokens, backend="inductor")
+    compiled = trained(known("llama"), config, 3, tokens, backend="inductor")
     compare(eager, compiled, 5e-6)
     assert "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR" not in os.environ
 
@@ -426,7 +432,17 @@ def test_a_gradient_before_the_use_of_its_weight_leaves_what_was_gathered_early(
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @world(2, timeout=600)
 def test_models_of_others(backend: str, kind: str, stage: int) -> None:
-    config = configured(stage, gradient_accumulation_steps=1)
+    steady = {} if backend == "eager" else {"optimizer": STEADY}
+    config = configured(stage, gradient_accumulation_steps=1, **steady)
     batches = text if kind == "gpt" else tokens
     eager = trained(known(kind), config, 20, batches)
-    compare(eager, trained(known(kind), config, 20, batches, backend=backend), 0.0 if backend == "eager" else 5e-6)
+    compare(eager, trained(known(kind), config, 20, batches, backend=backend), 0.0 if backend == "eager" else 1e-6)
+
+
+@pytest.mark.slow
+@world(2, timeout=300)
+def test_by_inductor_nothing_is_added_to_what_plain_compilation_differs_by() -> None:
+    # Stage 0 cuts nothing: our graphs compute what torch.compile's do, whatever that is.
+    config = configured(0, gradient_accumulation_steps=1)
+    plain = trained(known("gpt"), {**config, "compile": {"deepcompile": False}}, 20, text, backend="inductor")
+    compare(plain, trained(known("gpt"), config, 20, text, backend="inductor"))

@@ -21,6 +21,17 @@ _POOL = pytest.StashKey[Pool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = Pool(capture=config.getoption("capture") != "no")
+    _without_deadlines()
+
+
+def _without_deadlines() -> None:
+    """Examples of hypothesis take as long as they take: a machine may be busy, and no test is about time."""
+    try:
+        from hypothesis import settings
+    except ImportError:
+        return
+    settings.register_profile("ds", settings(), deadline=None)
+    settings.load_profile("ds")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
