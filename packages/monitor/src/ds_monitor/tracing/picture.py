@@ -96,7 +96,7 @@ def _memory(axes: Any, ranks: Sequence[Rank], clocks: Mapping[int, float]) -> No
         ]
         axes.step([at for at, _ in told], [mib for _, mib in told], where="post", marker=".", label=f"rank {rank.rank}")
     axes.set(xlabel="s", ylabel="MiB", title="memory in use")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the lines, which may be anywhere
     axes.grid(alpha=0.3)
 
 
