@@ -223,3 +223,15 @@ def test_what_torch_reads_is_set() -> None:
     launch = read_launch(HYDRA)
     assert launch is not None
     assert launch.environment() == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_mpich_alone_needs_no_place_on_its_host() -> None:
+    found = read_launch({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert found is not None
+    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+
+
+def test_a_rank_outside_of_its_world_is_refused() -> None:
+    env = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(CommError, match="rank 2 in a world of 2"):
+        read_launch(env)

@@ -71,3 +71,14 @@ def test_the_states_format_is_the_rules_else_the_general_one():
     assert found.resolve(torch.float32, "head.weight").state == torch.float32
     assert found.resolve(torch.float32, "body.weight").state == torch.bfloat16
     assert Precision.of("bf16").resolve(torch.float32).state is None
+
+
+def test_gradients_are_summed_in_fp32_at_least_and_travel_in_the_format_asked_for_their_parameter():
+    plain = Precision().resolve(torch.float32)
+    assert (plain.accumulate, plain.same) == (torch.float32, True)
+    half = Precision().resolve(torch.bfloat16)
+    assert (half.accumulate, half.master, half.same) == (torch.float32, torch.float32, False)
+    assert Precision().resolve(torch.float64).accumulate is torch.float64
+    ruled = Precision(reduce=torch.float16, rules=(PrecisionRule("norm.*", param=torch.float32),))
+    assert ruled.resolve(torch.bfloat16, "norm.weight").reduce is torch.float32
+    assert ruled.resolve(torch.bfloat16, "linear.weight").reduce is torch.float16
