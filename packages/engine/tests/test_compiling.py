@@ -28,8 +28,9 @@ from ds_engine.compiling import (
 )
 from ds_engine.compiling.deciding import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
 from ds_engine.compiling.graph import Grad, Saved
+from ds_engine.compiling.ops import OPS
 from ds_engine.compiling.reading import Placed, read
-from ds_engine.compiling.rewriting import rewrite
+from ds_engine.compiling.rewriting import put_ends_last, rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
@@ -293,3 +294,24 @@ def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
     assert [node.meta["val"].device.type for node in results] == ["cuda", "cpu"]
     devices = {str(node.target): node.meta["val"].device.type for node in fetched.graph.nodes if node.op != "output"}
     assert devices == {"mul_tensor": "cpu", "ds_compile_3.fetch.default": "cuda", "aten.cos.default": "cuda"}
+
+
+def test_ends_of_uses_go_behind_readers_that_a_compiler_moved() -> None:
+    graph = fx.Graph()
+    weight, x = graph.placeholder("weight"), graph.placeholder("x")
+    turned = graph.call_function(torch.ops.aten.t.default, (weight,))
+    graph.call_function(OPS.need.default, ([weight], 0, 0))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, turned))
+    spare = graph.call_function(OPS.spare.default, ([weight], 0, 0))
+    fused = graph.call_function(torch.ops.aten.addmm.default, (product, x, turned))
+    graph.call_function(OPS.need.default, ([weight], 0, 0))
+    again = graph.call_function(torch.ops.aten.mm.default, (fused, turned))
+    last = graph.call_function(OPS.spare.default, ([weight], 0, 0))
+    arrived = graph.call_function(OPS.arrived.default, ([again], 0, [0], [0]))
+    graph.output((again, weight))
+    put_ends_last(graph)
+    order = list(graph.nodes)
+    assert order.index(spare) == order.index(fused) + 1
+    assert order.index(last) == order.index(again) + 1 == order.index(arrived) - 1
+    put_ends_last(graph)
+    assert list(graph.nodes) == order

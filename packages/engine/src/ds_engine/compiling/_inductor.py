@@ -12,9 +12,11 @@ import torch._inductor.config
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
+from ds_engine.compiling import reading, rewriting
 from ds_engine.compiling._torch import captured
 from ds_engine.compiling.ops import OPS
 
@@ -56,8 +58,29 @@ def lower(
 ) -> Callable[[list[Any]], Any]:
     """Code of a graph with its actions in it."""
     _tell_inductor()
-    with torch._inductor.config.patch({**_STAY, **patches}), V.set_fake_mode(fake), _clean():
+    last = {_LAST: _Last(patches.get(_LAST))}
+    with torch._inductor.config.patch({**_STAY, **patches, **last}), V.set_fake_mode(fake), _clean():
         return compile_fx_inner(gm, inputs, **options)
+
+
+_LAST = "post_grad_custom_post_pass"
+
+
+class _Last(CustomGraphPass):
+    """After what inductor does to a graph, and the caller's own pass there: ends of uses go behind the last reader again."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._given is not None:
+            self._given(graph)
+        rewriting.put_ends_last(graph)
+
+    def uuid(self) -> Any:
+        """What compiled graphs are kept under; None, as of a plain function, keeps none."""
+        given = "" if self._given is None else getattr(self._given, "uuid", lambda: None)()
+        return None if given is None else (get_hash_for_files((rewriting.__file__, reading.__file__)), given)
 
 
 def mode_options(mode: str) -> dict[str, Any]:

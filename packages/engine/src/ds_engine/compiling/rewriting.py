@@ -9,9 +9,9 @@ from torch import fx
 
 from ds_engine.compiling.graph import Action, Graph, Verb
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.reading import Placed, base_of
+from ds_engine.compiling.reading import Placed, base_of, is_view
 
-__all__ = ["rewrite"]
+__all__ = ["put_ends_last", "rewrite"]
 
 _UNIT_VERBS = {
     Verb.EXPECT: "expect",
@@ -135,3 +135,34 @@ def _all_before(users: set[fx.Node], graph: fx.Graph, given: list[fx.Node]) -> b
     """Whether all of `users` run before the last of the gradients: nobody looks at them after they were handed over."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     return max(order[user] for user in users) <= max(order[node] for node in given)
+
+
+_ENDS = (OPS.spare.default, OPS.free.default, OPS.arrived.default)
+"""After these the memory of their tensors is not what it was."""
+
+
+def put_ends_last(graph: fx.Graph) -> None:
+    """Put every end of a use behind the last reader, where a compiler has moved a reader behind it.
+
+    Inductor puts a product and the addition of its result together where the addition was, though the product's weight is released
+    before. A reader behind the next `need` of the same tensor belongs to that one.
+    Cost: one pass over the graph, and for each end the readers of its tensors.
+    """
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    needs: dict[fx.Node, list[int]] = {}
+    for node, at in place.items():
+        for base in {base_of(one) for one in node.all_input_nodes}:
+            if node.target is OPS.need.default:
+                needs.setdefault(base, []).append(at)
+            elif node.op != "output" and not is_view(node) and node.target not in _ENDS:
+                readers.setdefault(base, []).append(node)
+    for node, at in place.items():
+        if node.op != "call_function" or node.target not in _ENDS:
+            continue
+        late = []
+        for base in {base_of(one) for one in node.all_input_nodes}:
+            until = min((need for need in needs.get(base, ()) if need > at), default=len(place))
+            late += [one for one in readers.get(base, ()) if at < place[one] < until]
+        if late:
+            max(late, key=place.__getitem__).append(node)
