@@ -66,9 +66,10 @@ def test_one_operation_hands_several_units_over() -> None:
     made = rewrite(fx.GraphModule({}, graph), bucket(reduce(facts, Known()), Known(buckets=((4, 3),))), params, 7)
     calls = [node for node in made.graph.nodes if "arrived" in str(node.target)]
     assert len(calls) == 1
-    grads, key, units, members = calls[0].args
+    grads, params, key, units, members = calls[0].args
     assert (key, units, members) == (7, [4, 3], [1, 0])
     assert [node.name for node in grads] == ["mul_tensor", "add_tensor"]
+    assert params == []
 
 
 # ---- optimizer state

@@ -107,10 +107,11 @@ def _lowering(op: Any, *, gives: bool) -> Callable[..., Any]:
     plain = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(tensors: Sequence[Any], *args: Any) -> Any:
-        for tensor in tensors:
+        params = args[0] if gives else ()
+        for number, tensor in enumerate((*tensors, *params)):
             name = ir.ExternKernel.realize_input(tensor).get_name()
             V.graph.mark_buffer_mutated(name)
-            if gives:
+            if gives and number < len(tensors):
                 V.graph.never_reuse_buffers.add(name)
         return plain(tensors, *args)
 

@@ -87,7 +87,8 @@ def _unpark(anchors: list[Tensor], key: int, unit: int) -> None:
     _targets[key].graphs.get_state(unit)
 
 
-def _arrived(grads: list[Tensor], key: int, units: list[int], members: list[int]) -> None:
+def _arrived(grads: list[Tensor], params: list[Tensor], key: int, units: list[int], members: list[int]) -> None:
+    del params  # whose units may be released now: what reads them stands before
     target = _targets[key]
     if target.syncs.before_reduce:
         get_accelerator().synchronize()
@@ -138,14 +139,18 @@ _DEFINED: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "load": ("(Tensor(a!)[] params, int key, int unit) -> ()", _load, _nothing),
     "park": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _park, _nothing),
     "unpark": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _unpark, _nothing),
-    "arrived": ("(Tensor(a!)[] grads, int key, int[] units, int[] members) -> ()", _arrived, _nothing),
+    "arrived": (
+        "(Tensor(a!)[] grads, Tensor(b!)[] params, int key, int[] units, int[] members) -> ()",
+        _arrived,
+        _nothing,
+    ),
     "free": ("(Tensor(a!)[] tensors) -> ()", _free, _nothing),
     "store": ("(Tensor tensor, int key) -> Tensor", _store, _fake_store),
     "fetch": ("(Tensor host, Device device) -> Tensor", _fetch, _fake_fetch),
 }
 
 
-_NAME = "ds_compile_3"
+_NAME = "ds_compile_4"
 """Counts how the operations are lowered: torch's cache of compiled graphs outlives a process and knows operations by name."""
 
 

@@ -40,7 +40,8 @@ def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key:
             if action.verb in _UNIT_VERBS:
                 editor.unit(action, inputs.get(action.unit, anchors))
             elif action.verb is Verb.ARRIVED:
-                editor.arrived([(g.unit, g.member, at[g.at]) for u in action.units for g in graph.grads if g.unit == u])
+                grads = [(g.unit, g.member, at[g.at]) for u in action.units for g in graph.grads if g.unit == u]
+                editor.arrived(grads, [param for u in action.units for param in inputs.get(u, ())])
             elif action.verb is Verb.FREE:
                 made.graph.call_function(OPS.free.default, ([by_name[action.name]],))
             elif action.verb is Verb.STORE:
@@ -74,8 +75,8 @@ class _Editor:
         op = getattr(OPS, _UNIT_VERBS[action.verb]).default
         self.graph.call_function(op, (params, self.key, action.unit))
 
-    def arrived(self, grads: list[tuple[int, int, fx.Node]]) -> None:
-        """Hand gradients over: (unit, member, node) each. What shares memory with something that is used otherwise is copied first."""
+    def arrived(self, grads: list[tuple[int, int, fx.Node]], params: list[fx.Node]) -> None:
+        """Hand gradients over: (unit, member, node) each, and their units' parameters, which may be released then. What shares memory with something that is used otherwise is copied first."""
         given = [node for _, _, node in grads]
         handed, bases = [], set()
         for node in given:
@@ -87,7 +88,7 @@ class _Editor:
             bases.add(base)
             handed.append(self._copy(node) if shared or _scattered(node) else node)
         units, members = [unit for unit, _, _ in grads], [member for _, member, _ in grads]
-        self.graph.call_function(OPS.arrived.default, (handed, self.key, units, members))
+        self.graph.call_function(OPS.arrived.default, (handed, params, self.key, units, members))
         gone = set(given)
         results = self.output.args[0]
         kept = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
