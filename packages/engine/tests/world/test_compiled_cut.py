@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 import ds_engine
@@ -154,12 +155,13 @@ def trained(
     engine, *_ = ds_engine.initialize(model=model, config=config)
     engine.compile(**{"backend": "eager", **compiled})
     losses = []
-    for batch in data:
-        out = engine(**batch)
-        loss = out if isinstance(out, Tensor) else out.loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    with inductor.patch(compile_threads=1):  # more would be a pool of threads for the rest of the process
+        for batch in data:
+            out = engine(**batch)
+            loss = out if isinstance(out, Tensor) else out.loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
     session = engine.compiled.session
     moves = {"breaks": dict(session.breaks), "passes": session.passes}
     for piece in session.pieces:
