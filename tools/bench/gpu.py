@@ -1,0 +1,353 @@
+"""`nox -s bench -- gpu`: one GPU: kernels as a share of a copy, training steps beside a plain loop and FSDP2, generation beside transformers.
+
+Kernels are timed by events of the device, after the cache was swept by a copy; a share is (bytes that must move / time) / (the copy's rate).
+Engines train the same GPT from the same weights, one after another in one process, and their losses are recorded. `--out FILE` writes
+the record elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_engine
+from ds_ops import convert, sum_squares
+from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
+from ds_ops.norms import add_rms_norm, rms_norm
+from ds_ops.optim.adam import AdamW
+from ds_ops.quant import dequantize, quantize
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "benchmarks" / "data" / "gpu.json"
+VOCABULARY = 32_000
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel. share: of a copy's rate. peer: torch's time over ours; 0 without one."""
+
+    name: str
+    us: float
+    gb_s: float
+    share: float
+    peer: float
+
+
+def microseconds(work: Callable[[], object], rounds: int = 20) -> float:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+class Table:
+    """Rows, each beside the rate of a copy."""
+
+    def __init__(self) -> None:
+        x = torch.randn(256 * 2**20, device="cuda")
+        y = torch.empty_like(x)
+        took = microseconds(lambda: y.copy_(x))
+        self.copy = 2 * x.nbytes / took
+        self.rows = [Row("copy of 1 GiB", took, self.copy / 1e3, 1.0, 0.0)]
+
+    def add(
+        self, name: str, nbytes: float, ours: Callable[[], object], peer: Callable[[], object] | None = None
+    ) -> None:
+        took = microseconds(ours)
+        other = microseconds(peer) / took if peer else 0.0
+        self.rows.append(Row(name, took, nbytes / took / 1e3, nbytes / took / self.copy, other))
+        print(self.rows[-1], flush=True)
+
+
+def streams(table: Table) -> None:
+    x = torch.randn(256 * 2**20, device="cuda")
+    half = x.bfloat16()
+    table.add("fp32 to bf16", 1.5 * x.nbytes, lambda: convert(half, x), lambda: half.copy_(x))
+    table.add("sum of squares", x.nbytes, lambda: sum_squares(x), lambda: float(torch.linalg.vector_norm(x)))
+    for f in (INT8, INT4, FP8_E4M3):
+        q = quantize(half, QuantSpec(f, 256))
+        nbytes = half.nbytes + q.nbytes
+        table.add(f"quantize bf16 to {f.name}", nbytes, lambda q=q: quantize(half, q.spec, out=q))
+        table.add(f"dequantize {f.name} to bf16", nbytes, lambda q=q: dequantize(q, out=half))
+
+
+def updates(table: Table) -> None:
+    for title, count, side in (("268 M fp32 in 16 tensors", 16, 4096), ("2 M fp32 in 500 tensors", 500, 64)):
+        params = [torch.randn(side, side, device="cuda", requires_grad=True) for _ in range(count)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        own, theirs = AdamW(params, lr=1e-3), torch.optim.AdamW(params, lr=1e-3, fused=True)
+        table.add(f"AdamW, {title}", 7.0 * sum(p.nbytes for p in params), own.step, theirs.step)
+
+
+def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, (weight.numel(),), weight, 1e-6)
+
+
+def norms(table: Table, cols: int) -> None:
+    x = torch.randn(2**27 // cols, cols, device="cuda", dtype=torch.bfloat16)
+    residual, weight = torch.randn_like(x), torch.ones(cols, device="cuda", dtype=torch.bfloat16)
+
+    def torch_sum_norm() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return torch_norm(total, weight), total
+
+    def backward(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
+        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        made = norm(a, w)
+        return lambda: torch.autograd.grad(made, (a, w), residual, retain_graph=True)
+
+    n, rows = x.nbytes, f"bf16, rows of {cols}"
+    table.add(f"RMS norm {rows}", 2 * n, lambda: rms_norm(x, weight), lambda: torch_norm(x, weight))
+    table.add(f"RMS norm of a sum {rows}", 4 * n, lambda: add_rms_norm(x, residual, weight), torch_sum_norm)
+    table.add(f"RMS norm backward {rows}", 3 * n, backward(rms_norm), backward(torch_norm))
+
+
+def kernels() -> list[Row]:
+    table = Table()
+    streams(table)
+    updates(table)
+    for cols in (1024, 4096, 8192):
+        norms(table, cols)
+    return table.rows
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each after a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nn.Module):
+    """forward(tokens [B, T]) is the mean loss of the next tokens."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_model(size: dict[str, int]) -> Gpt:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Gpt(**size)
+        for p in model.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+    return model
+
+
+def plain(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+    """Weights of fp32, operations of bf16 by autocast, torch's fused AdamW."""
+    model = make_model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: Tensor) -> float:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, lambda: None
+
+
+def fsdp2(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+    """Masters of fp32, blocks in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    model = make_model(size)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: Tensor) -> float:
+        loss = model(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, lambda: None
+
+
+def ours(zero: dict[str, Any]) -> Callable[[dict[str, int]], tuple[Callable[[Tensor], float], Callable[[], None]]]:
+    def start(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+            "zero_optimization": zero,
+        }
+        engine = ds_engine.initialize(model=make_model(size), config=config)[0]
+
+        def step(batch: Tensor) -> float:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        return step, engine.close
+
+    return start
+
+
+HOST = {"device": "cpu", "pin_memory": True}
+TRAINERS = {
+    "plain": plain,
+    "stage 0": ours({"stage": 0}),
+    "stage 1": ours({"stage": 1}),
+    "stage 2": ours({"stage": 2}),
+    "stage 3": ours({"stage": 3}),
+    "stage 2, optimizer on the host": ours({"stage": 2, "offload_optimizer": HOST}),
+    "stage 3, all on the host": ours({"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}),
+    "FSDP2": fsdp2,
+}
+
+
+def training(steps: int, names: list[str], size: dict[str, int], batch: tuple[int, int]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step, close = TRAINERS[name](size)
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        tokens = torch.randint(VOCABULARY, (batch[0], batch[1] + 1), device="cuda", generator=generator)
+        losses, times = [], []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            loss = step(tokens)
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - begin))
+            losses.append(float(loss))
+        rest = times[3:]
+        found.append({"name": name, "ms": statistics.median(rest), "least_ms": min(rest), "losses": losses[:8],
+                      "peak_gib": torch.cuda.max_memory_allocated() / 2**30, **size})  # fmt: skip
+        print(found[-1], flush=True)
+        close()
+        del step, close, loss, tokens
+    return found
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
+    """A Llama of 1.1 G: seconds of ours and of transformers' generate for the same greedy tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ds_inference import Sampling, load
+
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+                         num_key_value_heads=4, vocab_size=32_000, max_position_embeddings=4096,
+                         eos_token_id=None, bos_token_id=None)  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(32_000, (rows, prompt), generator=generator)
+
+    def theirs(count: int) -> list[list[int]]:
+        out = model.generate(prompts.cuda(), max_new_tokens=count, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        return out[:, prompt:].tolist()
+
+    engine = load(model)
+
+    def own(count: int) -> list[list[int]]:
+        return [a.tokens for a in engine.generate(prompts.tolist(), Sampling(max_new_tokens=count))]
+
+    row: dict[str, Any] = {"rows": rows, "prompt": prompt, "new": new}
+    answers = {}
+    for name, call in (("ours", own), ("transformers", theirs)):
+        call(2)
+        begin = time.perf_counter()
+        call(1)
+        row[f"{name}_first_s"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        answers[name] = call(new)
+        row[f"{name}_s"] = time.perf_counter() - begin
+    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(*answers.values(), strict=True)]
+    row["same_tokens"] = sum(same) / (rows * new)
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["kernels", "training", "generation"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=DATA)
+    args = parser.parse_args()
+    found: dict[str, Any] = {
+        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    size = {"layers": 24, "width": 1024, "heads": 16}
+    for part in args.parts:
+        if part == "kernels":
+            found[part] = [asdict(row) for row in kernels()]
+        elif part == "training":
+            found[part] = training(args.steps, list(TRAINERS), size, (8, 1024))
+        else:
+            found[part] = [generation(1, 512, 64), generation(32, 128, 64)]
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
