@@ -10,7 +10,9 @@
 #define DS_FN static __device__ __forceinline__
 #define DS_KERNEL static __global__
 #define DS_SHARED __shared__
+#define DS_UNROLL _Pragma("unroll")
 #else
+#define DS_UNROLL
 #include "emulated.h"
 #endif
 
@@ -114,6 +116,10 @@ DS_FN void store_quad(void *p, Dtype d, std::int64_t i, int m, const Quad &q) {
   }
   for (int k = 0; k < 4; k++)
     if (k < m) store(p, d, i + k, q.v[k]);
+}
+// a / b of numbers that are not negative: a division of 64 bits takes as long as the work on eight elements.
+DS_FN std::int64_t quotient(std::int64_t a, std::int64_t b) {
+  return (a | b) >> 32 == 0 ? static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b) : a / b;
 }
 DS_FN int quad_size(std::int64_t i, std::int64_t end) { return end - i < 4 ? static_cast<int>(end - i) : 4; }
 

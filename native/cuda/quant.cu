@@ -8,6 +8,9 @@ constexpr float smallest_scale = 1.17549435e-38f;  // so that its inverse is fin
 
 // ---- codes of one element; the same arithmetic as cpu/kernels/quant.cpp ---------------------------------------------
 
+// What a format is made of, known when a kernel is compiled: asking at every element took longer than the element.
+enum class Kind { symmetric, asymmetric, floating };
+
 struct Mapping {  // codes = f(x * inverse) of one group
   float inverse;
   int zero;
@@ -25,12 +28,13 @@ DS_FN int round_to_int(const QuantSpec &s, float y, std::int64_t index) {
   return static_cast<int>(rintf(s.stochastic ? y + draw(s, index) : y));
 }
 
+template <Kind K>
 DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::int64_t index) {
   const QuantFormat &f = s.format;
   if (!m.finite) return 0;
   const float y = x * m.inverse;
-  if (f.mantissa < 0) {
-    const int top = s.symmetric ? f.max_code : (1 << f.bits) - 1, low = s.symmetric ? -top : 0;
+  if (K != Kind::floating) {
+    const int top = K == Kind::symmetric ? f.max_code : (1 << f.bits) - 1, low = K == Kind::symmetric ? -top : 0;
     int q = round_to_int(s, y, index) + m.zero;
     q = q > top ? top : q < low ? low : q;
     return static_cast<std::uint32_t>(q) & ((1u << f.bits) - 1u);
@@ -43,11 +47,12 @@ DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::i
   return static_cast<std::uint32_t>(code > f.max_code ? f.max_code : code) | (to_bits(y) >> 31) << (f.bits - 1);
 }
 
+template <Kind K>
 DS_FN float decode(const QuantSpec &s, std::uint32_t code, float zero) {
   const QuantFormat &f = s.format;
   const int c = static_cast<int>(code);
-  if (f.mantissa < 0) {
-    if (!s.symmetric) return static_cast<float>(c) - zero;
+  if (K != Kind::floating) {
+    if (K == Kind::asymmetric) return static_cast<float>(c) - zero;
     return static_cast<float>(c >= 1 << (f.bits - 1) ? c - (1 << f.bits) : c);
   }
   const int magnitude = c & ((1 << (f.bits - 1)) - 1);
@@ -66,11 +71,16 @@ DS_FN void store_codes(unsigned char *p, std::uint32_t packed, int bytes) {
     *reinterpret_cast<std::uint32_t *>(p) = packed;
     return;
   }
+  if (bytes == 2 && reinterpret_cast<std::uintptr_t>(p) % 2 == 0) {
+    *reinterpret_cast<std::uint16_t *>(p) = static_cast<std::uint16_t>(packed);
+    return;
+  }
   for (int b = 0; b < 4; b++)
     if (b < bytes) p[b] = static_cast<unsigned char>(packed >> (8 * b));
 }
 DS_FN std::uint32_t load_codes(const unsigned char *p, int bytes) {
   if (bytes == 4 && reinterpret_cast<std::uintptr_t>(p) % 4 == 0) return *reinterpret_cast<const std::uint32_t *>(p);
+  if (bytes == 2 && reinterpret_cast<std::uintptr_t>(p) % 2 == 0) return *reinterpret_cast<const std::uint16_t *>(p);
   std::uint32_t packed = 0;
   for (int b = 0; b < 4; b++)
     if (b < bytes) packed |= static_cast<std::uint32_t>(p[b]) << (8 * b);
@@ -94,18 +104,26 @@ struct Sum {  // factor * the sum over `sources` of row k * rows + r
   std::int64_t sources, rows;
   float factor;
 };
-DS_FN Quad quad_at(const Sum &s, std::int64_t row, std::int64_t i, int m) {
-  const int width = s.spec.format.bits, params = s.spec.symmetric ? 1 : 2;
+template <Kind K>
+struct SumOf : Sum {};
+template <Kind K>
+DS_FN Quad quad_at(const SumOf<K> &s, std::int64_t row, std::int64_t i, int m) {
+  const int width = s.spec.format.bits;
+  constexpr int params = K == Kind::asymmetric ? 2 : 1;
   const std::int64_t byte = i * width / 8;
+  // Neighbours may lie in two groups; not where a group is a whole number of quads.
+  const bool one = s.spec.group % 4 == 0;
+  const std::int64_t first = quotient(i, s.spec.group);
   Quad sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
   for (std::int64_t k = 0; k < s.sources; k++) {
     const unsigned char *base = s.q.base + (k * s.rows + row) * s.q.row_bytes;
     const float *p = reinterpret_cast<const float *>(base + s.q.params_at);
     const std::uint32_t packed = load_codes(base + byte, bytes_of(m, width));
-    for (int j = 0; j < m; j++) {  // neighbours may lie in two groups
-      const std::int64_t group = (i + j) / s.spec.group;
+    for (int j = 0; j < 4; j++) {
+      if (j >= m) continue;
+      const std::int64_t group = one ? first : quotient(i + j, s.spec.group);
       const std::uint32_t code = packed >> (width * j) & ((1u << width) - 1u);
-      const float value = decode(s.spec, code, params == 2 ? p[2 * group + 1] : 0.0f) * p[params * group];
+      const float value = decode<K>(s.spec, code, params == 2 ? p[2 * group + 1] : 0.0f) * p[params * group];
       sum.v[j] = k == 0 ? value : sum.v[j] + value;
     }
   }
@@ -121,7 +139,7 @@ DS_FN std::int64_t warp() {
   return blockIdx.x * static_cast<std::int64_t>(block_warps) + static_cast<int>(threadIdx.x) / warp_threads;
 }
 
-template <class Source>
+template <Kind K, class Source>
 DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row, std::int64_t first, std::int64_t end,
                         float *params) {
   int magnitude = 0;  // bits of the largest |x|: infinities and NaN compare above every number
@@ -131,38 +149,42 @@ DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row
     for (int k = 0; k < 4; k++) {
       const int bits = static_cast<int>(to_bits(x.v[k]) & 0x7fffffffu);
       magnitude = bits > magnitude ? bits : magnitude;
+      if (K != Kind::asymmetric) continue;
       minus_lo = -x.v[k] > minus_lo ? -x.v[k] : minus_lo;
       hi = x.v[k] > hi ? x.v[k] : hi;
     }
   }
   magnitude = warp_max(magnitude);
-  minus_lo = warp_max(minus_lo);
-  hi = warp_max(hi);
+  if (K == Kind::asymmetric) {
+    minus_lo = warp_max(minus_lo);
+    hi = warp_max(hi);
+  }
   float scale = from_bits(0x7fc00000u), zero = 0.0f, inverse = 0.0f;
   const bool ok = magnitude < 0x7f800000;
   if (ok) {
     const float levels = static_cast<float>((1 << s.format.bits) - 1);
-    scale = s.symmetric ? from_bits(static_cast<std::uint32_t>(magnitude)) / s.format.maximum : hi / levels + minus_lo / levels;
+    scale = K == Kind::asymmetric ? hi / levels + minus_lo / levels
+                                  : from_bits(static_cast<std::uint32_t>(magnitude)) / s.format.maximum;
     scale = scale < smallest_scale ? smallest_scale : scale;
     inverse = 1.0f / scale;
-    if (!s.symmetric) zero = rintf(minus_lo * inverse);
+    if (K == Kind::asymmetric) zero = rintf(minus_lo * inverse);
   }
   if (lane() == 0) {
     params[0] = scale;
-    if (!s.symmetric) params[1] = zero;
+    if (K == Kind::asymmetric) params[1] = zero;
   }
   return {inverse, static_cast<int>(zero), ok};
 }
 
-template <class Source>
-DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std::int64_t *order) {
-  const std::int64_t groups = (q.cols + s.group - 1) / s.group, unit = warp();
+template <Kind K, class Source>
+DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std::int64_t *order, std::int64_t groups) {
+  const std::int64_t unit = warp();
   if (unit >= q.rows * groups) return;  // whole warps leave; nothing below waits for the block
-  const std::int64_t row = unit / groups, group = unit % groups, first = group * s.group;
+  const std::int64_t row = quotient(unit, groups), group = unit - row * groups, first = group * s.group;
   const std::int64_t end = q.cols - first < s.group ? q.cols : first + s.group;
   unsigned char *base = q.base + (order ? order[row] : row) * q.row_bytes;
-  float *params = reinterpret_cast<float *>(base + q.params_at) + group * (s.symmetric ? 1 : 2);
-  const Mapping m = map_group(s, from, row, first, end, params);
+  float *params = reinterpret_cast<float *>(base + q.params_at) + group * (K == Kind::asymmetric ? 2 : 1);
+  const Mapping m = map_group<K>(s, from, row, first, end, params);
   const int width = s.format.bits;
   unsigned char *codes = base + first * width / 8;
   for (std::int64_t i = 4 * lane(); i < end - first; i += 4 * warp_threads) {
@@ -170,25 +192,30 @@ DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std:
     const Quad x = quad_at(from, row, first + i, n);
     std::uint32_t packed = 0;
     for (int k = 0; k < n; k++)
-      packed |= encode(s, m, x.v[k], s.offset + row * q.cols + first + i + k) << (width * k);
+      packed |= encode<K>(s, m, x.v[k], s.offset + row * q.cols + first + i + k) << (width * k);
     store_codes(codes + i * width / 8, packed, bytes_of(n, width));
   }
   if (group == groups - 1 && lane() == 0)  // padding is sent too, so it is not left to chance
     for (std::int64_t b = (q.cols * width + 7) / 8; b < q.params_at; b++) base[b] = 0;
 }
 
-constexpr std::int64_t dense_chunk = 4 * block_threads;  // elements of a row that one block writes
+constexpr int dense_quads = 4;                                         // that one thread writes
+constexpr std::int64_t dense_chunk = 4 * dense_quads * block_threads;  // elements of a row that one block writes
 
-DS_KERNEL void dense_kernel(Sum from, const std::int64_t *index, std::int64_t chunks, void *out, Dtype dtype) {
-  const std::int64_t row = blockIdx.x / chunks;
-  const std::int64_t i = blockIdx.x % chunks * dense_chunk + 4 * static_cast<std::int64_t>(threadIdx.x);
-  if (i >= from.q.cols) return;
-  const int m = quad_size(i, from.q.cols);
+template <Kind K>
+DS_KERNEL void dense_kernel(SumOf<K> from, const std::int64_t *index, std::int64_t chunks, void *out, Dtype dtype) {
+  const std::int64_t block = blockIdx.x, row = quotient(block, chunks), begin = (block - row * chunks) * dense_chunk;
   const std::int64_t source = index ? index[row] : row;
   // Asking on the host whether a row exists would wait for the device: one that does not exist is NaN.
   const float nan = from_bits(0x7fc00000u);
   const bool there = !index || (source >= 0 && source < from.q.rows);
-  store_quad(out, dtype, row * from.q.cols + i, m, there ? quad_at(from, source, i, m) : Quad{{nan, nan, nan, nan}});
+  DS_UNROLL
+  for (int j = 0; j < dense_quads; j++) {
+    const std::int64_t i = begin + 4 * (static_cast<std::int64_t>(threadIdx.x) + j * block_threads);
+    if (i >= from.q.cols) return;
+    const int m = quad_size(i, from.q.cols);
+    store_quad(out, dtype, row * from.q.cols + i, m, there ? quad_at(from, source, i, m) : Quad{{nan, nan, nan, nan}});
+  }
 }
 
 bool usable(const QuantSpec &s, const QuantRows &q) {
@@ -206,10 +233,39 @@ std::int64_t blocks_of(const QuantSpec &s, const QuantRows &q) {
   return (q.rows * quant_groups(s, q.cols) + block_warps - 1) / block_warps;
 }
 
-Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
+Kind kind_of(const QuantSpec &s) {
+  return s.format.mantissa >= 0 ? Kind::floating : s.symmetric ? Kind::symmetric : Kind::asymmetric;
+}
+
+template <Kind K>
+Status dense_as(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
   const std::int64_t chunks = (from.q.cols + dense_chunk - 1) / dense_chunk;
+  return launch(dense_kernel<K>, rows * chunks, stream, SumOf<K>{from}, index, chunks, out, dtype);
+}
+
+Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
   if (!out && rows * from.q.cols > 0) return Status::bad_argument;
-  return launch(dense_kernel, rows * chunks, stream, from, index, chunks, out, dtype);
+  switch (kind_of(from.spec)) {
+    case Kind::symmetric: return dense_as<Kind::symmetric>(from, index, rows, out, dtype, stream);
+    case Kind::asymmetric: return dense_as<Kind::asymmetric>(from, index, rows, out, dtype, stream);
+    case Kind::floating: return dense_as<Kind::floating>(from, index, rows, out, dtype, stream);
+  }
+  return Status::bad_argument;
+}
+
+template <Kind K, class Source>
+Status quantize_as(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
+  return launch(quantize_kernel<K, Source>, blocks_of(s, q), stream, s, q, from, order, quant_groups(s, q.cols));
+}
+
+template <class Source>
+Status quantize_from(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
+  switch (kind_of(s)) {
+    case Kind::symmetric: return quantize_as<Kind::symmetric>(s, q, from, order, stream);
+    case Kind::asymmetric: return quantize_as<Kind::asymmetric>(s, q, from, order, stream);
+    case Kind::floating: return quantize_as<Kind::floating>(s, q, from, order, stream);
+  }
+  return Status::bad_argument;
 }
 
 }  // namespace
@@ -217,7 +273,7 @@ Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void
 Status quantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *order, const void *x, Dtype dtype,
                 Stream stream) {
   if (!usable(s, q) || (!x && q.rows * q.cols > 0)) return Status::bad_argument;
-  return launch(quantize_kernel<Dense>, blocks_of(s, q), stream, s, q, Dense{x, dtype, q.cols}, order);
+  return quantize_from(s, q, Dense{x, dtype, q.cols}, order, stream);
 }
 
 Status dequantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *index, std::int64_t count, void *out,
@@ -236,8 +292,13 @@ Status reduce_quantized(const QuantSpec &s, const QuantRows &q, std::int64_t sou
                         const QuantRows &out, Stream stream) {
   if (!usable(s, q) || !usable(so, out) || sources < 1 || q.rows % sources != 0) return Status::bad_argument;
   if (so.group % s.group != 0 || out.cols != q.cols || out.rows != q.rows / sources) return Status::bad_argument;
-  const std::int64_t *none = nullptr;
-  return launch(quantize_kernel<Sum>, blocks_of(so, out), stream, so, out, Sum{s, q, sources, out.rows, factor}, none);
+  const Sum sum{s, q, sources, out.rows, factor};
+  switch (kind_of(s)) {
+    case Kind::symmetric: return quantize_from(so, out, SumOf<Kind::symmetric>{sum}, nullptr, stream);
+    case Kind::asymmetric: return quantize_from(so, out, SumOf<Kind::asymmetric>{sum}, nullptr, stream);
+    case Kind::floating: return quantize_from(so, out, SumOf<Kind::floating>{sum}, nullptr, stream);
+  }
+  return Status::bad_argument;
 }
 
 }  // namespace ds::cuda

@@ -112,9 +112,8 @@ def test_lamb(device: torch.device, inside: bool) -> None:
     spec = UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
     ours, expected = lists(torch.float32, device), lists(torch.float32, torch.device("cpu"))
     sums = lamb_moments(spec, replace(ours, copies=()))
-    assert sums.device.type == "cpu"
     torch.testing.assert_close(
-        sums, update_reference.lamb_moments(spec, replace(expected, copies=())), rtol=1e-5, atol=1e-9
+        sums.cpu(), update_reference.lamb_moments(spec, replace(expected, copies=())), rtol=1e-5, atol=1e-9
     )
     ratios = torch.linspace(0.5, 2.0, len(SIZES))
     lamb_apply(replace(spec, rule=Rule.LAMB_APPLY), ours, ratios)

@@ -381,6 +381,8 @@ draws = st.builds(Draw, st.integers(0, 5), st.integers(0, 70), st.sampled_from(D
 def test_the_chosen_backend_agrees_with_the_reference(name: str, device: str, d: Draw) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
+    if device == "cuda" and name == "packed_linear":
+        pytest.skip("weights are packed for the layer loop of the CPU")
     d = replace(d, n=max(d.n, LEAST_N.get(name, 0)))
     for case in CASES[name]:
         ours, theirs = run(case, d, "", device), run(case, d, "reference")

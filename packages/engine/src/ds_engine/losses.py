@@ -102,7 +102,9 @@ class Ledger:
         self.losses += 1
         value, count = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 1.0)
         value = value.detach().reshape(()).float()
-        number = torch.as_tensor(count, dtype=torch.float32, device=value.device).detach().reshape(())
+        # A number becomes a tensor on the device: a copy from the host would wait for all that the device has to do.
+        number = count.detach().to(value) if isinstance(count, Tensor) else torch.full_like(value, count)
+        number = number.reshape(())
         self._sum = value if self._sum is None else self._sum + value
         self._count = number if self._count is None else self._count + number
 

@@ -68,11 +68,13 @@ class Cache:
         layers: For each layer (keys [blocks, size, kv heads, width], values [blocks, size, kv heads, value width]); of a
             layer with latent attention, what is kept is the latent: keys [blocks, size, 1, rank + rotated], no values. Of int8,
             scales fp32 [blocks, size, kv heads] of keys and of values follow.
+        spare: A slot of the one block more that nobody is given: rows of padding write there.
         states: Of recurrent layers, by the number of a sequence's first block.
     """
 
     def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = size
+        self.spare = blocks * size
         latent = any(y.attention.latent is not None for y in spec.layers)
         if dtype == torch.int8 and latent:
             raise UnsupportedError(
@@ -80,7 +82,7 @@ class Cache:
                 code="inference-cache-dtype",
                 fix="Leave cache_dtype out.",
             )
-        self.layers = [self._made(_kept(y), (blocks, size), dtype, device) for y in spec.layers]
+        self.layers = [self._made(_kept(y), (blocks + 1, size), dtype, device) for y in spec.layers]
         self.states = States()
 
     @staticmethod

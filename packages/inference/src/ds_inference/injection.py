@@ -25,6 +25,7 @@ from ds_inference.engine import Generator
 from ds_inference.families import FAMILIES
 from ds_inference.loading import load
 from ds_inference.quantize import Quantize
+from ds_inference.replay import Recorded, cuda_graph
 from ds_inference.sampling import Sampling
 from ds_parallel.config import LayerSpecConfig
 from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
@@ -94,12 +95,19 @@ class InferenceEngine(nn.Module):
             )
         self._times: list[float] | None = None
         self._generator: Generator | None = None
+        self._recorded = Recorded(model, cuda_graph()) if config.enable_cuda_graph else None
         self.is_compiled = False
 
     def _check(self, model: nn.Module) -> None:
         config = self.config
         parallel = config.tensor_parallel
         self._ranks = ranks_of(parallel.tp_size if parallel.enabled else 1, parallel.tp_group)
+        if config.enable_cuda_graph and self._ranks is not None:
+            raise UnsupportedError(
+                "enable_cuda_graph with a model on several ranks",
+                code="inference-cuda-graph",
+                fix="Leave it out, or use one rank.",
+            )
         if config.enable_cuda_graph and not torch.cuda.is_available():
             raise UnsupportedError(
                 "enable_cuda_graph is true, and this host has no CUDA device",
@@ -131,10 +139,10 @@ class InferenceEngine(nn.Module):
             return getattr(module, name)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The module's own forward, without gradients."""
+        """The module's own forward, without gradients; with enable_cuda_graph a replay, from the second call of the same shapes on."""
         begin = time.perf_counter()
         with torch.inference_mode():
-            out = self.module(*inputs, **keywords)
+            out = (self._recorded or self.module)(*inputs, **keywords)
         if self._times is not None:
             self._wait()
             self._times.append((time.perf_counter() - begin) * 1e3)
@@ -178,6 +186,7 @@ class InferenceEngine(nn.Module):
                 cache_tokens=max(8192, 4 * self.config.max_out_tokens),
                 native=self._ranks is None,
                 group=self._ranks,
+                graphs=self.config.enable_cuda_graph or None,
                 quantize=_quantize(self.config.quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)
@@ -250,7 +259,7 @@ class InferenceEngine(nn.Module):
 
     def destroy(self) -> None:
         """Give back the cache and the weights that were copied for it."""
-        self._generator = None
+        self._generator = self._recorded = None
 
     def _wait(self) -> None:
         if torch.cuda.is_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from ds_inference.cutting import Cut
 from ds_inference.engine import Generator, Tokenizer
 from ds_inference.families import family_of
 from ds_inference.foreign import ForeignDecoder, read_module
-from ds_inference.model import Decoder
+from ds_inference.model import Decoder, replay_obstacle
 from ds_inference.packed import Packed, unpacked
 from ds_inference.quantize import Quantize, Weight, as_quantize, as_read, dequantised, quantised
+from ds_inference.replay import cuda_graph
 from ds_inference.scheduler import Budget
 from ds_inference.spec import Spec
 from ds_inference.weights import Folder, read_config, read_weights
@@ -47,6 +48,7 @@ def load(
     group: GroupLike = None,
     by_expert: bool = False,
     own_forward: bool = False,
+    graphs: bool | None = None,
 ) -> Generator:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -68,8 +70,11 @@ def load(
         by_expert: Experts are given to the group's ranks whole, instead of being cut.
         own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
             parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
+        graphs: Record steps that only generate as CUDA graphs, one for each power of two of requests and of blocks, and replay them.
+            Costs the memory of a step for each. None: on a CUDA device, where the model can: not experts, not on several ranks, not
+            through its own forward.
     Raises:
-        UnsupportedError: this family of models is not declared, and it does not run through its own forward either
+        UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph"); this family of models is not declared, and it does not run through its own forward either
             ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); its layers have states
             and it shall share beginnings or speculate ("inference-states"); the folder's codes are of an unknown packing
             ("inference-packed").
@@ -87,6 +92,7 @@ def load(
         group=group,
         by_expert=by_expert,
         own_forward=own_forward,
+        graphs=graphs,
     )
     if decoder.device.type == "cpu":
         trim()  # what reading and quantising took is free only now
@@ -115,6 +121,7 @@ def read_decoder(
     group: GroupLike = None,
     by_expert: bool = False,
     own_forward: bool = False,
+    graphs: bool | None = None,
 ) -> Decoder | ForeignDecoder:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
@@ -124,7 +131,7 @@ def read_decoder(
         config = read_config(source)
         checkpoint = unpacked(Folder(source), config) if weights is None else weights
     how = as_quantize(quantize)
-    wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group}
+    wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group, "graphs": graphs}
     more = [name for name, value in wanted.items() if value]
     if own_forward:
         if more:
@@ -168,14 +175,26 @@ def read_decoder(
 
     sources = family.sources(config)
     usual = how is not None or not isinstance(source, nn.Module)
+    read = read_weights(spec, sources, checkpoint, keep)
+    there = cast("Tensor", read["embed.weight"]).device.type == "cuda"
+    if graphs and not there:
+        raise UnsupportedError(
+            "CUDA graphs for a model that is not on a CUDA device",
+            code="inference-cuda-graph",
+            fix="Leave graphs (enable_cuda_graph) out, or load the model onto a CUDA device.",
+        )
+    recorded = there if graphs is None else graphs
+    if graphs is None and replay_obstacle(spec, cut is not None):
+        recorded = False
     decoder = Decoder(
         spec if cut is None else cut.spec(),
-        read_weights(spec, sources, checkpoint, keep),
+        read,
         None if length is None else min(length, spec.longest),
         native=native if native is not None else usual and not adapters,
         rounded=how is not None and how.activations == "int8",
         cut=cut,
         group=place,
+        record=cuda_graph() if recorded else None,
     )
     for name, folder in (adapters or {}).items():
         if cut is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -19,12 +20,13 @@ from ds_inference.cache import Cache
 from ds_inference.cutting import Cut
 from ds_inference.native import NativeDecoder, Shared, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
+from ds_inference.replay import Record, Recorded, padded
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
 from ds_ops.arena import trim
 from ds_ops.routing import permute, sort_slots, unpermute
 
-__all__ = ["Cache", "Decoder", "Runner"]
+__all__ = ["Cache", "Decoder", "Runner", "replay_obstacle"]
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -37,6 +39,19 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+# What of a batch of one-token chunks is tensors.
+_SINGLES = ("tokens", "positions", "slots", "outputs", "tables", "lengths")
+
+
+def replay_obstacle(spec: Spec, cut: bool) -> str:
+    """Why steps of this spec cannot be recorded; empty: they can."""
+    if cut:
+        return "ranks that hold it together meet in every layer"
+    if any(isinstance(layer.feed, Experts) for layer in spec.layers):
+        return "the host is told which experts were chosen"
+    return ""
 
 
 class Runner(Protocol):
@@ -76,6 +91,7 @@ class Decoder:
         rounded: The native loop multiplies codes with inputs rounded to 8 bits.
         cut: Weights are this rank's part of each layer, the spec is this rank's; None: of one rank.
         group: The ranks that hold the other parts.
+        record: How steps of one-token chunks are recorded, to be replayed (`replay`); None: they are not. Not with the native loop.
     Attributes:
         adapters: By name; those that a batch wears are added. Not with the native loop.
         obstacle: Why the native loop does not run; empty: it runs.
@@ -93,8 +109,11 @@ class Decoder:
         rounded: bool = False,
         cut: Cut | None = None,
         group: ds_comm.GroupLike = None,
+        record: Record | None = None,
     ) -> None:
         self.spec, self.weights = spec, dict(weights)
+        self._record: Record | None = None
+        self._replayed: tuple[Cache, Recorded] | None = None
         self.cut = cut
         self.group = ds_comm.single_group() if cut is None else ds_comm.as_group(group)
         self.adapters: dict[str, Adapter] = {}
@@ -116,6 +135,14 @@ class Decoder:
         }
         kinds = {(_all_heads(y.attention), y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
+        if record is not None:
+            if obstacle := replay_obstacle(spec, cut is not None):
+                raise UnsupportedError(
+                    f"CUDA graphs for a {spec.family} model: {obstacle}",
+                    code="inference-cuda-graph",
+                    fix="Leave graphs (enable_cuda_graph) out.",
+                )
+            self._record = record
         self.obstacle = "it was not asked for"
         if native:
             self.obstacle = native_obstacle(spec, self.weights) or (arena_refusal(self.group) if cut else "")
@@ -134,6 +161,19 @@ class Decoder:
 
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
         """
+        if self._record is None or not batch.single or batch.spans or batch.worn:
+            return self._forward(batch, cache)
+        if self._replayed is None or self._replayed[0] is not cache:
+            self._replayed = cache, Recorded(partial(self._singles, cache), self._record)
+        whole = padded(batch, cache.spare)
+        return self._replayed[1](*(getattr(whole, name) for name in _SINGLES))[batch.outputs]  # type: ignore[no-any-return]
+
+    def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
+        return self._forward(
+            Batch(**dict(zip(_SINGLES, tensors, strict=True)), single=len(tensors[0]), spans=()), cache
+        )
+
+    def _forward(self, batch: Batch, cache: Cache) -> Tensor:
         spec = self.spec
         x = F.embedding(batch.tokens, self._floats["embed.weight"])
         scale = torch.tensor(spec.embed_scale, dtype=x.dtype)  # rounded as the model was trained

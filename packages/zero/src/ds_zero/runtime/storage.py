@@ -35,7 +35,8 @@ from ds_zero.runtime.seat import Seat, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 
-_COMPARED = 1 << 16  # elements at a time: what is made on the way stays in the cache
+# Elements that are compared at a time: what is made on the way stays in a processor's cache; a device is given few launches.
+_COMPARED, _COMPARED_THERE = 1 << 16, 1 << 25
 
 
 class Stored(Protocol):
@@ -220,11 +221,13 @@ class PrivateStorage:
             return
         with torch.no_grad():
             for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
-                for full, shard in zip(there.split(_COMPARED), here.split(_COMPARED), strict=True):
+                at_a_time = _COMPARED if there.device.type == "cpu" else _COMPARED_THERE
+                for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
                     told = shard.to(full.dtype)
                     # A device is not asked: that would wait for it.
                     if full.device.type != "cpu" or not torch.equal(full, told):
-                        shard.copy_(torch.where(full != told, full.to(shard.dtype), shard))
+                        wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
+                        torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
         """What this rank alone sees of its edits goes to the others. Nothing where full is a rank's own."""
