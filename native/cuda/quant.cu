@@ -1,4 +1,5 @@
-// One warp makes or reads one group; a lane takes four neighbours at a time, which are whole bytes at every code width.
+// Eight lanes make one group, a warp if it is long: what is done once a group (its place, its scale) takes as long as a dozen elements.
+// A lane takes four neighbours at a time, which are whole bytes at every code width.
 #include "cuda.h"
 
 namespace ds::cuda {
@@ -134,17 +135,31 @@ DS_FN Quad quad_at(const SumOf<K> &s, std::int64_t row, std::int64_t i, int m) {
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-DS_FN int lane() { return static_cast<int>(threadIdx.x) % warp_threads; }
-DS_FN std::int64_t warp() {
-  return blockIdx.x * static_cast<std::int64_t>(block_warps) + static_cast<int>(threadIdx.x) / warp_threads;
+template <int Lanes>
+DS_FN int lane() {
+  return static_cast<int>(threadIdx.x) % Lanes;
+}
+template <int Lanes>
+DS_FN std::int64_t team() {
+  return blockIdx.x * static_cast<std::int64_t>(block_threads / Lanes) + static_cast<int>(threadIdx.x) / Lanes;
+}
+template <int Lanes, class T>
+DS_FN T team_max(T x) {
+  const int first = static_cast<int>(threadIdx.x) % warp_threads / Lanes * Lanes;
+  const unsigned others = Lanes == warp_threads ? 0xffffffffu : ((1u << (Lanes % warp_threads)) - 1u) << first;
+  for (int k = Lanes / 2; k > 0; k /= 2) {
+    const T other = __shfl_xor_sync(others, x, k);
+    x = other > x ? other : x;
+  }
+  return x;
 }
 
-template <Kind K, class Source>
+template <Kind K, int Lanes, class Source>
 DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row, std::int64_t first, std::int64_t end,
                         float *params) {
   int magnitude = 0;  // bits of the largest |x|: infinities and NaN compare above every number
   float minus_lo = 0.0f, hi = 0.0f;
-  for (std::int64_t i = first + 4 * lane(); i < end; i += 4 * warp_threads) {
+  for (std::int64_t i = first + 4 * lane<Lanes>(); i < end; i += 4 * Lanes) {
     const Quad x = quad_at(from, row, i, quad_size(i, end));
     for (int k = 0; k < 4; k++) {
       const int bits = static_cast<int>(to_bits(x.v[k]) & 0x7fffffffu);
@@ -154,10 +169,10 @@ DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row
       hi = x.v[k] > hi ? x.v[k] : hi;
     }
   }
-  magnitude = warp_max(magnitude);
+  magnitude = team_max<Lanes>(magnitude);
   if (K == Kind::asymmetric) {
-    minus_lo = warp_max(minus_lo);
-    hi = warp_max(hi);
+    minus_lo = team_max<Lanes>(minus_lo);
+    hi = team_max<Lanes>(hi);
   }
   float scale = from_bits(0x7fc00000u), zero = 0.0f, inverse = 0.0f;
   const bool ok = magnitude < 0x7f800000;
@@ -169,25 +184,25 @@ DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row
     inverse = 1.0f / scale;
     if (K == Kind::asymmetric) zero = rintf(minus_lo * inverse);
   }
-  if (lane() == 0) {
+  if (lane<Lanes>() == 0) {
     params[0] = scale;
     if (K == Kind::asymmetric) params[1] = zero;
   }
   return {inverse, static_cast<int>(zero), ok};
 }
 
-template <Kind K, class Source>
+template <Kind K, int Lanes, class Source>
 DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std::int64_t *order, std::int64_t groups) {
-  const std::int64_t unit = warp();
-  if (unit >= q.rows * groups) return;  // whole warps leave; nothing below waits for the block
+  const std::int64_t unit = team<Lanes>();
+  if (unit >= q.rows * groups) return;  // whole teams leave; nothing below waits for others
   const std::int64_t row = quotient(unit, groups), group = unit - row * groups, first = group * s.group;
   const std::int64_t end = q.cols - first < s.group ? q.cols : first + s.group;
   unsigned char *base = q.base + (order ? order[row] : row) * q.row_bytes;
   float *params = reinterpret_cast<float *>(base + q.params_at) + group * (K == Kind::asymmetric ? 2 : 1);
-  const Mapping m = map_group<K>(s, from, row, first, end, params);
+  const Mapping m = map_group<K, Lanes>(s, from, row, first, end, params);
   const int width = s.format.bits;
   unsigned char *codes = base + first * width / 8;
-  for (std::int64_t i = 4 * lane(); i < end - first; i += 4 * warp_threads) {
+  for (std::int64_t i = 4 * lane<Lanes>(); i < end - first; i += 4 * Lanes) {
     const int n = quad_size(first + i, end);
     const Quad x = quad_at(from, row, first + i, n);
     std::uint32_t packed = 0;
@@ -195,7 +210,7 @@ DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std:
       packed |= encode<K>(s, m, x.v[k], s.offset + row * q.cols + first + i + k) << (width * k);
     store_codes(codes + i * width / 8, packed, bytes_of(n, width));
   }
-  if (group == groups - 1 && lane() == 0)  // padding is sent too, so it is not left to chance
+  if (group == groups - 1 && lane<Lanes>() == 0)  // padding is sent too, so it is not left to chance
     for (std::int64_t b = (q.cols * width + 7) / 8; b < q.params_at; b++) base[b] = 0;
 }
 
@@ -229,10 +244,6 @@ bool usable(const QuantSpec &s, const QuantRows &q) {
   return q.base || q.rows * q.cols == 0;
 }
 
-std::int64_t blocks_of(const QuantSpec &s, const QuantRows &q) {
-  return (q.rows * quant_groups(s, q.cols) + block_warps - 1) / block_warps;
-}
-
 Kind kind_of(const QuantSpec &s) {
   return s.format.mantissa >= 0 ? Kind::floating : s.symmetric ? Kind::symmetric : Kind::asymmetric;
 }
@@ -253,9 +264,15 @@ Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void
   return Status::bad_argument;
 }
 
+template <Kind K, int Lanes, class Source>
+Status quantize_by(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
+  const std::int64_t groups = quant_groups(s, q.cols), teams = block_threads / Lanes;
+  return launch(quantize_kernel<K, Lanes, Source>, (q.rows * groups + teams - 1) / teams, stream, s, q, from, order, groups);
+}
+
 template <Kind K, class Source>
 Status quantize_as(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
-  return launch(quantize_kernel<K, Source>, blocks_of(s, q), stream, s, q, from, order, quant_groups(s, q.cols));
+  return s.group <= 512 ? quantize_by<K, 8>(s, q, from, order, stream) : quantize_by<K, warp_threads>(s, q, from, order, stream);
 }
 
 template <class Source>

@@ -124,7 +124,13 @@ Status launch(void (*kernel)(Parameters...), std::int64_t blocks, Stream, Argume
   return Status::ok;
 }
 
-// IEEE half, as the device's conversion instructions do it.
+// What the device's conversion instructions do.
+inline std::uint16_t f32_to_bf16(float x) {
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(u >> 16 | 0x40u);
+  return static_cast<std::uint16_t>((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
 inline float f16_to_f32(std::uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;
   const float value = exponent == 31 ? (fraction ? NAN : INFINITY)

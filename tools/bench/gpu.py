@@ -1,8 +1,8 @@
 """`nox -s bench -- gpu`: one GPU: kernels as a share of a copy, training steps beside a plain loop and FSDP2, generation beside transformers.
 
-Kernels are timed by events of the device, after the cache was swept by a copy; a share is (bytes that must move / time) / (the copy's rate).
-Engines train the same GPT from the same weights, one after another in one process, and their losses are recorded. `--out FILE` writes
-the record elsewhere.
+Kernels are timed by events of the device; a share is (bytes that must move / time) / (the copy's rate). Engines train the same GPT from the
+same weights, one after another in one process, and their losses are recorded. `--out FILE` writes the record elsewhere; `--page` only
+writes the page from it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_engine
-from ds_ops import convert, sum_squares
+from ds_ops import convert
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
 from ds_ops.norms import add_rms_norm, rms_norm
 from ds_ops.optim.adam import AdamW
@@ -32,6 +33,8 @@ from ds_ops.quant import dequantize, quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "gpu.json"
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- end -->)", re.DOTALL)
 VOCABULARY = 32_000
 
 
@@ -40,7 +43,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel. share: of a copy's rate. peer: torch's time over ours; 0 without one."""
+    """One kernel. share: of a copy's rate. peer: torch's time over ours; 0 without one; both on the device."""
 
     name: str
     us: float
@@ -49,12 +52,14 @@ class Row:
     peer: float
 
 
-def microseconds(work: Callable[[], object], rounds: int = 20) -> float:
+def microseconds(work: Callable[[], object], rounds: int = 15) -> float:
+    """Of the device: it sleeps for 5 ms or more first, so that the host has launched everything when the work begins."""
     for _ in range(3):
         work()
     times = []
     for _ in range(rounds):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(10_000_000)
         start.record()
         work()
         end.record()
@@ -86,7 +91,6 @@ def streams(table: Table) -> None:
     x = torch.randn(256 * 2**20, device="cuda")
     half = x.bfloat16()
     table.add("fp32 to bf16", 1.5 * x.nbytes, lambda: convert(half, x), lambda: half.copy_(x))
-    table.add("sum of squares", x.nbytes, lambda: sum_squares(x), lambda: float(torch.linalg.vector_norm(x)))
     for f in (INT8, INT4, FP8_E4M3):
         q = quantize(half, QuantSpec(f, 256))
         nbytes = half.nbytes + q.nbytes
@@ -274,7 +278,7 @@ def training(steps: int, names: list[str], size: dict[str, int], batch: tuple[in
             loss = step(tokens)
             torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - begin))
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         rest = times[3:]
         found.append({"name": name, "ms": statistics.median(rest), "least_ms": min(rest), "losses": losses[:8],
                       "peak_gib": torch.cuda.max_memory_allocated() / 2**30, **size})  # fmt: skip
@@ -328,12 +332,72 @@ def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
     return row
 
 
+# ---- page ------------------------------------------------------------------------------------------------------------
+
+
+def filled(page: str, found: dict[str, Any]) -> str:
+    lines = [
+        "| a step of the GPT | ms | of a plain loop | peak memory, GiB | loss after 8 steps |",
+        "|---|---|---|---|---|",
+    ]
+    plain_ms = found["training"][0]["ms"]
+    for row in found["training"]:
+        name = {"plain": "a plain loop: autocast, fused AdamW", "FSDP2": "FSDP2"}.get(
+            row["name"], f"**ds-zero {row['name']}**"
+        )
+        lines.append(
+            f"| {name} | {row['ms']:.1f} | {row['ms'] / plain_ms:.2f} | {row['peak_gib']:.1f} | {row['losses'][7]:.2f} |"
+        )
+    lines += [
+        "",
+        "| generation, bf16 | first token, ours | transformers | tokens/s, ours | transformers |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["generation"]:
+        count = row["rows"] * row["new"]
+        cells = [f"{1e3 * row[f'{who}_first_s']:.0f} ms" for who in ("ours", "transformers")]
+        cells += [f"{count / row[f'{who}_s']:,.0f}" for who in ("ours", "transformers")]
+        lines.append(f"| {row['rows']} x {row['prompt']} tokens, {row['new']} new | {' | '.join(cells)} |")
+    lines += ["", "| kernel | us | GB/s | of a copy | torch takes |", "|---|---|---|---|---|"]
+    for row in found["kernels"]:
+        peer = f"{row['peer']:.2f}x" if row["peer"] else ""
+        lines.append(f"| {row['name']} | {row['us']:.0f} | {row['gb_s']:.0f} | {row['share']:.0%} | {peer} |")
+    text = "\n".join([*lines, "", f"Measured {found['date']} on one {found['machine']}, alone.", ""])
+    return TABLES.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
+
+
+def write_page(found: dict[str, Any]) -> None:
+    PAGE.write_text(filled(PAGE.read_text(), found))
+    (PAGE.parent / "gpu.svg").write_text(picture(found))
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Bars: milliseconds of a step, and its peak memory."""
+    rows = found["training"]
+    high = 24 * len(rows) + 44
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {high}" font-family="sans-serif" font-size="12">']
+    out.append('<text x="220" y="20">a step, ms</text><text x="540" y="20">peak memory, GiB</text>')
+    for at, row in enumerate(rows):
+        y = 34 + 24 * at
+        out.append(f'<text x="210" y="{y + 13}" text-anchor="end">{row["name"]}</text>')
+        colour = "#adb5bd" if row["name"] in ("plain", "FSDP2") else "#2a6f97"
+        for x, key in ((220, "ms"), (540, "peak_gib")):
+            wide = 220 * row[key] / max(r[key] for r in rows)
+            out.append(f'<rect x="{x}" y="{y}" width="{wide:.0f}" height="16" fill="{colour}"/>')
+            out.append(f'<text x="{x + wide + 4:.0f}" y="{y + 13}">{row[key]:.1f}</text>')
+    return "\n".join([*out, "</svg>\n"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["kernels", "training", "generation"])
+    parser.add_argument("--page", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=DATA)
     args = parser.parse_args()
+    if args.page:
+        write_page(json.loads(DATA.read_text()))
+        return
     found: dict[str, Any] = {
         "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
         "date": time.strftime("%Y-%m-%d"),
@@ -347,6 +411,8 @@ def main() -> None:
         else:
             found[part] = [generation(1, 512, 64), generation(32, 128, 64)]
         args.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.out == DATA:
+        write_page(found)
 
 
 if __name__ == "__main__":

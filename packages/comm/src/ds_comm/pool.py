@@ -1,7 +1,8 @@
 """Flat buffers that are used again, so that a steady step allocates nothing.
 
 A *pool* hands out tensors by (elements, dtype, device) and takes them back. A buffer that an unfinished collective writes or reads must
-not be given back before its wait.
+not be given back before its wait. Memory of a device goes back to torch's allocator, which keeps it, too, and gives it to activations
+meanwhile.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Pool:
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that `take` handed out."""
+        if buffer.device.type != "cpu":
+            self.bytes -= buffer.nbytes
+            return
         self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -279,8 +279,7 @@ class Decoder:
             if not spec.head_norm_late:
                 q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
             if spec.rope is not None:
-                turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
-                q, k = turn(q, tables), turn(k, tables)
+                q, k = self._turned(spec.rope, q, k, step.turns[spec.rope])
             if spec.head_norm_late:
                 q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
             keys, values, *scales = step.cache
@@ -292,6 +291,13 @@ class Decoder:
             extra = (slopes, self._floats.get(f"{at}.sinks"))
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
+
+    def _turned(self, rope: Rope, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        turn = self._rotations[rope].turn
+        if q.device.type == "cpu":
+            return turn(q, tables), turn(k, tables)
+        # Half the launches, for one copy.
+        return cast("tuple[Tensor, Tensor]", turn(torch.cat([q, k], 1), tables).split([q.shape[1], k.shape[1]], 1))
 
     def _latent(self, at: str, spec: Attention, latent: Latent, x: Tensor, step: _Step) -> Tensor:
         # Keys are latent @ up_k; instead of making them, queries go to the latent's space: q @ up_k^T (DeepSeek-V2, 2.1.2), so
@@ -409,6 +415,8 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tenso
         return F.layer_norm(x, (x.shape[-1],), weight + norm.offset if norm.offset else weight, bias, norm.eps)
     if norm.kind == "layer":
         return F.layer_norm(x, (x.shape[-1],), None, None, norm.eps) * weight
+    if x.device.type != "cpu" and not norm.offset:  # rounded before the weight, as below, by one launch
+        return weight * F.rms_norm(x, (x.shape[-1],), None, norm.eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     if norm.offset:

@@ -47,4 +47,5 @@ class Rotation:
         else:
             a, b = turned.chunk(2, dim=-1)
         # The order of features within a head is the same for queries and keys, so it does not matter which it is.
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        return torch.cat([*parts, rest] if rest.shape[-1] else parts, -1)

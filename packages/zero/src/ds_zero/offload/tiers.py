@@ -24,6 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -139,9 +140,15 @@ class Tier(Place):
 
     def gradient(self, summed: Tensor, part: Tensor) -> Tensor:
         """What the optimizer is given: a sum in the format, shape and place of the part."""
-        if summed.dtype != part.dtype or summed.device != part.device:
-            summed = summed.to(part.device, part.dtype)
+        if summed.device != part.device:
+            summed = self.landing(part).copy_(summed.view(-1))
+        elif summed.dtype != part.dtype:
+            summed = summed.to(part.dtype)
         return summed if summed.shape == part.shape else summed.view(part.shape)
+
+    def landing(self, part: Tensor) -> Tensor:
+        """[numel] of the part's format and place, for a gradient that comes from a device. Kept: copies into new memory are slow."""
+        return torch.empty(part.numel(), dtype=part.dtype, device=part.device)
 
 
 TIERS: dict[str, type[Tier]] = {"device": Tier}
@@ -218,9 +225,15 @@ class HostTier(HostPlace, Tier):
     def __init__(self, placement: Placement, unit: Tiered) -> None:
         super().__init__(placement, unit)
         self.wanted: Callable[[], None] = nothing
+        self._landings: dict[Tensor, Tensor] = {}
 
     def fetch(self) -> None:
         self.wanted()
+
+    def landing(self, part: Tensor) -> Tensor:
+        if part not in self._landings:  # one for each part: all are updated by one call
+            self._landings[part] = self.memory(part.numel(), part.dtype, self.unit.device)
+        return self._landings[part]
 
 
 def nothing() -> None:
@@ -294,6 +307,16 @@ class FilePlace(_Filed):
         self.sender.sent = self.regions.of(memory, _MASTER)
 
 
+class _Landing:
+    """Memory of the host that gradients come to, kept by the pool."""
+
+    def __init__(self, nbytes: int, device: torch.device, pin: bool) -> None:
+        self.memory = host_bytes(nbytes, device, pin=pin)
+
+    def close(self) -> None:
+        del self.memory
+
+
 class FileTier(_Filed, Tier):
     """In a file, except while it is updated."""
 
@@ -303,11 +326,18 @@ class FileTier(_Filed, Tier):
 
     def __init__(self, placement: Placement, unit: Any) -> None:
         super().__init__(unit)
+        self._pool = unit.seat.pool
         self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
 
     def begin_fetch(self) -> None:
         if not self._held and self.placement.read_ahead:
             self.record.begin()
+
+    def landing(self, part: Tensor) -> Tensor:
+        # Units are updated one after another, by each thread: one memory for all parts of a size.
+        key, nbytes = ("landing", part.numel(), part.dtype, get_ident()), part.numel() * part.dtype.itemsize
+        made: _Landing = self._pool.shared(key, lambda: _Landing(nbytes, self.unit.device, self.placement.pin))
+        return made.memory.view(part.dtype)
 
     def _state(self) -> Iterator[tuple[str, int, Tensor]]:
         """Tensors that have the elements of their part: (key, where they start in the shard, the tensor)."""

@@ -308,8 +308,11 @@ class Gradients:
         self.sums, self.open, self._sums_in_arena = None, False, False
         for param in self._params:
             param.grad = None
-        if self._layout.world > 1:  # else it held the sums until now, so no other unit could have used it
+        there = self._device.type != "cpu"
+        if self._layout.world > 1 or there:  # else it held the sums until now, so no other unit could have used it
             self._give_arena()
+        if there:  # the next forward's activations can have it: torch's allocator keeps memory, too
+            self._spares = [None] * len(self.ranges)
         self.way.drop()
 
     def drop_idle(self) -> int:

@@ -35,8 +35,8 @@ from ds_zero.runtime.seat import Seat, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 
-# Elements that are compared at a time: what is made on the way stays in a processor's cache; a device is given few launches.
-_COMPARED, _COMPARED_THERE = 1 << 16, 1 << 25
+# Elements at a time: what is made on the way stays in a processor's cache; a device is given few launches.
+_AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25
 
 
 class Stored(Protocol):
@@ -184,7 +184,12 @@ class PrivateStorage:
     def _publish_to(self, places: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for there, mine in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
-                there.copy_(mine)
+                if there.device == mine.device or not mine.is_pinned():
+                    there.copy_(mine)
+                    continue
+                # What changes its format on the way to a device does so there: on the host that takes new memory each time.
+                for out, part in zip(there.split(_AT_A_TIME_THERE), mine.split(_AT_A_TIME_THERE), strict=True):
+                    out.copy_(part.to(out.device))
 
     def take_back(self) -> None:
         """`param.data = other` gave a parameter other memory: its values are a change like any, and it is a view of full again."""
@@ -221,7 +226,7 @@ class PrivateStorage:
             return
         with torch.no_grad():
             for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
-                at_a_time = _COMPARED if there.device.type == "cpu" else _COMPARED_THERE
+                at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
                 for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
                     told = shard.to(full.dtype)
                     # A device is not asked: that would wait for it.
