@@ -350,8 +350,8 @@ def filled(page: str, found: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| generation, bf16 | first token, ours | transformers | tokens/s, ours | transformers |",
-        "|---|---|---|---|---|",
+        "| generation, bf16 | tokens/s, ours | transformers |",
+        "|---|---|---|",
     ]
     for row in found["generation"]:
         count = row["rows"] * row["new"]
