@@ -54,6 +54,8 @@ def ensure(peer: str) -> Path:
     # torch first: a peer's setup script imports it, and must find the pinned build.
     subprocess.run([*pip, "torch", "numpy", "setuptools", "wheel", "ninja"], check=True, env=env)
     subprocess.run([*pip, "--no-build-isolation", *PEERS[peer]], check=True, env=env)
+    # optimum asks for torchvision, whose build is for another torch: then transformers' processors cannot be imported.
+    subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True, env=env)
     stamp.write_text(wanted)
     return python
 
