@@ -52,7 +52,7 @@ def ensure(peer: str) -> Path:
     pip = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
     env = {**os.environ, **_ENV.get(peer, {})}
     # torch first: a peer's setup script imports it, and must find the pinned build.
-    subprocess.run([*pip, "torch", "numpy", "setuptools", "wheel", "ninja"], check=True, env=env)
+    subprocess.run([*pip, "torch", "numpy", "setuptools", "wheel", "ninja", "scikit-build-core"], check=True, env=env)
     subprocess.run([*pip, "--no-build-isolation", *PEERS[peer]], check=True, env=env)
     # optimum asks for torchvision, whose build is for another torch: then transformers' processors cannot be imported.
     subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True, env=env)
