@@ -71,7 +71,7 @@ def load(
         own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
             parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
         graphs: Record steps that only generate as CUDA graphs, one for each power of two of requests and of blocks, and replay them.
-            Costs the memory of a step for each. None: on a CUDA device, where the model can: not experts, not on several ranks, not
+            Costs the memory of a step for each; weights may change then, and not move. None: on a CUDA device, where the model can: not experts, not on several ranks, not
             through its own forward.
     Raises:
         UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph"); this family of models is not declared, and it does not run through its own forward either
