@@ -71,10 +71,11 @@ def load(
         own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
             parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
         graphs: Record steps that only generate as CUDA graphs, one for each power of two of requests and of blocks, and replay them.
-            Costs the memory of a step for each; weights may change then, and not move. None: on a CUDA device, where the model can: not experts, not on several ranks, not
-            through its own forward.
+            Costs the memory of a step for each; weights may change then, and not move. None: on a CUDA device, where the model can: not
+            experts, not on several ranks, not through its own forward.
     Raises:
-        UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph"); this family of models is not declared, and it does not run through its own forward either
+        UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph");
+            this family of models is not declared, and it does not run through its own forward either
             ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); its layers have states
             and it shall share beginnings or speculate ("inference-states"); the folder's codes are of an unknown packing
             ("inference-packed").
