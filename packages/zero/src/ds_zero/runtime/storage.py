@@ -35,8 +35,7 @@ from ds_zero.runtime.seat import Seat, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 
-# Elements at a time: what is made on the way stays in a processor's cache; a device is given few launches.
-_AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25
+_AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25  # elements: what is made stays in a cache; a device gets few launches
 
 
 class Stored(Protocol):
@@ -184,12 +183,8 @@ class PrivateStorage:
     def _publish_to(self, places: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for there, mine in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
-                if there.device == mine.device or not mine.is_pinned():
-                    there.copy_(mine)
-                    continue
-                # What changes its format on the way to a device does so there: on the host that takes new memory each time.
                 for out, part in zip(there.split(_AT_A_TIME_THERE), mine.split(_AT_A_TIME_THERE), strict=True):
-                    out.copy_(part.to(out.device))
+                    out.copy_(part if out.device.type == "cpu" else part.to(out.device))  # the format changes there
 
     def take_back(self) -> None:
         """`param.data = other` gave a parameter other memory: its values are a change like any, and it is a view of full again."""
@@ -208,6 +203,7 @@ class PrivateStorage:
                 view.copy_(param.data)
                 param.data = view
 
+    @torch.no_grad()
     def adopt_edits(self, written: Collection[int]) -> None:
         """Edits of full that every rank made alike go into the shard, if it is kept apart from full.
 
@@ -221,18 +217,15 @@ class PrivateStorage:
             flat = torch.cat(self.chunks()) if names else None
             for piece in [piece for piece in self._unit.owned if piece.name in names]:
                 self._unit.tier.fetch()
-                with torch.no_grad():
-                    self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
+                self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
             return
-        with torch.no_grad():
-            for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
-                at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
-                for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
-                    told = shard.to(full.dtype)
-                    # A device is not asked: that would wait for it.
-                    if full.device.type != "cpu" or not torch.equal(full, told):
-                        wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
-                        torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
+        for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
+            at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
+            for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
+                told = shard.to(full.dtype)
+                if full.device.type != "cpu" or not torch.equal(full, told):  # a device is not asked: that would wait
+                    wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
+                    torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
         """What this rank alone sees of its edits goes to the others. Nothing where full is a rank's own."""
@@ -305,10 +298,9 @@ class ReleasedStorage(PrivateStorage):
         return self.param_tier.apart and self.sent is not None
 
     def load(self) -> bool:
-        if not self.rests or self.sent is None or not self._is_out or self._works:
+        on_node = self._near is not None and self._near.valid
+        if not self.rests or self.sent is None or not self._is_out or self._works or on_node:
             return False
-        if self._near is not None and self._near.valid:
-            return False  # the node has it on its devices
         if self._loaded is None:
             self.param_tier.fetch()
             self._loaded = self.sent.to(self.full.device, non_blocking=True)
