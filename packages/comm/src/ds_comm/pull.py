@@ -59,6 +59,10 @@ class Window:
     def publish(self, unit: str = "") -> None:
         """Return when every rank has written its rows, and let them be pulled. About 3 us when all are ready."""
         self._arena.barrier(unit)
+        self.show()
+
+    def show(self) -> None:
+        """As `publish`, where the same ranks have passed another barrier since all wrote: that of another window."""
         self.everyone = self._buffers[self._turn]
         self._turn ^= 1
 

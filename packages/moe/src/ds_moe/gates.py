@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
 from ds_moe.losses import balance_loss
 from ds_moe.noise import Stream, gumbel
-from ds_moe.routed import Routed, bad_routing, capacity_of, positions
+from ds_moe.routed import Routed, bad_routing, capacity_of, positions, probabilities
 
 __all__ = ["GateRule", "Noise", "gate", "top1gating", "top2gating", "topkgating"]
 
@@ -80,17 +80,17 @@ def gate(
             "used_token is for k = 1 and has one entry a token.",
         )
     tokens, count = logits.shape
-    scores = logits.softmax(-1)
+    scores = probabilities(logits)
     if experts is None:
         experts = _choose(logits, scores, rule, stream)
-    chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
+    # GShard's loss looks at first choices.
+    counted = torch.zeros_like(scores).scatter_(1, experts[:, :1] if rule.k == 2 else experts, 1.0)
     asking, kept, capacity = experts, None, None
     if used_token is not None:
         kept = (used_token != 0)[:, None]
-        chosen = chosen * kept
+        counted = counted * kept
         asking = experts.masked_fill(~kept, count)
-    counted = torch.zeros_like(chosen).scatter_(1, experts[:, :1], 1.0) if rule.k == 2 else chosen
-    loss = balance_loss(scores, counted, 1 if rule.k == 2 else rule.k)  # GShard's loss looks at first choices
+    loss = balance_loss(scores, counted, 1 if rule.k == 2 else rule.k)
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)

@@ -135,6 +135,17 @@ class Way:
         window.publish(unit)
         return window
 
+    def publish_tokens(self, x: Tensor, unit: str) -> Window:
+        """As `publish`; what tells which token each row is goes with them, so that the ranks meet once. Collective."""
+        if self._slot_there is not None:
+            return self.publish(x, unit)
+        slots = self._windows.of(self._group, self._most + 1, 1, self.slots.dtype)
+        slots.mine[: self.slots.shape[0], 0].copy_(self.slots)
+        window = self.publish(x, unit)
+        slots.show()
+        self._slot_there = self.arriving(slots).view(-1)
+        return window
+
     def arriving(self, window: Window) -> Tensor:
         """Published rows, which are sorted by expert at home, in the order of this rank's experts."""
         return window.everyone.index_select(0, self._from * window.rows + self._at)
@@ -199,7 +210,7 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        return way.of_tokens(way.publish(x, "moe dispatch"))
+        return way.of_tokens(way.publish_tokens(x, "moe dispatch"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["Routed", "bad_routing", "capacity_of", "positions", "wide"]
+__all__ = ["Routed", "bad_routing", "capacity_of", "positions", "probabilities", "wide"]
+
+
+_NARROW = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +80,13 @@ def positions(experts: Tensor, num_experts: int, order: Tensor | None = None) ->
     out = torch.empty_like(place)
     out[order] = place
     return out.view(experts.shape)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """softmax of [T, E] over experts. A CPU's vectors lie along a row, and few experts do not fill one: then by columns, four times as fast."""
+    if logits.device.type == "cpu" and logits.shape[-1] <= _NARROW:
+        return logits.t().contiguous().softmax(0).t().contiguous()
+    return logits.softmax(-1)
 
 
 def bad_routing(message: str, fix: str) -> PlanError:

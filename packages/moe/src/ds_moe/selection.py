@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_moe.routed import Routed, bad_routing, wide
+from ds_moe.routed import Routed, bad_routing, probabilities, wide
 
 __all__ = ["GroupScore", "Score", "Selection", "select", "weigh"]
 
@@ -80,7 +80,7 @@ def select(logits: Tensor, how: Selection, bias: Tensor | None = None, *, expert
         raise bad_routing(f"logits of shape {tuple(logits.shape)}", "Give logits [tokens, experts].")
     how.check(logits.shape[1])
     raw = wide(logits)
-    scores = raw.sigmoid() if how.score == "sigmoid" else raw.softmax(-1)
+    scores = raw.sigmoid() if how.score == "sigmoid" else probabilities(raw)
     ranked = raw if how.score == "softmax_of_chosen" else scores
     if experts is None:
         experts = _choose(ranked.detach(), how, bias)
