@@ -143,9 +143,9 @@ def attend(
         length = start + count
         k, v = (t.view(1, -1, *t.shape[-2:])[:, :length] for t in read(blocks))
         if start == 0 and q.device.type != "cpu" and _plain(spec, extra, length):
-            whole = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
+            mine, ks, vs = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
             many = spec.heads != spec.kv_heads
-            seen = F.scaled_dot_product_attention(*whole, is_causal=True, scale=spec.scale, enable_gqa=many)
+            seen = F.scaled_dot_product_attention(mine, ks, vs, is_causal=True, scale=spec.scale, enable_gqa=many)
             out[first : first + count] = seen[0].transpose(0, 1)
             continue
         at = torch.arange(length, device=q.device)

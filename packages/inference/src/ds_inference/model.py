@@ -166,12 +166,13 @@ class Decoder:
         if self._replayed is None or self._replayed[0] is not cache:
             self._replayed = cache, Recorded(partial(self._singles, cache), self._record)
         whole = padded(batch, cache.spare)
-        return self._replayed[1](*(getattr(whole, name) for name in _SINGLES))[batch.outputs]  # type: ignore[no-any-return]
+        logits: Tensor = self._replayed[1](*(getattr(whole, name) for name in _SINGLES))
+        return logits[batch.outputs]
 
     def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
-        return self._forward(
-            Batch(**dict(zip(_SINGLES, tensors, strict=True)), single=len(tensors[0]), spans=()), cache
-        )
+        tokens, positions, slots, outputs, tables, lengths = tensors
+        batch = Batch(tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=())
+        return self._forward(batch, cache)
 
     def _forward(self, batch: Batch, cache: Cache) -> Tensor:
         spec = self.spec
