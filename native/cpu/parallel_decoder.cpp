@@ -66,20 +66,22 @@ struct Thread {
   template <class F>
   void product(const Matrix &m, const Prepared &p, Word rows, Word pair, const Range &part, const F &f) {
     const Word block = block_panels(p.bytes) * p.tall;
-    for (Word first = 0; first < rows; first += block)
+    for (Word first = 0; first < rows; first += block) {
+      const Word passes = ((rows - first < block ? rows - first : block) + p.tall - 1) / p.tall;
       for (Word u = part.begin; u < part.end; u++)
         for (Word r = first; r < rows && r < first + block; r += p.tall) {
           const int count = static_cast<int>(rows - r < p.tall ? rows - r : p.tall);
           for (Word half = 0; half < pair; half++)
-            k.dense(m, u * pair + half, p.panels + r / p.tall * p.bytes, p.tall, count, tile + half * panel_rows * unit);
+            k.dense(m, u * pair + half, p.panels + r / p.tall * p.bytes, p.tall, count, tile + half * panel_rows * unit,
+                    ahead_of(m, (u + 1) * pair + half, part.end * pair, (r - first) / p.tall, passes));
           for (int i = 0; i < count; i++) f(r + i, u * unit, tile + i * unit, tile + (panel_rows + i) * unit);
         }
+    }
   }
 
   // Where this thread's weights of a matrix begin.
   const char *mine(const Matrix &m) const {
-    const Word bits = m.kind == Kind::f32 ? 32 : m.kind == Kind::bf16 ? 16 : m.kind == Kind::int8 ? 8 : 4;
-    return static_cast<const char *>(m.data) + part_of(m.n / unit, 1, me, team).begin * (m.k * unit * bits / 8);
+    return static_cast<const char *>(m.data) + part_of(m.n / unit, 1, me, team).begin * unit_bytes(m);
   }
 
   Word cut(Word at) const { return s.hidden - at < unit ? s.hidden - at : unit; }
@@ -210,7 +212,8 @@ struct Thread {
         for (Word i = first; i < end; i += tall) {
           const int count = static_cast<int>(end - i < tall ? end - i : tall);
           for (Word half = 0; half < pair; half++)
-            k.dense(m, u * pair + half, gathered + (i - first) / tall * bytes, tall, count, tile + half * panel_rows * unit);
+            k.dense(m, u * pair + half, gathered + (i - first) / tall * bytes, tall, count, tile + half * panel_rows * unit,
+                    ahead_of(m, (u + 1) * pair + half, part.end * pair, (i - first) / tall, (end - first + tall - 1) / tall));
           for (int j = 0; j < count; j++) f(from + i + j, u * unit, tile + j * unit, tile + (panel_rows + j) * unit);
         }
     }
@@ -376,16 +379,21 @@ struct Thread {
   void tiles(const Layer &y, bool alone, const float *source, Word stride) {
     const Word group = y.heads / y.kv_heads, tall = group > queries ? 1 : queries / group;
     const Word from = alone ? y.kv_heads * me / team : 0, to = alone ? y.kv_heads * (me + 1) / team : y.kv_heads;
+    const Word heads = alone ? to - from : 1;  // of a call
+    Attend now = {};
     Word item = 0;
     for (Word c = 0; c < s.num_chunks; c++)
       for (Word i = 0; i < s.chunks[c].count; i += tall)
-        for (Word h = from; h < to; h++, item++) {
+        for (Word h = from; h < to; h += heads, item++) {
           if (!alone && item % team != me) continue;
-          const Word left = s.chunks[c].count - i;
-          const Attend a = {s.chunks + c, s.chunks[c].first + i, left < tall ? left : tall, h,
-                            source,       stride,                mixed,                     room.mixed};
-          k.decoder_attend(s, y, a, attend);
+          const Word left = s.chunks[c].count - i, rows = left < tall ? left : tall;
+          const Attend then = {s.chunks + c, s.chunks[c].first + i, rows, h, heads, source, stride, mixed, room.mixed, nullptr};
+          now.next = &then;
+          if (now.chunk) k.decoder_attend(s, y, now, attend);
+          now = then;
         }
+    now.next = nullptr;
+    if (now.chunk) k.decoder_attend(s, y, now, attend);
   }
 
   void run() {

@@ -47,7 +47,8 @@ Status product(const Matrix &m, const float *x, Word rows, float *y, float *scra
       for (Word u = part.begin; u < part.end; u++)
         for (Word p = first; p < panels && p < first + block; p++) {
           const Word count = rows - p * tall < tall ? rows - p * tall : tall;
-          k.dense(m, u, base + p * bytes, tall, static_cast<int>(count), tile);
+          k.dense(m, u, base + p * bytes, tall, static_cast<int>(count), tile,
+                  ahead_of(m, u + 1, part.end, p - first, panels - first < block ? panels - first : block));
           for (Word i = 0; i < count; i++)
             std::memcpy(y + (p * tall + i) * m.n + u * unit, tile + i * unit, sizeof(float) * unit);
         }

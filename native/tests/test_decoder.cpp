@@ -63,7 +63,7 @@ void products_are_right(const ds::Kernels &level, Kind kind, Inputs inputs, Word
   for (float &v : x) v = r.unit();
   std::vector<char> panel(static_cast<std::size_t>(level.panel_bytes(p.matrix, tall)));
   for (int t = 0; t < rows; t++) level.panel_row(p.matrix, x.data() + t * k, panel.data(), tall, t);
-  level.dense(p.matrix, 0, panel.data(), tall, rows, out.data());
+  level.dense(p.matrix, 0, panel.data(), tall, rows, out.data(), {});
   for (int t = 0; t < rows; t++)
     for (Word n = 0; n < 32; n++) {
       double sum = 0.0, size = 0.0;

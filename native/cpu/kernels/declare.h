@@ -23,7 +23,8 @@ void combine(void *dst, const void *const *src, int count, shm::Element element,
 void copy_streaming(void *dst, const void *src, std::int64_t nbytes);
 std::int64_t panel_bytes(const decoder::Matrix &m, std::int64_t tall);
 void panel_row(const decoder::Matrix &m, const float *x, void *panel, std::int64_t tall, std::int64_t row);
-void dense(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out);
+void dense(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out,
+           const decoder::Ahead &ahead);
 void decoder_norm(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
 void decoder_activate(decoder::Activation kind, const float *gate, const float *value, float *out);
 void decoder_place(const decoder::Step &s, const decoder::Layer &y, const decoder::Chunk &c, std::int64_t row,

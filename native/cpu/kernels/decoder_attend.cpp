@@ -81,12 +81,41 @@ DS_INLINE float largest(vf x) {
 
 DS_INLINE float exp_of(float x) { return exponential(splat(x))[0]; }
 
-DS_INLINE float dot(const float *a, const float *b, Word n) {
-  vf sum = {};
+// sums[i] = the sum of the lanes of x[i].
+DS_INLINE void sums_of(const vf (&x)[few_keys], float *sums) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  // Pairs of vectors are added so that their sums lie side by side, until one vector is left.
+  __m512 four[4];
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; g++) {
+    const auto two = [](vf a, vf b) {
+      return (__m512d)_mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    };
+    const __m512d a = two(x[4 * g], x[4 * g + 1]), b = two(x[4 * g + 2], x[4 * g + 3]);
+    four[g] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  const auto fold = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  store(sums, (vf)fold(fold(four[0], four[1]), fold(four[2], four[3])));
+#else
+  for (int i = 0; i < few_keys; i++) sums[i] = sum_of(x[i]);
+#endif
+}
+
+// dots[i] = x times row i, of n numbers.
+DS_INLINE void dots_of(const float *x, const float *const *rows, Word n, float *dots) {
+  vf sum[few_keys] = {};
   each_vector(
-      n, [&](Word i) { sum = fma(load<vf>(a + i), load<vf>(b + i), sum); },
-      [&](Word i, Word r) { sum = fma(load_part<vf>(a + i, r), load_part<vf>(b + i, r), sum); });
-  return sum_of(sum);
+      n,
+      [&](Word i) {
+#pragma GCC unroll 16
+        for (int r = 0; r < few_keys; r++) sum[r] = fma(load<vf>(x + i), load<vf>(rows[r] + i), sum[r]);
+      },
+      [&](Word i, Word left) {
+        for (int r = 0; r < few_keys; r++) sum[r] = fma(load_part<vf>(x + i, left), load_part<vf>(rows[r] + i, left), sum[r]);
+      });
+  sums_of(sum, dots);
 }
 
 // y = y * by + x * a
@@ -180,10 +209,28 @@ DS_INLINE Word first_key(const Layer &y, Word position) {
   return y.window && position >= y.window ? (position - y.window + 1) / few_keys * few_keys : 0;
 }
 
-DS_INLINE Word kept_at(const Step &s, const Layer &y, const Attend &a, Word position) {
+DS_INLINE Word kept_at(const Step &s, const Layer &y, const Attend &a, Word head, Word position) {
   const Word slot = a.chunk->blocks[position / s.block_size] * s.block_size + position % s.block_size;
-  return y.latent ? slot : slot * y.kv_heads + a.kv_head;
+  return y.latent ? slot : slot * y.kv_heads + head;
 }
+
+DS_INLINE void ask(const void *base, Word first, Word bytes) {
+  const char *p = static_cast<const char *>(base) + first;
+  for (Word i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Asks for what the cache holds of one head at `few_keys` positions from j on, of those up to `last`: a head's numbers of a token are
+// short and far apart, so the processor does not foresee them, and would wait for every one.
+DS_INLINE void ask_keys(const Step &s, const Layer &y, const Attend &a, Word head, Word j, Word last) {
+  const Word item = s.kept == Kept::f32 ? 4 : s.kept == Kept::bf16 ? 2 : 1, end = j + few_keys;
+  for (; j < end && j <= last; j++) {
+    const Word at = kept_at(s, y, a, head, j);
+    ask(y.keys, at * y.width * item, y.width * item);
+    if (!y.latent) ask(y.values, at * y.value_width * item, y.value_width * item);
+  }
+}
+
+DS_INLINE Word first_of(const Attend &a) { return a.chunk->start + a.row - a.chunk->first; }
 
 // scale * score, capped, with its bias of distance, or `none` where a query does not see the key.
 DS_INLINE vf seen_score(const Layer &y, vf score, vf key, vf query, vf slope) {
@@ -238,33 +285,45 @@ static void absorb(const Layer &y, Running &t, float *acc, Word position, float 
       });
 }
 
+// Block by block of keys, all heads: what they read of a token lies side by side.
 static void each_query(const Step &s, const Layer &y, const Attend &a, float *scratch) {
   const Word group = y.heads / y.kv_heads, queries = a.rows * group, width = y.width, wide = y.value_width;
   float *key_rows = scratch, *value_rows = key_rows + few_keys * width;
-  Running running[few_queries];
-  const Word first = a.chunk->start + a.row - a.chunk->first, last = first + a.rows - 1;
-  const auto result = [&](Word q) { return a.out + (a.row + q / group) * a.out_stride + (a.kv_head * group + q % group) * wide; };
-  for (Word q = 0; q < queries; q++) {
-    running[q] = {y.sinks ? y.sinks[a.kv_head * group + q % group] : none, y.sinks ? 1.0f : 0.0f};
-    std::memset(result(q), 0, static_cast<std::size_t>(wide) * 4);
-  }
-  for (Word j = first_key(y, first); j <= last; j += few_keys) {
-    const float *k[few_keys], *v[few_keys];
-    for (Word i = 0; i < few_keys; i++) {
-      const Word at = kept_at(s, y, a, j + i <= last ? j + i : j);  // what nobody sees has no weight, and must be a number
-      k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
-      v[i] = y.latent ? k[i] : kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
-    }
+  Running *running = reinterpret_cast<Running *>(value_rows + few_keys * wide);
+  const Word first = first_of(a), last = first + a.rows - 1;
+  const auto result = [&](Word h, Word q) { return a.out + (a.row + q / group) * a.out_stride + (h * group + q % group) * wide; };
+  const Word end = a.kv_head + a.kv_heads;
+  const auto state = [&](Word h, Word q) -> Running & { return running[(h - a.kv_head) * queries + q]; };
+  for (Word h = a.kv_head; h < end; h++)
     for (Word q = 0; q < queries; q++) {
-      const Word head = a.kv_head * group + q % group, position = first + q / group;
-      if (position < j) continue;
-      const float *x = a.qkv + (a.row + q / group) * a.qkv_stride + head * width;
-      float dots[few_keys];
-      for (int i = 0; i < few_keys; i++) dots[i] = dot(x, k[i], width);
-      absorb(y, running[q], result(q), position, y.slopes ? y.slopes[head] : 0.0f, j, dots, v);
+      state(h, q) = {y.sinks ? y.sinks[h * group + q % group] : none, y.sinks ? 1.0f : 0.0f};
+      std::memset(result(h, q), 0, static_cast<std::size_t>(wide) * 4);
     }
-  }
-  for (Word q = 0; q < queries; q++) add_scaled(result(q), 1.0f / running[q].sum, result(q), 0.0f, wide);
+  for (Word j = first_key(y, first); j <= last; j += few_keys)
+    for (Word h = a.kv_head; h < end; h++) {
+      if (j + few_keys <= last) {
+        ask_keys(s, y, a, h, j + few_keys, last);
+      } else if (a.next) {
+        const Word start = first_of(*a.next);
+        ask_keys(s, y, *a.next, a.next->kv_head + h - a.kv_head, first_key(y, start), start + a.next->rows - 1);
+      }
+      const float *k[few_keys], *v[few_keys];
+      for (Word i = 0; i < few_keys; i++) {
+        const Word at = kept_at(s, y, a, h, j + i <= last ? j + i : j);  // what nobody sees has no weight, and must be a number
+        k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
+        v[i] = y.latent ? k[i] : kept_row(s.kept, y.values, y.value_scales, at, wide, value_rows + i * wide);
+      }
+      for (Word q = 0; q < queries; q++) {
+        const Word head = h * group + q % group, position = first + q / group;
+        if (position < j) continue;
+        const float *x = a.qkv + (a.row + q / group) * a.qkv_stride + head * width;
+        float dots[few_keys];
+        dots_of(x, k, width, dots);
+        absorb(y, state(h, q), result(h, q), position, y.slopes ? y.slopes[head] : 0.0f, j, dots, v);
+      }
+    }
+  for (Word h = a.kv_head; h < end; h++)
+    for (Word q = 0; q < queries; q++) add_scaled(result(h, q), 1.0f / state(h, q).sum, result(h, q), 0.0f, wide);
 }
 
 // ---- many queries: 32 of them in the lanes, so that maxima, sums and products are of whole vectors (Dao et al. 2023)
@@ -336,9 +395,9 @@ DS_INLINE void share(const Layer &y, const Places &p, Word at, Word j, Word keys
   store(p.kept + at, kept);
 }
 
-static void many_queries(const Step &s, const Layer &y, const Attend &a, float *scratch) {
+static void many_queries(const Step &s, const Layer &y, const Attend &a, Word h, float *scratch) {
   const Word group = y.heads / y.kv_heads, queries = a.rows * group, width = y.width, wide = y.value_width;
-  const Word first = a.chunk->start + a.row - a.chunk->first, last = first + a.rows - 1, count = (queries + 31) / 32 * 32;
+  const Word first = first_of(a), last = first + a.rows - 1, count = (queries + 31) / 32 * 32;
   float *key_rows = scratch, *value_rows = key_rows + many_keys * width, *next = value_rows + many_keys * wide;
   const auto take = [&next, count](Word rows) {
     float *here = next;
@@ -348,7 +407,7 @@ static void many_queries(const Step &s, const Layer &y, const Attend &a, float *
   const Places p = {count, take(width), take(wide), take(many_keys), take(1), take(1), take(1), take(1), take(1)};
   std::memset(p.queries, 0, static_cast<std::size_t>(count * (width + wide)) * 4);
   for (Word q = 0; q < count; q++) {
-    const Word head = a.kv_head * group + q % group;
+    const Word head = h * group + q % group;
     const bool is = q < queries;
     p.most[q] = is && y.sinks ? y.sinks[head] : none;
     p.sum[q] = is && y.sinks ? 1.0f : 0.0f;
@@ -362,7 +421,7 @@ static void many_queries(const Step &s, const Layer &y, const Attend &a, float *
     const Word keys = last + 1 - j < many_keys ? last + 1 - j : many_keys;
     const float *k[many_keys];
     for (Word i = 0; i < keys; i++) {
-      const Word at = kept_at(s, y, a, j + i);
+      const Word at = kept_at(s, y, a, h, j + i);
       k[i] = kept_row(s.kept, y.keys, y.key_scales, at, width, key_rows + i * width);
       float *to = value_rows + i * wide;
       const float *v = y.latent ? k[i] : kept_row(s.kept, y.values, y.value_scales, at, wide, to);
@@ -384,7 +443,7 @@ static void many_queries(const Step &s, const Layer &y, const Attend &a, float *
     }
   }
   for (Word q = 0; q < queries; q++) {
-    float *out = a.out + (a.row + q / group) * a.out_stride + (a.kv_head * group + q % group) * wide;
+    float *out = a.out + (a.row + q / group) * a.out_stride + (h * group + q % group) * wide;
     const float by = 1.0f / p.sum[q];
     for (Word w = 0; w < wide; w++) out[w] = p.acc[w * count + q] * by;
   }
@@ -450,16 +509,16 @@ void decoder_place_latent(const decoder::Step &s, const decoder::Layer &y, const
 }
 
 void decoder_attend(const decoder::Step &s, const decoder::Layer &y, const decoder::Attend &a, float *scratch) {
-  if (a.rows * (y.heads / y.kv_heads) > few_queries)
-    many_queries(s, y, a, scratch);
-  else
-    each_query(s, y, a, scratch);
+  if (a.rows * (y.heads / y.kv_heads) <= few_queries) return each_query(s, y, a, scratch);
+  for (Word h = a.kv_head; h < a.kv_head + a.kv_heads; h++) many_queries(s, y, a, h, scratch);
 }
 
 std::int64_t attend_floats(const decoder::Layer &y) {
   const Word group = y.heads / y.kv_heads, most = group > decoder::queries ? group : decoder::queries;
   const Word places = (most + 31) / 32 * 32;
-  return many_keys * (y.width + y.value_width) + places * (y.width + y.value_width + many_keys + 5);
+  const Word one = few_keys * (y.width + y.value_width) + 2 * few_queries * y.kv_heads;
+  const Word all = many_keys * (y.width + y.value_width) + places * (y.width + y.value_width + many_keys + 5);
+  return one > all ? one : all;
 }
 
 }  // namespace ds::DS_ISA

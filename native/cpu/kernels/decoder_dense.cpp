@@ -13,14 +13,6 @@ constexpr int vectors = 32 / lanes;
 // Accumulators of one sum: enough of them that each is added to less often than its latency.
 constexpr int phases_of(int rows) { return rows * vectors >= 8 ? 1 : rows * vectors >= 4 ? 2 : 4; }
 
-// Few rows read weights faster than the processor foresees across pages: they are asked for so many bytes before.
-constexpr Word ahead = 4096;
-template <int R>
-DS_INLINE void ask(const std::uint32_t *p, int lines) {
-  if (R > 4) return;
-  for (int i = 0; i < lines; i++) __builtin_prefetch(reinterpret_cast<const char *>(p) + ahead + 64 * i);
-}
-
 // Blocks of 8 inputs: `words` 32-bit words of each lane, and number j of vector v.
 struct F32 {
   static constexpr Word words = 8;
@@ -65,7 +57,19 @@ struct Work {
   const std::uint32_t *x;  // of the first row
   Word tall, k, group;
   const float *bias;  // of the unit; null: none
+  Ahead ahead;
 };
+
+// Few rows read weights faster than the processor foresees across pages: they are asked for so many bytes before. More rows ask for what
+// the caller wants. i: of eight inputs, `lines` lines of weights.
+constexpr Word foreseen = 4096;
+template <int R>
+DS_INLINE void ask(const Work &c, Word i, const std::uint32_t *p, int lines) {
+  if (R <= 4)
+    for (int l = 0; l < lines; l++) __builtin_prefetch(reinterpret_cast<const char *>(p) + foreseen + 64 * l);
+  else
+    for (int l = 0; l < c.ahead.lines; l++) __builtin_prefetch(c.ahead.from + (i / 8 * c.ahead.lines + l) * 64, 0, 2);
+}
 
 DS_INLINE void finish(const Work &c, float *out, int v, vf sum) {
   store(out + v * lanes, c.bias ? sum + load<vf>(c.bias + v * lanes) : sum);
@@ -82,7 +86,7 @@ static void numbers(const Work &c, float *out) {
     const Word end = (g + 1) * c.group < c.k ? (g + 1) * c.group : c.k;
     for (Word i = g * c.group; i < end; i += 8) {
       const std::uint32_t *p = c.w + i / 8 * Codes::words * 32;
-      ask<R>(p, 2 * Codes::words);
+      ask<R>(c, i, p, 2 * Codes::words);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
         vf n[vectors];
@@ -123,7 +127,7 @@ __attribute__((target("avx512bf16"))) static void dots_bf16(const Work &c, float
   __m512 part[phases][R][2] = {};
   for (Word i = 0; i < c.k / 2; i += 4) {  // k is a multiple of 8
     const std::uint32_t *p = c.w + i * 32, *x = c.x + i * c.tall;
-    ask<R>(p, 8);
+    ask<R>(c, 2 * i, p, 8);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
       const std::uint32_t *row = x + j * c.tall;
@@ -154,7 +158,7 @@ __attribute__((target("avx512vnni"))) static void dots_int8(const Work &c, float
     const Word end = (g + 1) * c.group < c.k ? (g + 1) * c.group : c.k;
     for (Word i = g * c.group; i < end; i += 8) {
       const std::uint32_t *p = c.w + i / (Nibbles ? 8 : 4) * 32, *x = c.x + i / 4 * c.tall;
-      ask<R>(p, Nibbles ? 2 : 4);
+      ask<R>(c, i, p, Nibbles ? 2 : 4);
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++) {
         const std::uint32_t *row = x + j * c.tall;
@@ -222,7 +226,8 @@ DS_INLINE Word unit_words(const Matrix &m) {
 
 namespace ds::DS_ISA {
 
-void dense(const decoder::Matrix &m, std::int64_t unit_index, const void *panel, std::int64_t tall, int rows, float *out) {
+void dense(const decoder::Matrix &m, std::int64_t unit_index, const void *panel, std::int64_t tall, int rows, float *out,
+           const decoder::Ahead &ahead) {
   const bool dots = has_dots(m);
   Work c = {static_cast<const std::uint32_t *>(m.data) + unit_index * unit_words(m),
             m.params + unit_index * groups_of(m) * 64,
@@ -230,7 +235,8 @@ void dense(const decoder::Matrix &m, std::int64_t unit_index, const void *panel,
             tall,
             m.k,
             of_codes(m) ? m.group : m.k,
-            m.bias ? m.bias + unit_index * 32 : nullptr};
+            m.bias ? m.bias + unit_index * 32 : nullptr,
+            ahead};
 #if DS_LANES == 16
   // What is computed beyond `rows` is a row that the panel has place for: out has place for a whole panel.
   switch (tall < panel_rows ? 0 : rows) {

@@ -188,7 +188,13 @@ DS_INLINE void stream_fence() {
 
 // bfloat16. Integer arithmetic on purpose: the AVX512_BF16 instruction flushes subnormals, so its results would
 // differ from the other levels and from torch. Quiet NaN stays NaN.
-DS_INLINE vf bf16_to_f32(vh x) { return from_bits(__builtin_convertvector(x, vu) << 16); }
+DS_INLINE vf bf16_to_f32(vh x) {
+#if defined(__AVX512F__) && DS_LANES == 16
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);  // GCC 12 takes it apart when written as below
+#else
+  return from_bits(__builtin_convertvector(x, vu) << 16);
+#endif
+}
 DS_INLINE vh f32_to_bf16(vf x) {
   vu u = bits(x);
   vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;

@@ -47,7 +47,8 @@ struct Kernels {
   // Row `row` of a panel, of m.k inputs.
   void (*panel_row)(const decoder::Matrix &m, const float *x, void *panel, std::int64_t tall, std::int64_t row);
   // out [tall, 32]: of the first `rows` rows, the outputs of one unit, bias added. What is behind them is overwritten.
-  void (*dense)(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out);
+  void (*dense)(const decoder::Matrix &m, std::int64_t unit, const void *panel, std::int64_t tall, int rows, float *out,
+           const decoder::Ahead &ahead);
   void (*decoder_norm)(const decoder::Normed &n, const float *x, std::int64_t size, float *out);
   // out [32] = f(gate), times value if there is one.
   void (*decoder_activate)(decoder::Activation kind, const float *gate, const float *value, float *out);

@@ -128,14 +128,21 @@ struct Step {
 
 constexpr Word queries = 64;  // of one call of the attention kernel, unless one row has more
 
-// What such a call computes: `rows` rows of a chunk for one head of keys.
+// What a product asks of memory meanwhile: so many lines of 64 bytes with every eight inputs, one after the other.
+struct Ahead {
+  const char *from = nullptr;
+  int lines = 0;
+};
+
+// What such a call computes: `rows` rows of a chunk for `kv_heads` heads of keys from `kv_head` on.
 struct Attend {
   const Chunk *chunk;
-  Word row, rows, kv_head;
+  Word row, rows, kv_head, kv_heads;
   const float *qkv;
   Word qkv_stride;
   float *out;
   Word out_stride;
+  const Attend *next;  // what this thread does after it, so that its first keys are asked for in time; null: nothing
 };
 
 static_assert(sizeof(Matrix) == 8 * 8 && sizeof(Normed) == 5 * 8 && sizeof(Chunk) == 4 * 8 && sizeof(Layer) == 89 * 8 && sizeof(Latent) == 25 * 8 && sizeof(Experts) == 24 * 8 && sizeof(Step) == 32 * 8);
