@@ -2,6 +2,7 @@
 // same result on any thread count, and answer bad arguments with a status.
 #include <ds/isa.h>
 #include <ds/quant.h>
+#include <ds/rows.h>
 #include <ds/stream.h>
 #include <ds/sum.h>
 #include <ds/update.h>
@@ -115,6 +116,42 @@ void quantizers() {
       }
 }
 
+// Rows of every width, picked by number; more terms than the kernel keeps addresses of.
+void picked_rows() {
+  for (std::int64_t cols : {1, 7, 16, 33, 100})
+    for (std::int64_t each : {0, 1, 2, 19}) {
+      constexpr std::int64_t rows = 9, n = 13;
+      const auto x = tensors({rows * cols}, 3)[0], w = tensors({n * each}, 4)[0];
+      std::vector<std::int64_t> index;
+      for (std::int64_t i = 0; i < n * each; i++) index.push_back(i * 5 % rows);
+      std::vector<float> sums(static_cast<std::size_t>(n * cols)), picked(static_cast<std::size_t>(n * each * cols));
+      for (int threads : {1, 2}) {
+        CHECK(ds::sum_rows(sums.data(), x.data(), Dtype::f32, rows, cols, index.data(), w.data(), n, each, threads) == Status::ok);
+        CHECK(ds::gather_rows(picked.data(), x.data(), rows, cols * 4, index.data(), n * each, 1, threads) == Status::ok);
+        for (std::int64_t i = 0; i < n; i++)
+          for (std::int64_t c = 0; c < cols; c++) {
+            double sum = 0;
+            for (std::int64_t e = i * each; e < (i + 1) * each; e++) {
+              const float one = x[static_cast<std::size_t>(index[static_cast<std::size_t>(e)] * cols + c)];
+              CHECK(picked[static_cast<std::size_t>(e * cols + c)] == one);
+              sum += static_cast<double>(w[static_cast<std::size_t>(e)]) * one;
+            }
+            const double off = sums[static_cast<std::size_t>(i * cols + c)] - sum;
+            CHECK(off < 1e-5 && off > -1e-5);
+          }
+      }
+    }
+  float x[4] = {1, 2, 3, 4}, out[4] = {};
+  const std::int64_t good[] = {1, 0, 3, 2}, high[] = {0, 2}, low[] = {0, -1};
+  CHECK(ds::gather_rows(out, x, 2, 4, good, 4, 2, 1) == Status::ok);  // rows 0, 0, 1, 1
+  CHECK(out[0] == 1 && out[1] == 1 && out[2] == 2 && out[3] == 2);
+  for (const std::int64_t *bad : {high, low}) {
+    CHECK(ds::gather_rows(out, x, 2, 4, bad, 2, 1, 1) == Status::bad_argument);
+    CHECK(ds::sum_rows(out, x, Dtype::f32, 2, 1, bad, nullptr, 1, 2, 1) == Status::bad_argument);
+  }
+  CHECK(out[0] == 1);
+}
+
 void bad_arguments() {
   ds::Update u = {};
   u.list.count = 1;
@@ -136,6 +173,7 @@ int main() {
   threads_do_not_matter();
   streams();
   quantizers();
+  picked_rows();
   bad_arguments();
   std::printf("level %s of %s\n", ds::isa_name(), ds::isa_supported());
 }

@@ -221,6 +221,24 @@ void norms_agree(const ds::Kernels *const *levels, int num_levels) {
   }
 }
 
+void rows_agree(const ds::Kernels *const *levels, int count) {
+  const std::int64_t index[] = {4, 0, 2, 2, 1, 3, 3, 4};
+  for (Dtype d : {Dtype::f32, Dtype::bf16, Dtype::f16})
+    for (std::int64_t cols : {1, 15, 16, 17, 130}) {
+      Random r{static_cast<std::uint64_t>(cols)};
+      const auto x = random_values(d, 5 * cols, false, r);
+      const float weights[] = {0.3f, -1.7f, 0.1f, 2.2f, 0.9f, 1e-3f, -0.4f, 1.0f};
+      const auto bytes = static_cast<std::size_t>(cols * ds::size_of(d));
+      std::vector<std::vector<unsigned char>> sums, picked;
+      for (int l = 0; l < count; l++) {
+        sums.emplace_back(4 * bytes), picked.emplace_back(8 * bytes);
+        levels[l]->sum_rows(sums.back().data(), x.data(), d, cols, index, weights, 2, 0, 4);
+        levels[l]->gather_rows(picked.back().data(), x.data(), static_cast<std::int64_t>(bytes), index, 1, 0, 8, false);
+        CHECK(sums.back() == sums.front() && picked.back() == picked.front());
+      }
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -234,5 +252,6 @@ int main() {
   quantizers_agree(levels, n);
   runs_agree(levels, n);
   norms_agree(levels, n);
+  rows_agree(levels, n);
   std::printf("%d levels agree\n", n);
 }

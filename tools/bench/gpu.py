@@ -185,24 +185,34 @@ def make_model(size: dict[str, int]) -> Gpt:
     return model
 
 
-def plain(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
-    """Weights of fp32, operations of bf16 by autocast, torch's fused AdamW."""
-    model = make_model(size)
+def stepped(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step with clipping and torch's fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(batch: Tensor) -> float:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(batch)
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return step, lambda: None
+    return step
 
 
-def fsdp2(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+def plain(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    """Weights of fp32, operations of bf16 by autocast, torch's fused AdamW."""
+    model = make_model(size)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss: Tensor = model(batch)
+        return loss
+
+    return stepped(model, loss_of), lambda: None
+
+
+def fsdp2(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
     """Masters of fp32, blocks in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -214,21 +224,11 @@ def fsdp2(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[],
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: Tensor) -> float:
-        loss = model(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, lambda: None
+    return stepped(model, model), lambda: None
 
 
-def ours(zero: dict[str, Any]) -> Callable[[dict[str, int]], tuple[Callable[[Tensor], float], Callable[[], None]]]:
-    def start(size: dict[str, int]) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+def ours(zero: dict[str, Any]) -> Callable[[dict[str, int]], tuple[Callable[[Tensor], Tensor], Callable[[], None]]]:
+    def start(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
         config = {
             "train_micro_batch_size_per_gpu": 8,
             "gradient_clipping": 1.0,
@@ -238,7 +238,7 @@ def ours(zero: dict[str, Any]) -> Callable[[dict[str, int]], tuple[Callable[[Ten
         }
         engine = ds_engine.initialize(model=make_model(size), config=config)[0]
 
-        def step(batch: Tensor) -> float:
+        def step(batch: Tensor) -> Tensor:
             loss = engine(batch)
             engine.backward(loss)
             engine.step()

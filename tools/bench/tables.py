@@ -30,6 +30,7 @@ _ENGINES = {
     "loop": "a loop by hand",
     "moving@shm": "dispatch and combine alone",
     "copies@shm": "one copy there and one back",
+    "least@shm": "the same, rows known before",
 }
 _SHARDS = {
     "exchange": "exchanges of Ulysses alone: 2,048 tokens, 16 heads of 64",

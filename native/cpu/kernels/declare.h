@@ -10,6 +10,10 @@ double sum_sources(void *dst, const void *const *src, int count, Dtype dtype, st
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
 void fill(void *dst, Dtype dtype, std::int64_t n, float value);
 void triad(float *a, const float *b, const float *c, std::int64_t n, float s, bool streaming);
+void gather_rows(void *out, const void *x, std::int64_t bytes, const std::int64_t *index, std::int64_t per, std::int64_t begin,
+                 std::int64_t end, bool streaming);
+void sum_rows(void *out, const void *x, Dtype dtype, std::int64_t cols, const std::int64_t *index, const float *weights,
+              std::int64_t each, std::int64_t begin, std::int64_t end);
 void norm_rows(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);
 void norm_grad_rows(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);
 void quantize_group(const QuantSpec &s, unsigned char *codes, float *params, const void *x, Dtype dtype, std::int64_t n,

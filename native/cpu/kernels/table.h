@@ -40,6 +40,11 @@ struct Kernels {
   // y[t * stride] = the product of one quantized row of `cols` elements (of one source) with row t of x [tokens, cols].
   void (*quant_dots)(const QuantSpec &s, const QuantSources &q, std::int64_t cols, const float *x, std::int64_t tokens,
                      float *y, std::int64_t stride);
+  // Rows [begin, end) of out. streaming: past the cache.
+  void (*gather_rows)(void *out, const void *x, std::int64_t bytes, const std::int64_t *index, std::int64_t per, std::int64_t begin,
+                      std::int64_t end, bool streaming);
+  void (*sum_rows)(void *out, const void *x, Dtype dtype, std::int64_t cols, const std::int64_t *index, const float *weights,
+                   std::int64_t each, std::int64_t begin, std::int64_t end);
   void (*norm_rows)(const Norm &n, std::int64_t begin, std::int64_t end, float *scratch);  // scratch [cols]
   // Rows of block `block`; scratch [2, cols].
   void (*norm_grad_rows)(const NormGrad &n, std::int64_t begin, std::int64_t end, std::int64_t block, float *scratch);

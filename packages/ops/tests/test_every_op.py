@@ -13,7 +13,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 import pytest
@@ -38,7 +38,8 @@ from ds_ops.places import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.quant_linear import quantize_weight, quantized_linear
 from ds_ops.rotary import rotary_tables, rotate
-from ds_ops.routing import Permutation, permute, sort_slots, top_k_gating, unpermute
+from ds_ops.routing import Permutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
+from ds_ops.rows import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
 from ds_ops.stream import copy_ranges
 from ds_ops.summing import sum_sources
@@ -151,6 +152,10 @@ def routed(d: Draw) -> tuple[Tensor, Permutation]:
     return experts, sort_slots(experts, 3)
 
 
+def parts(numbers: Permutation | Pulls) -> Tensors:
+    return tuple(getattr(numbers, field.name) for field in fields(numbers))
+
+
 def with_permutation(op: Callable[..., Tensor], rows: int, weights: bool) -> Case:
     def make(d: Draw) -> Tensors:
         _, p = routed(d)
@@ -222,6 +227,27 @@ CASES: dict[str, list[Case]] = {
     "gated_activation": [
         Case(same_shape(2), lambda gate, up: (swiglu(gate, up), geglu(gate, up))),
     ],
+    "gather_rows": [
+        Case(
+            lambda d: (d.tensor(d.rows, d.n), torch.arange(2 * d.rows).flip(0) % max(1, d.rows)),
+            lambda x, i: (gather_rows(x, i), gather_rows(x, i, per=2)),
+            grads=False,
+            exact=True,
+            fine=frozenset({(0, "dtype"), (1, "shape")}),
+        )
+    ],
+    "gather_sum": [
+        Case(
+            lambda d: (
+                d.tensor(d.rows, d.n),
+                torch.arange(6).view(2, 3)[: d.rows] % max(1, d.rows),
+                d.tensor(min(d.rows, 2), 3),
+            ),
+            lambda x, i, w: (gather_sum(x, i, w), gather_sum(x, i)),
+            grads=False,
+            fine=frozenset({(2, "dtype")}),
+        )
+    ],
     "gather_tokens": [
         Case(lambda d: dropped(d)[::2], lambda x, i: (gather_tokens(x, i),), fine=frozenset({(0, "dtype")}))
     ],
@@ -264,6 +290,19 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "permute": [with_permutation(permute, 1, weights=False)],
+    "pulls_of": [
+        Case(
+            lambda d: (
+                torch.arange(d.rows * 3 * d.rows).view(d.rows, -1) % 7
+                if d.rows
+                else torch.zeros(1, 2, dtype=torch.int64),
+            ),
+            lambda counts: parts(pulls_of(counts, len(counts) // 2, 1 << 10)),
+            grads=False,
+            exact=True,
+            fine=ALONE,
+        )
+    ],
     "quantize": [
         Case(
             same_shape(1),
@@ -306,7 +345,13 @@ CASES: dict[str, list[Case]] = {
     "rotate": [Case(rotated, lambda x, cos, sin: (rotate(x, cos, sin),), grads=False)],
     "scatter_tokens": [Case(dropped, lambda x, part, i: (scatter_tokens(x, part, i),), exact=True)],
     "sort_slots": [
-        Case(lambda d: (routed(d)[0],), lambda e: (sort_slots(e, 3).slots,), grads=False, exact=True, fine=ALONE)
+        Case(lambda d: (routed(d)[0],), lambda e: parts(sort_slots(e, 3)), grads=False, exact=True, fine=ALONE),
+        Case(
+            lambda d: (routed(d)[0], routed(d)[0] != d.n % 3),
+            lambda e, keep: parts(sort_slots(e, 3, keep=keep)),
+            grads=False,
+            exact=True,
+        ),
     ],
     "sum_squares": [
         Case(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops.capacity import padded_rows, within_capacity
-from ds_ops.routing import gather_sum, permute, regroup, sort_slots, unpermute
+from ds_ops.routing import permute, pulls_of, regroup, sort_slots, unpermute
+from ds_ops.rows import gather_rows, gather_sum
 
 few = settings(max_examples=40, deadline=None)
 
@@ -59,6 +60,42 @@ def test_capacity(tokens: int, experts: int, k: int, capacity: int, scored: bool
     index, valid = padded_rows(p.ends, capacity)
     assert valid.sum(-1).tolist() == p.counts.tolist()
     assert index[valid].tolist() == list(range(int(kept.sum())))
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_rows_go_to_their_experts_and_home(ranks: int, local: int, data: st.DataObject) -> None:
+    """Every row of every rank is taken once, by its expert's rank, and its result comes home to its place."""
+    counts = [[data.draw(st.integers(0, 3)) for _ in range(ranks * local)] for _ in range(ranks)]
+    rows = [[(r, e, i) for e in range(ranks * local) for i in range(row[e])] for r, row in enumerate(counts)]
+    plans = [pulls_of(torch.tensor(counts), rank, 100) for rank in range(ranks)]
+    held = [[rows[at // 100][at % 100] for at in plan.inward.tolist()] for plan in plans]
+    for rank, plan in enumerate(plans):
+        assert plan.source.tolist() == [100 * source for source, _, _ in held[rank]]
+        experts = [expert for _, expert, _ in held[rank]]
+        assert experts == sorted(experts)
+        assert plan.ends.tolist() == [sum(e <= rank * local + x for e in experts) for x in range(local)]
+        assert [held[at // 100][at % 100] for at in plan.home.tolist()] == rows[rank]
+    assert sorted(row for part in held for row in part) == sorted(row for part in rows for row in part)
+
+
+def test_a_row_that_is_not_there_is_refused() -> None:
+    x = torch.zeros(3, 4)
+    for bad in (-1, 3):
+        with pytest.raises(KernelError, match="outside of the 3 rows"):
+            gather_rows(x, torch.tensor([0, bad]))
+        with pytest.raises(KernelError, match="outside of the 3 rows"):
+            gather_sum(x, torch.tensor([[0, bad]]))
+    with pytest.raises(KernelError, match="outside of the 3 rows"):
+        gather_rows(x, torch.tensor([6]), per=2)
+
+
+@pytest.mark.parametrize("forced", ["", "reference"])
+def test_room_that_does_not_suffice_is_refused(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_OPS", forced)
+    for room, counts in ((3, [[2, 2], [0, 0]]), (3, [[2, 0], [2, 0]]), (9, [[-1, 0], [0, 0]])):
+        with pytest.raises(KernelError, match="room"):
+            pulls_of(torch.tensor(counts), 0, room)
 
 
 @few

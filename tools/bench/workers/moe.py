@@ -120,6 +120,31 @@ class Moving(nn.Module):
         return out, routed.loss, routed.counts
 
 
+class Least(nn.Module):
+    """What ranks that share memory must do, had they known before which row goes where: gate, tokens to the peer, rows out of both
+    ranks' memory, results to the peer, weighted sums out of both."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.places = layer.deepspeed_moe.gate, layer.deepspeed_moe.places
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from ds_moe.pulling import way_of
+        from ds_ops.routing import sort_slots
+        from ds_ops.rows import gather_sum
+
+        with torch.no_grad():
+            routed = self.gate(x)
+            if not hasattr(self, "way"):
+                choices = sort_slots(routed.experts, routed.num_experts)
+                self.way = way_of(x, choices, self.places.expert, self.places.windows, is_sorted=False)
+                self.home = self.way.home_of_choices()
+            rows = self.way.of_tokens(self.way.publish(x, "least tokens")[0])
+            window, _ = self.way.publish(rows, "least results")
+            out = gather_sum(window.everyone, self.home, routed.weights)
+        return out, routed.loss, routed.counts
+
+
 class Copies(nn.Module):
     """The copies that cannot be avoided: every chosen row once to its expert, and once back, in one pass each."""
 
@@ -150,6 +175,8 @@ def make(engine: str, config: tuple) -> nn.Module:
         return Loop(layer, config[3])
     if engine == "moving":
         return Moving(layer)
+    if engine == "least":
+        return Least(layer)
     if engine == "copies":
         return Copies(config)
     return layer

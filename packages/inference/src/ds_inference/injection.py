@@ -139,7 +139,7 @@ class InferenceEngine(nn.Module):
             return getattr(module, name)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The module's own forward, without gradients; with enable_cuda_graph a replay, from the second call of the same shapes on."""
+        """The module's own forward, without gradients; with enable_cuda_graph a replay, recorded at the first call of its shapes."""
         begin = time.perf_counter()
         with torch.inference_mode():
             out = (self._recorded or self.module)(*inputs, **keywords)

@@ -54,7 +54,7 @@ class _Recording:
 
 
 class Recorded:
-    """Calls `function`, from the second call with the same shapes on by a replay.
+    """Calls `function` by a replay; the first call with its shapes makes the recording.
 
     Arguments that are no tensors have to be hashable, else the call is made as it is. Results are copies; what in them is no
     tensor is that of the recording.

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_comm import Group, all_gather_single, all_to_all_single, differentiable
-from ds_config.errors import CommError
+from ds_comm import Group, all_to_all_single, differentiable
 from ds_moe.places import Places
-from ds_moe.pulling import Way, pull_home, pull_rows, pull_tokens, pulls_of
+from ds_moe.pulling import check_alike, pull_home, pull_rows, pull_tokens, way_of
 from ds_moe.routed import Routed
 from ds_ops.routing import Permutation, permute, sort_slots, unpermute
 
@@ -115,13 +114,11 @@ def through_experts(
     choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
     weights = routed.weights
     if places.expert.size > 1 and x.device.type == "cpu" and places.windows.ask(places.expert):
-        way, bounds = _way(x, choices, places)
         if weigh_first:
-            rows, weights = _weighed(permute(x, choices), choices, routed)
-            arrived = pull_rows(rows, way)
-        else:
-            arrived = pull_tokens(x, way)
-        return pull_home(compute(arrived, Rows(torch.tensor(bounds, dtype=torch.int64), bounds)), weights, way)
+            x, weights = _weighed(permute(x, choices), choices, routed)
+        way = way_of(x, choices, places.expert, places.windows, is_sorted=weigh_first)
+        arrived = pull_rows(x, way) if weigh_first else pull_tokens(x, way)
+        return pull_home(compute(arrived, Rows(way.ends())), weights, way)
     rows = permute(x, choices)
     if weigh_first:
         rows, weights = _weighed(rows, choices, routed)
@@ -139,29 +136,6 @@ def _weighed(rows: Tensor, choices: Permutation, routed: Routed) -> tuple[Tensor
     return rows, torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
 
 
-def _way(x: Tensor, choices: Permutation, places: Places) -> tuple[Way, tuple[int, ...]]:
-    """Tell all ranks how many rows of whom each expert gets. Also where the rows of each expert of this rank end."""
-    group, experts = places.expert, choices.ends.numel()
-    facts = [x.shape[1], x.element_size(), choices.slots.numel()]
-    told = torch.cat((choices.counts, torch.tensor(facts, dtype=torch.int64)))
-    got = told.new_empty(group.size, told.numel())
-    all_gather_single(got, told, group=group, unit="moe counts")
-    table = got.tolist()
-    _check_alike([row[experts : experts + 2] for row in table], facts[:2], group)
-    most = sum(row[experts + 2] for row in table)
-    pulls = pulls_of([row[:experts] for row in table], group.rank)
-    return Way(group, places.windows, choices, pulls, most), pulls.bounds
-
-
-def _check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Group) -> None:
-    if any(list(row) != list(mine) for row in theirs):
-        raise CommError(
-            f"rows of {mine[0]} elements of {mine[1]} bytes here; on the ranks of {group}: {[tuple(row) for row in theirs]}",
-            code="moe-ranks-differ",
-            fix="Give the layer inputs of one width and dtype on every rank.",
-        )
-
-
 def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     local = counts.numel() // group.size
@@ -171,7 +145,7 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     got = torch.empty_like(told)
     all_to_all_single(got, told, group=group, unit="moe counts")
     both = torch.stack((told, got)).tolist()  # the one read of the device
-    _check_alike([row[local:] for row in both[1]], both[0][0][local:], group)
+    check_alike([row[local:] for row in both[1]], both[0][0][local:], group)
     plan = exchange_of([n for row in both[0] for n in row[:local]], [row[:local] for row in both[1]])
     sent = sum(plan.send)
     kept = rows if sent == rows.shape[0] else rows[:sent]

@@ -1,7 +1,7 @@
 """Rows to experts and back for ranks of one host: every rank takes what it needs straight out of its peers' memory.
 
-Words as in `dispatch`. A rank publishes its tokens once, unsorted, and which token each of its rows is; the ranks of the experts gather
-their rows out of that, already in the order (expert, source). Results are published where they were made, and each rank weighs and sums
+Words as in `dispatch`. A rank publishes its tokens once, unsorted, how many of its rows each expert gets, and which token each row is; the
+ranks of the experts gather their rows out of that, already in the order (expert, source). Results are published where they were made, and each rank weighs and sums
 its own where they are. Compared with an all-to-all nothing is packed for sending, put in order after receiving, or copied home:
 
     tokens -> published -> gathered in order -> experts -> published -> weighted sum
@@ -12,7 +12,6 @@ Gradients go the same ways: those of sums are published like tokens and weighed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,55 +20,13 @@ from torch import Tensor
 from ds_comm import Group
 from ds_comm.arena import arena_refusal
 from ds_comm.pull import Window
-from ds_ops.routing import Permutation, gather_sum, row_products, weighed
+from ds_config.errors import CommError
+from ds_ops.routing import Permutation, Pulls, pulls_of
+from ds_ops.rows import gather_rows, gather_sum, row_products, weighed
 
-__all__ = ["Pulls", "Way", "Windows", "pull_home", "pull_rows", "pull_tokens", "pulls_of"]
+__all__ = ["Way", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "way_of"]
 
-
-@dataclass(frozen=True, slots=True)
-class Pulls:
-    """Which rows one rank takes from which others, and they from it. Pure numbers.
-
-    Attributes:
-        inward: What this rank's experts take: (source rank, its first row there, first row here, how many), here by expert, then source.
-        homeward: What comes back: (rank of the expert, its first row there, first row here, how many), here sorted by expert.
-        bounds: Where each local expert's rows end.
-        sent: Rows of this rank that an expert has; those that were dropped come after them.
-    """
-
-    inward: tuple[tuple[int, int, int, int], ...]
-    homeward: tuple[tuple[int, int, int, int], ...]
-    bounds: tuple[int, ...]
-    sent: int
-
-
-def pulls_of(counts: Sequence[Sequence[int]], rank: int) -> Pulls:
-    """The pulls of one rank.
-
-    Args:
-        counts: Of each rank, its rows for each expert of all ranks; rows are sorted by expert.
-    """
-    ranks, local = len(counts), len(counts[0]) // len(counts)
-    starts = []  # of each rank and expert, the first row
-    for row in counts:
-        starts.append([sum(row[:expert]) for expert in range(len(row))])
-    inward, bounds, at = [], [], 0
-    for expert in range(rank * local, (rank + 1) * local):
-        for source in range(ranks):
-            if number := counts[source][expert]:
-                inward.append((source, starts[source][expert], at, number))
-                at += number
-        bounds.append(at)
-    homeward = []
-    for holder in range(ranks):
-        there = 0
-        for expert in range(holder * local, (holder + 1) * local):
-            for source in range(ranks):
-                number = counts[source][expert]
-                if source == rank and number:
-                    homeward.append((holder, there, starts[rank][expert], number))
-                there += number
-    return Pulls(tuple(inward), tuple(homeward), tuple(bounds), sum(counts[rank]))
+_FEWEST_ROWS = 256
 
 
 class Windows:
@@ -77,10 +34,12 @@ class Windows:
 
     Attributes:
         usable: Whether the ranks can share memory; None before they were asked.
+        rows: Of each rank in every window.
     """
 
     def __init__(self) -> None:
         self.usable: bool | None = None
+        self.rows = _FEWEST_ROWS
         self._made: dict[tuple[int, torch.dtype], Window] = {}
 
     def ask(self, group: Group) -> bool:
@@ -89,15 +48,23 @@ class Windows:
             self.usable = not arena_refusal(group)
         return self.usable
 
-    def of(self, group: Group, rows: int, width: int, dtype: torch.dtype) -> Window:
-        """A window of at least `rows` rows a rank. Collective where there was not enough."""
-        room = 1 << max(8, (max(rows, 1) - 1).bit_length())
+    def has(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether there is such a window: the same on all ranks."""
+        return (width, dtype) in self._made
+
+    def of(self, group: Group, width: int, dtype: torch.dtype) -> Window:
+        """The window of that width and dtype. Collective the first time."""
         found = self._made.get((width, dtype))
         if found is None:
-            found = self._made[width, dtype] = Window(group, room, width, dtype)
-        elif found.rows < rows:
-            found.grow(room)
+            found = self._made[width, dtype] = Window(group, self.rows, width, dtype)
         return found
+
+    def grow(self, rows: int) -> None:
+        """Have room for `rows` rows of each rank; what was published is gone where there was not. Collective, the same on all ranks."""
+        if rows > self.rows:
+            self.rows = 1 << (rows - 1).bit_length()
+            for window in self._made.values():
+                window.grow(self.rows)
 
     def close(self) -> None:
         """End them."""
@@ -110,87 +77,147 @@ class Way:
     """One call of one layer: where each row of this rank's experts is, and where each choice's result is.
 
     Args:
-        choices: The choices of this rank, sorted.
-        pulls: Of this rank.
-        most: The most rows that a rank may come to hold. The same on all ranks.
+        counts: int64 [P, E]: the rows of each rank for each expert.
+
+    Attributes:
+        first: What was published before any gradient: tokens, or rows.
     """
 
-    def __init__(self, group: Group, windows: Windows, choices: Permutation, pulls: Pulls, most: int) -> None:
-        self._group, self._windows, self._most = group, windows, most
-        self._k = max(1, choices.rows.shape[1])
-        self.slots = choices.slots
-        self._from, self._at = _spread(pulls.inward)
-        holder, there = _spread(pulls.homeward)
-        # What no expert had is the last row of this rank's own part, which nobody writes: zeros.
-        lost = self.slots.numel() - pulls.sent
-        holder = torch.cat((holder, holder.new_full((lost,), group.rank)))
-        self._holder, self._there = holder, torch.cat((there, there.new_full((lost,), -1)))
-        self._rows = choices.rows
-        self._slot_there: Tensor | None = None
+    def __init__(self, group: Group, windows: Windows, choices: Permutation, counts: Tensor, first: Window) -> None:
+        self.first = first
+        self._group, self._windows, self._choices, self._counts = group, windows, choices, counts
+        self._made_for = -1
+        self._tokens: Tensor | None = None
 
-    def publish(self, x: Tensor, unit: str) -> Window:
-        """Write rows and let the others take them. Collective."""
-        window = self._windows.of(self._group, self._most + 1, x.shape[1], x.dtype)
-        window.mine[: x.shape[0]].copy_(x)
-        window.publish(unit)
-        return window
+    def publish(self, x: Tensor, unit: str, beside: Tensor | None = None) -> tuple[Window, Window | None]:
+        """Write rows, and one number for each row sorted by expert, and let the others take them. Collective."""
+        written = self._windows.of(self._group, x.shape[1], x.dtype)
+        written.mine[: x.shape[0]].copy_(x)
+        if beside is None:
+            written.publish(unit)
+            return written, None
+        numbers = self._windows.of(self._group, 1, beside.dtype)
+        numbers.mine[: beside.shape[0], 0].copy_(beside)
+        written.publish(unit)
+        numbers.show()
+        return written, numbers
 
-    def publish_tokens(self, x: Tensor, unit: str) -> Window:
-        """As `publish`; what tells which token each row is goes with them, so that the ranks meet once. Collective."""
-        if self._slot_there is not None:
-            return self.publish(x, unit)
-        slots = self._windows.of(self._group, self._most + 1, 1, self.slots.dtype)
-        slots.mine[: self.slots.shape[0], 0].copy_(self.slots)
-        window = self.publish(x, unit)
-        slots.show()
-        self._slot_there = self.arriving(slots).view(-1)
-        return window
+    def ends(self) -> Tensor:
+        """int64 [E / P]: where the rows of each of this rank's experts end."""
+        return self._at().ends
+
+    def keep_tokens(self, numbers: Window) -> None:
+        """Published numbers say which token each row is."""
+        self._tokens = self.arriving(numbers).view(-1)
 
     def arriving(self, window: Window) -> Tensor:
         """Published rows, which are sorted by expert at home, in the order of this rank's experts."""
-        return window.everyone.index_select(0, self._from * window.rows + self._at)
-
-    def of_slots(self, window: Window) -> Tensor:
-        """Published values of slots in that order."""
-        return window.everyone.index_select(0, self._from * window.rows + self._slots())
+        return gather_rows(window.everyone, self._at().inward)
 
     def of_tokens(self, window: Window) -> Tensor:
         """Published tokens in that order: each as often as an expert of this rank was chosen for it."""
-        tokens = torch.div(self._slots(), self._k, rounding_mode="floor")
-        return window.everyone.index_select(0, self._from * window.rows + tokens)
+        at = self._at()
+        if self._tokens is None:  # rows were published sorted, so nobody was told
+            self.keep_tokens(self.publish(_tokens_of(self._choices)[:, None], "moe tokens")[0])
+        assert self._tokens is not None
+        return gather_rows(window.everyone, at.source + self._tokens)
 
-    def home(self, window: Window) -> Tensor:
-        """[T * k]: where in the window each of this rank's rows, sorted by expert, has its result."""
-        return self._holder * window.rows + torch.where(self._there < 0, window.rows - 1, self._there)
+    def home(self) -> Tensor:
+        """[T * k]: where in a window each of this rank's rows, sorted by expert, has its result."""
+        at = self._at()
+        lost = self._choices.slots.numel() - at.home.numel()
+        # What no expert had is the last row of this rank's own part, which nobody writes: zeros.
+        return (
+            torch.cat((at.home, at.home.new_full((lost,), (self._group.rank + 1) * self._made_for - 1)))
+            if lost
+            else at.home
+        )
 
-    def home_of_choices(self, window: Window) -> Tensor:
+    def home_of_choices(self) -> Tensor:
         """[T, k]: the same of each choice."""
-        return self.home(window)[self._rows]
+        return self.home()[self._choices.rows]
 
-    def _slots(self) -> Tensor:
-        """Which slot, of its home, each row here is. Collective the first time."""
-        if self._slot_there is None:
-            self._slot_there = self.arriving(self.publish(self.slots[:, None], "moe tokens")).view(-1)
-        return self._slot_there
+    def sorted(self, of_choices: Tensor) -> Tensor:
+        """[T * k]: numbers of choices [T, k], sorted by expert."""
+        return of_choices.reshape(-1)[self._choices.slots]
+
+    def _at(self) -> Pulls:
+        if self._made_for != self._windows.rows:  # another layer may have made the windows larger
+            self._made_for = self._windows.rows
+            self._pulls = pulls_of(self._counts, self._group.rank, self._made_for)
+        return self._pulls
 
 
-def _spread(pulls: Sequence[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
-    """For each row here: its rank, and which row it is there. `pulls` ascend without gaps in what they say of here."""
-    table = torch.tensor(pulls, dtype=torch.int64).view(-1, 4)
-    rank, there, here, number = table.unbind(1)
-    # A pull's row i is `there - here` before it in the rank's rows, whichever pull it is of.
-    both = torch.stack((rank, there - here)).repeat_interleave(number, 1)
-    return both[0], both[1] + torch.arange(both.shape[1])
+def _tokens_of(choices: Permutation) -> Tensor:
+    """[T * k]: the token of each row."""
+    return torch.div(choices.slots, max(1, choices.rows.shape[1]), rounding_mode="floor")
+
+
+def way_of(x: Tensor, choices: Permutation, group: Group, windows: Windows, *, is_sorted: bool) -> Way:
+    """Publish rows, and tell all ranks how many each expert gets. Collective; the ranks meet once if the windows have room.
+
+    Args:
+        x: [T, n] tokens, or [T * k, n] rows if `is_sorted`.
+
+    Raises:
+        CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
+    """
+    x = x.detach()
+    tokens = None if is_sorted else _tokens_of(choices)
+    counts, rows = choices.counts, choices.slots.numel()
+    experts = counts.numel()
+    head = windows.of(group, experts + 4, torch.int64)
+    # Rows are written before anybody knows whether all ranks can: most often they can.
+    early = windows.has(x.shape[1], x.dtype) and (is_sorted or windows.has(1, torch.int64)) and rows < windows.rows
+    written = [(x, windows.of(group, x.shape[1], x.dtype))] if early else []
+    if early and tokens is not None:
+        written.append((tokens[:, None], windows.of(group, 1, torch.int64)))
+    for part, window in written:
+        window.mine[: part.shape[0]].copy_(part)
+    head.mine[0, :experts] = counts
+    head.mine[0, experts:] = torch.tensor([x.shape[1], x.element_size(), rows, early])
+    head.publish("moe counts")
+    table = head.everyone[:: windows.rows].clone()
+    widths, sizes, numbers_of_rows, early_ones = table[:, experts:].t().tolist()
+    check_alike([*zip(widths, sizes, strict=True)], [x.shape[1], x.element_size()], group)
+    most = sum(numbers_of_rows)  # that a rank may come to hold
+    if all(early_ones) and most < windows.rows:
+        for _, window in written:
+            window.show()
+        way = Way(group, windows, choices, table[:, :experts], written[0][1])
+        if tokens is not None:
+            way.keep_tokens(written[1][1])
+        return way
+    windows.grow(most + 1)
+    way = Way(group, windows, choices, table[:, :experts], windows.of(group, x.shape[1], x.dtype))
+    _, numbers = way.publish(x, "moe dispatch", tokens)
+    if numbers is not None:
+        way.keep_tokens(numbers)
+    return way
+
+
+def check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Group) -> None:
+    """Raise if a rank's rows are others than `mine`: (elements, bytes of one).
+
+    Raises:
+        CommError: they are ("moe-ranks-differ").
+    """
+    if any(list(row) != list(mine) for row in theirs):
+        raise CommError(
+            f"rows of {mine[0]} elements of {mine[1]} bytes here; on the ranks of {group}: {[tuple(row) for row in theirs]}",
+            code="moe-ranks-differ",
+            fix="Give the layer inputs of one width and dtype on every rank.",
+        )
 
 
 def pull_tokens(x: Tensor, way: Way) -> Tensor:
-    """The rows of this rank's experts, of tokens [T, n] on all ranks. Collective over the group, as its gradient is."""
+    """The rows of this rank's experts, of tokens [T, n] on all ranks, which `way_of` published. Its gradient is collective."""
     out: Tensor = _Tokens.apply(x, way)
     return out
 
 
 def pull_rows(rows: Tensor, way: Way) -> Tensor:
-    """The same of rows [T * k, n] that are sorted by expert. Collective over the group, as its gradient is."""
+    """The same of rows [T * k, n] that are sorted by expert."""
     out: Tensor = _Rows.apply(rows, way)
     return out
 
@@ -210,24 +237,24 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        return way.of_tokens(way.publish_tokens(x, "moe dispatch"))
+        return way.of_tokens(way.first)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        window = ctx.way.publish(grads[0], "moe dispatch.grad")
-        return gather_sum(window.everyone, ctx.way.home_of_choices(window)), None
+        window, _ = ctx.way.publish(grads[0], "moe dispatch.grad")
+        return gather_sum(window.everyone, ctx.way.home_of_choices()), None
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        return way.arriving(way.publish(rows, "moe dispatch"))
+        return way.arriving(way.first)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        window = ctx.way.publish(grads[0], "moe dispatch.grad")
-        return window.everyone.index_select(0, ctx.way.home(window)), None
+        window, _ = ctx.way.publish(grads[0], "moe dispatch.grad")
+        return gather_rows(window.everyone, ctx.way.home()), None
 
 
 class _Home(torch.autograd.Function):
@@ -236,18 +263,18 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        window = way.publish(results, "moe combine")
-        out = gather_sum(window.everyone, way.home_of_choices(window), weights)
+        window, _ = way.publish(results, "moe combine")
+        out = gather_sum(window.everyone, way.home_of_choices(), weights)
         ctx.save_for_backward(results if ctx.needs_input_grad[1] else None, weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (results, weights), way = ctx.saved_tensors, ctx.way
-        got = way.of_tokens(way.publish(grads[0], "moe combine.grad"))
+        window, numbers = way.publish(grads[0], "moe combine.grad", way.sorted(weights))
+        got, factors = way.of_tokens(window), way.arriving(numbers).view(-1)
         of_weights = None
         if ctx.needs_input_grad[1]:
-            window = way.publish(row_products(got, results)[:, None], "moe weights.grad")
-            of_weights = window.everyone[:, 0][way.home_of_choices(window)].to(weights.dtype)
-        factors = way.of_slots(way.publish(weights.reshape(-1, 1), "moe weights"))
-        return weighed(got, factors.view(-1)), of_weights, None
+            window, _ = way.publish(row_products(got, results)[:, None], "moe weights.grad")
+            of_weights = window.everyone[:, 0][way.home_of_choices()].to(weights.dtype)
+        return weighed(got, factors), of_weights, None

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
+from ds_config.errors import KernelError
+from ds_ops.registry import Op, absent_backend, choose, cpu_backend, reference_backend, register
+from ds_ops.rows import gather_rows, gather_sum, row_products, weighed
 
 __all__ = [
-    "Gating", "Permutation", "gather_sum", "permute", "regroup", "row_products", "sort_slots", "top_k_gating", "unpermute", "weighed",
-]  # fmt: skip
+    "Gating",
+    "Permutation",
+    "Pulls",
+    "permute",
+    "pulls_of",
+    "regroup",
+    "sort_slots",
+    "top_k_gating",
+    "unpermute",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +82,7 @@ def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None)
 
     Raises:
         KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for an expert that is not there.
-    Cost: two passes over T * k integers (counting sort); in plain torch a sort of them. Source: as torch.sort defines stable.
+    Cost: two passes over T * k integers (counting sort); elsewhere a sort of them. Source: as torch.sort defines stable.
     """
     if experts.dim() != 2 or experts.dtype is not torch.int64:
         raise _call.refuse(f"experts: expected int64 [tokens, choices]; found {_call.describe(experts)}.")
@@ -80,16 +90,32 @@ def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None)
         raise _call.refuse(f"keep: expected bool {list(experts.shape)}; found {_call.describe(keep)}.")
     if keep is not None and keep.device != experts.device:
         raise _call.refuse(f"keep: expected it on {experts.device}; found {_call.describe(keep)}.")
-    # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
-    if experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling():
-        least, most = int(experts.numpy().min()), int(experts.numpy().max())
-        if not 0 <= least <= most < num_experts:
-            raise _call.refuse(f"experts: {least}..{most} is outside 0..{num_experts - 1}.")
     out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts, keep)
     return out
 
 
+def _native_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Permutation:
+    experts = _call.require("experts", experts.contiguous(), dtypes=(torch.int64,))
+    kept = None if keep is None else _call.require("keep", keep.contiguous(), dtypes=(torch.bool,))
+    slots, rows, ends = experts.new_empty(experts.numel()), torch.empty_like(experts), experts.new_empty(num_experts)
+    status = _call.native().sort_slots(
+        _call.address(experts), experts.numel(), num_experts, 0 if kept is None else _call.address(kept),
+        _call.address(slots), _call.address(rows), _call.address(ends),
+    )  # fmt: skip
+    if status:
+        raise _outside(experts, num_experts)
+    return Permutation(slots, rows, ends)
+
+
+def _outside(experts: Tensor, num_experts: int) -> KernelError:
+    return _call.refuse(f"experts: {int(experts.min())}..{int(experts.max())} is outside 0..{num_experts - 1}.")
+
+
 def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Permutation:
+    # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
+    known = experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling()
+    if known and not 0 <= int(experts.numpy().min()) <= int(experts.numpy().max()) < num_experts:
+        raise _outside(experts, num_experts)
     keys = (experts if keep is None else experts.masked_fill(~keep, num_experts)).reshape(-1)
     # A GPU sorts by digits: keys of two bytes take a quarter of the passes.
     ordered = torch.sort(keys.to(torch.int16 if num_experts < 1 << 15 else torch.int32), stable=True)
@@ -98,6 +124,93 @@ def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> P
     rows[slots] = torch.arange(slots.numel(), device=slots.device)
     numbers = torch.arange(num_experts, device=slots.device, dtype=ordered.values.dtype)
     return Permutation(slots, rows.view(experts.shape), torch.searchsorted(ordered.values, numbers, right=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pulls:
+    """Which rows of memory that P ranks share one rank takes, and where it finds its own again; each rank has `room` rows there.
+
+    Attributes:
+        inward: int64 [R]: the rows of this rank's experts, by expert, then by source, where they are at home.
+        source: int64 [R]: the first row of the rank that each is of.
+        home: int64: where each of this rank's rows is at its expert's, which keeps them in the order of its own `inward`. Without
+            those that no expert has.
+        ends: int64 [E / P]: where the rows of each of this rank's experts end.
+    """
+
+    inward: Tensor
+    source: Tensor
+    home: Tensor
+    ends: Tensor
+
+
+def pulls_of(counts: Tensor, rank: int, room: int) -> Pulls:
+    """The pulls of one rank.
+
+    Args:
+        counts: int64 [P, E] on the CPU: each rank's rows for each expert; at home they are sorted by expert. Rank r has the experts
+            [r * E / P, (r + 1) * E / P).
+        room: Rows of a rank in the shared memory, at least as many as it has, and as its experts get.
+
+    Raises:
+        KernelError: "kernel-argument" for other shapes, dtypes, devices, and where there is not so much room.
+    Cost: some integers a row. Source: the all-to-all of Lepikhin et al. 2020, seen from who reads.
+    """
+    fits = (
+        counts.dim() == 2
+        and counts.dtype is torch.int64
+        and counts.device.type == "cpu"
+        and 0 <= rank < counts.shape[0]
+    )
+    if not fits or counts.shape[1] == 0 or counts.shape[1] % counts.shape[0]:
+        raise _call.refuse(
+            f"counts of rank {rank}: expected int64 [ranks, experts] on the CPU; found {_call.describe(counts)}."
+        )
+    out: Pulls = choose(_PULLS, "cpu", counts.dtype).backend.run(counts, rank, room)
+    return out
+
+
+def _no_room(counts: Tensor, room: int) -> KernelError:
+    return _call.refuse(f"counts: {counts.tolist()} of ranks and experts, and room for {room} rows of each rank.")
+
+
+def _native_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
+    counts = _call.require("counts", counts.contiguous(), dtypes=(torch.int64,))
+    ranks, experts = counts.shape
+    made, ends = counts.new_empty(3, room), counts.new_empty(experts // ranks)
+    inward, source, home = made.unbind()
+    status = _call.native().pulls(
+        _call.address(counts), ranks, experts, rank, room, *(_call.address(t) for t in (inward, source, home, ends))
+    )
+    if status:
+        raise _no_room(counts, room)
+    own = int(ends[-1])
+    return Pulls(inward[:own], source[:own], home[: int(counts[rank].sum())], ends)
+
+
+def _reference_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
+    ranks, experts = counts.shape
+    local = experts // ranks
+    held = counts.sum(0).view(ranks, local).sum(1)
+    if max(int(held.max()), int(counts.sum(1).max())) > room or int(counts.min()) < 0:
+        raise _no_room(counts, room)
+    firsts = torch.arange(ranks) * room
+    starts = counts.cumsum(1) - counts + firsts[:, None]  # of each rank and expert, the first row at home
+    mine = slice(rank * local, (rank + 1) * local)
+    number = counts[:, mine].t().reshape(-1)
+    # What an expert's rank holds is in the order (expert, source), like what comes in here.
+    held = counts.view(ranks, ranks, local).permute(1, 2, 0).reshape(ranks, -1)
+    there = (held.cumsum(1) - held + firsts[:, None]).view(ranks, local, ranks)[:, :, rank].reshape(-1)
+    inward, home = _runs(starts[:, mine].t().reshape(-1), number), _runs(there, counts[rank])
+    return Pulls(
+        inward, firsts.repeat(local).repeat_interleave(number), home, number.view(local, ranks).sum(1).cumsum(0)
+    )
+
+
+def _runs(starts: Tensor, number: Tensor) -> Tensor:
+    """For each i the numbers from starts[i] on, number[i] of them, one run after the other."""
+    before = number.cumsum(0) - number
+    return (starts - before).repeat_interleave(number) + torch.arange(int(number.sum()))
 
 
 def regroup(counts: Tensor, rows: int) -> Permutation:
@@ -165,24 +278,6 @@ def unpermute(y: Tensor, p: Permutation, weights: Tensor | None = None) -> Tenso
     return out
 
 
-def gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """out[t] = the sum over c of weights[t, c] * rows[index[t, c]], in at least fp32, rounded to rows' dtype. No gradient.
-
-    Args:
-        rows: floats [N, n]. index: int64 [T, k], each in 0..N - 1. weights: floats [T, k]; None: ones. All on one device.
-    Returns: [T, n].
-    Cost: one read of the rows and one write of the sums for fp32 and fp64 on the CPU; elsewhere they are gathered, multiplied and summed.
-    """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if rows.device.type == "cpu" and rows.dtype is wide and index.numel() > 0 and rows.numel() > 0:
-        each = None if weights is None else weights.detach().to(wide)
-        return torch.nn.functional.embedding_bag(index, rows, mode="sum", per_sample_weights=each)
-    picked = rows[index].to(wide)
-    if weights is not None:
-        picked = picked * weights.detach().to(wide)[..., None]
-    return picked.sum(1).to(rows.dtype)
-
-
 def _require_permutation(x: Tensor, p: Permutation, *, tokens: bool) -> None:
     """Whether x can be moved by p; its rows are tokens or slots."""
     whole = p.slots.dim() == 1 and p.rows.dim() == 2 and p.slots.numel() == p.rows.numel()
@@ -230,14 +325,13 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return x[slots // max(1, rows.shape[1])]
+        return gather_rows(x, slots, per=max(1, rows.shape[1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        return grads[0][rows].sum(1, dtype=wide).to(grads[0].dtype), None, None
+        return gather_sum(grads[0], rows), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -250,22 +344,9 @@ class _Unpermute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, slots, rows, weights = ctx.saved_tensors
-        got = grads[0][slots // max(1, rows.shape[1])]
+        got = gather_rows(grads[0], slots, per=max(1, rows.shape[1]))
         of_weights = row_products(got, y)[rows].to(weights.dtype) if ctx.needs_input_grad[3] else None
         return weighed(got, weights.reshape(-1)[slots]) if ctx.needs_input_grad[0] else None, None, None, of_weights
-
-
-def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """[r]: the scalar product of each row of a and b [r, n], in at least fp32."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return torch.bmm(a.to(wide)[:, None], b.to(wide)[..., None]).view(-1)
-
-
-def weighed(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [r, n] times weights [r], in at least fp32, in rows' dtype; written over the rows where they are as wide."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    factors = weights.to(wide)[:, None]
-    return rows.mul_(factors) if rows.dtype is wide else (rows.to(wide) * factors).to(rows.dtype)
 
 
 def _composed(name: str, summary: str, why: str, run: Any, *, moves: bool = False) -> Op:
@@ -273,16 +354,28 @@ def _composed(name: str, summary: str, why: str, run: Any, *, moves: bool = Fals
     return register(Op(name, summary, backends))
 
 
-_SORT = _composed("sort_slots", "slots by expert", "torch's stable sort", _reference_sort, moves=True)
-
+_SORT = register(
+    Op(
+        "sort_slots",
+        "slots by expert",
+        (cpu_backend(_native_sort, (torch.int64,)), reference_backend(_reference_sort, moves=True)),
+    )
+)
+_PULLS = register(
+    Op(
+        "pulls_of",
+        "rows of shared memory that experts take",
+        (cpu_backend(_native_pulls, (torch.int64,)), reference_backend(_reference_pulls, moves=True)),
+    )
+)
 
 _GATING = _composed("top_k_gating", "softmax and the k best experts", "a token has few experts", _reference_gating)
 _PERMUTE = _composed(
-    "permute", "tokens to rows sorted by expert", "torch's gather is one pass", _reference_permute, moves=True
+    "permute", "tokens to rows sorted by expert", "`gather_rows` is one pass", _reference_permute, moves=True
 )
 _UNPERMUTE = _composed(
     "unpermute",
     "weighted sum of rows back to tokens",
-    "torch sums what it gathers in one pass",
+    "`gather_sum` is one pass",
     _reference_unpermute,
 )

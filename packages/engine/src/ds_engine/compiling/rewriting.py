@@ -76,7 +76,10 @@ class _Editor:
         self.graph.call_function(op, (params, self.key, action.unit))
 
     def arrived(self, grads: list[tuple[int, int, fx.Node]], params: list[fx.Node]) -> None:
-        """Hand gradients over: (unit, member, node) each, and their units' parameters, which may be released then. What shares memory with something that is used otherwise is copied first."""
+        """Hand gradients over: (unit, member, node) each, and their units' parameters, which may be released then.
+
+        What shares memory with something that is used otherwise is copied first.
+        """
         given = [node for _, _, node in grads]
         handed, bases = [], set()
         for node in given:
