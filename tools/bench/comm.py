@@ -4,7 +4,7 @@ usage: nox -s bench -- comm [MODE ...] [SECONDS]      MODE: collectives arena dd
 
 With SECONDS, trainings (adam, onebit, forgetful) end after them and go on in the next call.
 
-Each row says which share of the machine other processes took. Rows of an earlier run stay where it was the quieter one.
+Each row says which share of the machine other processes took; it is tried up to four times, and the quietest counts.
 Two ranks with one thread each; variants alternate inside one pair of processes, the slower rank counts, medians.
 """
 
@@ -16,9 +16,11 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,27 +95,8 @@ def report(mode: str, found: dict[str, Any]) -> None:
         )
 
 
-def key(row: dict[str, Any]) -> tuple[str, int]:
-    return row["op"], row["nbytes"]
-
-
-def quieter(old: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """`new`, where a row that was measured before stays if others took less of the machine then."""
-    if old is None or "rows" not in old:
-        return new
-    if isinstance(new["rows"], dict):
-        kept = {name: min(row, old["rows"].get(name, row), key=disturbance) for name, row in new["rows"].items()}
-        return {**new, "rows": kept}
-    before = {key(row): row for row in old["rows"]}
-    return {**new, "rows": [min(row, before.get(key(row), row), key=disturbance) for row in new["rows"]]}
-
-
-def disturbance(row: dict[str, Any]) -> float:
-    return float(row.get("others", 0.0))
-
-
 def main(words: list[str]) -> None:
-    """Run and write one mode after the other. Remove the file to forget the rows of earlier runs."""
+    """Run and write one mode after the other, and then the page."""
     limits = [word for word in words if word.isdigit()]
     if wrong := [word for word in words if not word.isdigit() and word not in MODES]:
         sys.exit(f"{', '.join(wrong)}: neither a limit in seconds nor one of {', '.join(MODES)}")
@@ -123,8 +106,9 @@ def main(words: list[str]) -> None:
             print(f"{mode}: {found['steps']} of {found['of']} steps; the next call goes on")
             continue
         record = json.loads(DATA.read_text()) if DATA.exists() else {}
-        record[mode] = quieter(record.get(mode), found)
-        report(mode, record[mode])
+        record[mode] = found
+        report(mode, found)
+        record["date"] = time.strftime("%Y-%m-%d")
         record["machine"] = {
             "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(),
             "kernel": platform.release(), "torch": torch.__version__,
@@ -132,6 +116,7 @@ def main(words: list[str]) -> None:
         DATA.parent.mkdir(parents=True, exist_ok=True)
         DATA.write_text(json.dumps(record, indent=1) + "\n")
         print(f"written: {DATA.relative_to(ROOT)}", flush=True)
+    tables.fill("comm")
 
 
 if __name__ == "__main__":
