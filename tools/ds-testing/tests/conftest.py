@@ -23,6 +23,9 @@ def from_conftest():
     return Kept()
 """
 
+# The timeout is pytest-timeout's: it must not end worlds, which have deadlines of their own.
+SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\ntimeout = 1\n"
+
 
 @pytest.fixture(scope="session")
 def run_pytest() -> Callable[[Path, str], dict[str, tuple[str, str]]]:
@@ -31,7 +34,7 @@ def run_pytest() -> Callable[[Path, str], dict[str, tuple[str, str]]]:
     def run(folder: Path, text: str) -> dict[str, tuple[str, str]]:
         (folder / "test_written.py").write_text(text)
         (folder / "conftest.py").write_text(CONFTEST)
-        (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\n")
+        (folder / "pytest.ini").write_text(SETTINGS)
         command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_written.py"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
         if not (folder / "report.xml").is_file():

@@ -14,7 +14,10 @@ from ds_testing.protocol import Outcome, Source
 from ds_testing.report import render, verdict
 from ds_testing.spec import ATTRIBUTE, World
 
-__all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+
+_START_S = 60.0
+"""Seconds that the start of a world's processes may take, beside its own deadline."""
 
 _POOL = pytest.StashKey[Pool]()
 
@@ -36,6 +39,16 @@ def _without_deadlines() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_POOL].close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A world has a deadline of its own, which names the ranks that wait: pytest-timeout must not come before it."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    for item in items:
+        spec = getattr(getattr(item, "obj", None), ATTRIBUTE, None)
+        if isinstance(spec, World) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(spec.timeout + _START_S))
 
 
 @pytest.hookimpl(tryfirst=True)
