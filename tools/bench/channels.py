@@ -2,7 +2,8 @@
 
     python tools/bench/channels.py [KIB ...]
 
-The three take turns, so that whatever else the machine does meets all of them. Prints medians, the fastest tenth, and ratios to gloo.
+First channels in memory in a row, as a pipeline has them; then the three take turns, so that whatever else the machine does meets all of
+them. Prints medians, the fastest tenth, and ratios to gloo.
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ def trips(rank: int) -> dict[str, Trip]:
     return {**found, "gloo": plain}
 
 
+def measured(every: dict[str, Trip], x: torch.Tensor, y: torch.Tensor) -> dict[str, list[float]]:
+    """Microseconds one way, of each trip, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in every}
+    for turn in range(ROUNDS + 1):
+        for name, trip in every.items():
+            for _ in range(TIMES):
+                began = time.perf_counter()
+                trip(x, y)
+                if turn:
+                    times[name].append((time.perf_counter() - began) / 2 * 1e6)
+    return times
+
+
 def rank_main(sizes: list[int]) -> None:
     """Measure on this rank; rank 0 prints."""
     torch.set_num_threads(1)
@@ -60,14 +74,8 @@ def rank_main(sizes: list[int]) -> None:
     every = trips(rank)
     for kib in sizes:
         x, y = torch.randn(kib * 256), torch.empty(kib * 256)
-        times: dict[str, list[float]] = {name: [] for name in every}
-        for turn in range(ROUNDS + 1):
-            for name, trip in every.items():
-                for _ in range(TIMES):
-                    began = time.perf_counter()
-                    trip(x, y)
-                    if turn:
-                        times[name].append((time.perf_counter() - began) / 2 * 1e6)
+        alone = {"row": measured({"row": every["memory"]}, x, y)["row"]}
+        times = {**alone, **measured(every, x, y)}
         if rank == 0:
             best = {name: statistics.quantiles(found, n=10)[0] for name, found in times.items()}
             for name, found in times.items():
