@@ -90,10 +90,10 @@ class End:
 
     def wait(self, ring: _Ring, slot: int) -> None:
         """Return when `ring` is ready."""
-        self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, SLICE_S), slot)
+        self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, SLICE_S) is None, slot)
 
-    def wait_for(self, ready: Callable[[], bool], nap: Callable[[], object], slot: int) -> None:
-        """Return when `ready` says so; `nap` sleeps until it may be so, half a second at most."""
+    def wait_for(self, ready: Callable[[], bool], nap: Callable[[], bool], slot: int) -> None:
+        """Return when `ready` says so; `nap` sleeps until it may be so, half a second at most, and says whether it is."""
 
         def come() -> bool:
             if ready():
@@ -102,9 +102,8 @@ class End:
                 sender.drive()
             if self.sending:
                 time.sleep(_LOOK_S)
-            else:
-                nap()
-            return ready()
+                return ready()
+            return nap()
 
         wait_until(self.call, slot, come, lambda: f"rank {self.call.group.ranks[self.peer]}", self.limit_s)
 
@@ -115,10 +114,12 @@ class _Ring:
     def __init__(self, segment: Segment, plan: Plan, side: int, pids: Sequence[int]) -> None:
         self.plan, self.awaited = plan, side  # what all numbers must reach for this end to go on
         self.counters = Counters(segment, 0, side, pids)
-        for _ in range(side * (plan.cells - 1)):
-            self.counters.advance()
+        if side == 0:  # for the receiver, which may come long after: the first messages do not wait for it
+            other = Counters(segment, 0, 1, pids)
+            for _ in range(plan.cells - 1):
+                other.advance()
         self._segment, self._cell = segment, 0
-        self._heads = segment.tensor(plan.cells * _HEAD_WORDS, torch.int64, plan.heads_at).numpy()
+        self._heads = segment.tensor(plan.cells * _HEAD_WORDS, torch.int64, plan.heads_at).numpy().data
         self._bytes = segment.tensor(plan.cells * plan.cell_bytes, torch.uint8, plan.cells_at).view(plan.cells, -1)
         self._views: list[dict[int, list[Tensor]]] = [{} for _ in range(plan.cells)]
 
@@ -141,7 +142,7 @@ class _Ring:
     def head(self) -> tuple[int, int, int]:
         """What the present cell has: its kind, the number of the signature, bytes of the message or text."""
         at = self._cell * _HEAD_WORDS
-        return int(self._heads[at]), int(self._heads[at + 1]), int(self._heads[at + 2])
+        return self._heads[at], self._heads[at + 1], self._heads[at + 2]
 
     def cell(self) -> Tensor:
         """The present cell, uint8."""
@@ -181,18 +182,18 @@ class RingSender:
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
         """As `Sender.send`: complete at once where cells are free."""
-        slot = self._end.begin(tensors[0] if tensors else None)
         ring, layout = self._ring, self._known.get(Signature.key(tensors))
         if layout is None or len(layout.cells) > 1 or self._under_way or not ring.ready():
+            slot = self._end.begin(tensors[0] if tensors else None)
             self._under_way.append(sending := _Sending(self, self._fill(tensors), slot))
             if len(self._under_way) == 1:
                 self._end.sending.append(self)
             self.drive()
             return DONE if sending.done else sending
         for view, tensor in zip(ring.leaves(layout), tensors, strict=True):
-            view.copy_(tensor.detach())
+            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
         ring.publish(_DATA, layout.number, layout.signature.nbytes)
-        current().ended(slot)
+        current().ended(self._end.begin(tensors[0] if tensors else None))  # stamped while the other copies it out
         return DONE
 
     def drive(self) -> None:

@@ -123,7 +123,12 @@ class _LateReceiver:
         if self._open is None:
             rings, store, note = self._rings, self._rings.store, self._note
             slot = self._end.begin(None)
-            self._end.wait_for(lambda: store.check([note]), lambda: time.sleep(_POLL_S), slot)
+
+            def nap() -> bool:
+                time.sleep(_POLL_S)
+                return bool(store.check([note]))
+
+            self._end.wait_for(lambda: bool(store.check([note])), nap, slot)
             current().ended(slot)
             token, cells, cell_bytes = json.loads(store.get(note))
             plan = Plan(int(cells), int(cell_bytes))
