@@ -69,15 +69,6 @@ def test_a_group_on_shm_has_channels_too() -> None:
     dist.barrier()
 
 
-@world(2)
-def test_a_first_message_is_complete_before_the_other_rank_has_opened_its_end() -> None:
-    channels, other = Channels(), 1 - dist.get_rank()
-    channels.sender(other).send(message(other, 2)).wait()  # on both ranks: neither has come to its receive
-    dist.barrier()
-    assert same(channels.receiver(other).recv(), message(dist.get_rank(), 2))
-    dist.barrier()
-
-
 @SHARED
 @world(3)
 def test_no_order_of_sends_and_receives_blocks(shared: bool) -> None:

@@ -114,10 +114,8 @@ class _Ring:
     def __init__(self, segment: Segment, plan: Plan, side: int, pids: Sequence[int]) -> None:
         self.plan, self.awaited = plan, side  # what all numbers must reach for this end to go on
         self.counters = Counters(segment, 0, side, pids)
-        if side == 0:  # for the receiver, which may come long after: the first messages do not wait for it
-            other = Counters(segment, 0, 1, pids)
-            for _ in range(plan.cells - 1):
-                other.advance()
+        for _ in range(side * (plan.cells - 1)):
+            self.counters.advance()
         self._segment, self._cell = segment, 0
         self._heads = segment.tensor(plan.cells * _HEAD_WORDS, torch.int64, plan.heads_at).numpy().data
         self._bytes = segment.tensor(plan.cells * plan.cell_bytes, torch.uint8, plan.cells_at).view(plan.cells, -1)
