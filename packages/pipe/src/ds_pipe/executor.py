@@ -222,7 +222,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
         last = s + 1 == len(self.model.rank_of)
-        grads: list[Tensor | None] = [None] if last else self._grads.pop((s, m))
+        grads = None if last else self._grads.pop((s, m))
         stage = self.stages[s]
         if action.op is Op.INPUT_GRAD:
             found = stage.input_grad(m, grads)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_config.errors import PlanError
 from ds_pipe._torch import tree_flatten, tree_unflatten
 from ds_pipe.recompute import Backwards, Mode
 from ds_pipe.splitting import Capture, Job, Recorder, run_jobs, split_backward
@@ -64,14 +65,17 @@ class Stage:
         self._flights[microbatch] = _Flight(inputs, outputs, capture)
         return out
 
-    def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The whole backward: adds the weights' gradients, returns those of the inputs that require them, in order.
 
         Args:
-            grads: Of the outputs that require gradients, in order; None: of a scalar, that is 1; or unused downstream.
+            grads: Of the outputs that require gradients, in order, None for one that nobody used. None instead of all of them:
+                the output is the loss, whose gradient is 1.
+        Raises:
+            PlanError: the loss is not one number with a graph ("pipe-loss").
         """
         flight = self._flights.pop(microbatch)
-        outputs, given = _matched(flight.outputs, grads)
+        outputs, given = self._matched(flight.outputs, grads)
         if outputs:
             with self.backwards.running(Mode.WHOLE):
                 torch.autograd.backward(outputs, given)
@@ -80,20 +84,37 @@ class Stage:
             leaf.grad = None
         return found
 
-    def input_grad(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first half: the gradients of the inputs."""
+    def input_grad(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """The first half: the gradients of the inputs. `grads` as in `backward`."""
         flight = self._flights.pop(microbatch)
         if flight.capture is None:
             raise RuntimeError("a stage that does not split was asked for an input gradient")
-        outputs, given = _matched(flight.outputs, grads)
+        outputs, given = self._matched(flight.outputs, grads)
         if not outputs:
             self._jobs[microbatch] = []
             return [None] * len(flight.inputs)
-        ones = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, given, strict=True)]
         with self.backwards.running(Mode.INPUT) as inner:
-            found, jobs = split_backward(outputs, ones, flight.inputs, flight.capture)
+            found, jobs = split_backward(outputs, given, flight.inputs, flight.capture)
         self._jobs[microbatch] = [*inner, *jobs]
         return found
+
+    def _matched(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs that were used, with their gradients."""
+        if grads is None:
+            if len(outputs) != 1 or outputs[0].numel() != 1:
+                what = [f"of shape {list(t.shape)}" for t in outputs]
+                raise PlanError(
+                    f"stage {self.index} ends in the loss, which is one number with a graph; found {len(outputs)} tensors that require "
+                    f"gradients{': ' if what else ''}{', '.join(what)}",
+                    code="pipe-loss",
+                    fix="Return the mean or the sum of the losses, computed from parameters that require gradients.",
+                )
+            return [outputs[0]], [torch.ones_like(outputs[0])]
+        # Not by the number of elements: an auxiliary loss that the next stage ignores is a scalar without a gradient.
+        pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
+        return [t for t, _ in pairs], [g for _, g in pairs]
 
     def weight_grad(self, microbatch: int) -> None:
         """The second half: adds the weights' gradients, and frees what the microbatch held."""
@@ -115,9 +136,3 @@ def _cut(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.requires_grad:
         return leaf.detach().requires_grad_(True)
     return leaf
-
-
-def _matched(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs with their gradients; without those that were not used, unless it is the loss."""
-    pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None or t.numel() == 1]
-    return [t for t, _ in pairs], [g for _, g in pairs]

@@ -77,6 +77,23 @@ class Land(nn.Module):
         return value["x"] * value["rest"][3] + value["first"]
 
 
+class Aside(nn.Module):
+    """Returns a scalar beside its output, which the next layer ignores: an auxiliary loss that nobody adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x = self.block(value[0] if isinstance(value, tuple) else value)
+        return x, x.pow(2).mean()
+
+
+class WithoutAside(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0]
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +113,8 @@ def layers(kind: str) -> list[Any]:
     head = LayerSpec(nn.Linear, WIDTH, VOCAB, bias=False)
     if kind == "plain":
         return [LayerSpec(Embed), *blocks, head]
+    if kind == "aside":
+        return [LayerSpec(Embed), *(LayerSpec(Aside) for _ in blocks), WithoutAside(), head]
     if kind == "tied":
         first = TiedLayerSpec("words", Words)
         return [first, *blocks, TiedLayerSpec("words", Words, forward_fn=as_head)]

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_pipe
+from ds_config.errors import PlanError
 from ds_testing import world
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"]
@@ -48,6 +49,33 @@ def test_listed_schedules_of_unequal_stages(bench):
     for kind, micros, stages in (("plain", 9, 4), ("tied", 4, 4), ("skip", 5, 2)):
         costs = ds_pipe.Costs.measured([tuple(rng.uniform(0.2, 3) for _ in range(3)) for _ in range(stages)])
         bench.check(kind, micros, steps=1, costs=costs, num_stages=stages)
+
+
+@world(1)
+def test_unused_scalar_between_stages_of_one_rank(bench):
+    """It has no gradient: 1 is the loss's alone."""
+    for schedule, every in (("interleaved", 0), ("zbv", 0), ("dualpipe-v", 0), ("zbv", 2), ("interleaved", 1)):
+        bench.check("aside", 2, schedule=schedule, steps=1, activation_checkpoint_interval=every)
+
+
+@world(2)
+def test_unused_scalar_between_stages(bench):
+    for schedule in SCHEDULES:
+        bench.check("aside", 4, schedule=schedule, steps=1)
+
+
+@world(1)
+def test_loss_that_is_not_one_number(bench):
+    """Refused; its gradients were zero."""
+    for schedule in ("1f1b", "zbv"):
+        cut = ds_pipe.PipelineModule(
+            bench.layers("plain"), loss_fn=lambda out, labels: out.sum(-1), num_stages=1, schedule=schedule
+        )
+        step = ds_pipe.pipeline(cut, 2)
+        with pytest.raises(PlanError, match=r"found 1 tensors that require gradients: of shape \[3, 6\]") as error:
+            step(bench.batches(2))
+        assert error.value.code == "pipe-loss"
+        step.close()
 
 
 @world(2)
