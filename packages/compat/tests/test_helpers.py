@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -609,7 +610,15 @@ def test_small_modules_of_upstreams():
     layer = torch.nn.Linear(2, 2)
     assert not utils.is_model_parallel_parameter(layer.weight)
     layer(torch.ones(1, 2)).sum().backward()
-    assert utils.get_grad_norm(layer.parameters()) > 0
+    grads = torch.cat([p.grad.flatten() for p in layer.parameters()])
+    assert utils.get_grad_norm(layer.parameters()) == pytest.approx(float(grads.norm()))
+    assert utils.get_grad_norm(layer.parameters(), math.inf) == float(grads.abs().max())
+    assert utils.get_grad_norm([]) == 0.0
+    long = torch.nn.Parameter(torch.zeros(4_000_000))
+    long.grad = torch.full_like(long, 1e-3)
+    assert utils.get_grad_norm([layer.bias, long]) == pytest.approx(math.sqrt(4.0 + 2.0), rel=1e-6)
+    assert float(utils.clip_grad_norm_(long, 1.0)) == pytest.approx(2.0, rel=1e-6)
+    assert float(long.grad[0]) == pytest.approx(5e-4, rel=1e-5)
     other, before = SimpleNamespace(), get_accelerator()
     set_accelerator(other)
     assert get_accelerator() is other

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import KernelError
 from ds_ops import convert, fill, grad_norm, sum_squares
-from ds_ops.stream import copy_ranges
+from ds_ops.stream import _narrow_sum_squares, copy_ranges, total_squares
 
 pytestmark = pytest.mark.usefixtures("native")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,6 +46,19 @@ def test_grad_norm_of_a_list(backend: str) -> None:
     tensors = [torch.full((3,), 2.0), torch.full((4,), 1.0).bfloat16(), torch.zeros(0)]
     assert grad_norm(tensors) == 4.0
     assert grad_norm([]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sums_are_exact(dtype: torch.dtype, backend: str) -> None:
+    x = torch.full((30_000_000,), 1e-3, dtype=dtype)
+    assert float(total_squares([x])) == pytest.approx(x.numel() * float(x[0]) ** 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 5, 4096, 10_000_003])
+def test_a_device_without_fp64_sums_short_rows(dtype: torch.dtype, n: int) -> None:
+    x = torch.randn(n).to(dtype)
+    assert float(_narrow_sum_squares(x)) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)

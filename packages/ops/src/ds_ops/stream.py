@@ -18,6 +18,9 @@ from ds_ops.threads import kernel_threads
 
 __all__ = ["clip_scale", "convert", "copy_ranges", "fill", "grad_norm", "sum_squares", "total_squares"]
 
+_WITHOUT_FP64 = ("mps",)
+_ROW = 4096
+
 
 def sum_squares(x: Tensor) -> float:
     """Sum of x^2 in fp64, in blocks (Higham 1993). The same bits on any number of threads and any instruction set.
@@ -31,6 +34,8 @@ def sum_squares(x: Tensor) -> float:
 
 def total_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of x^2 over all elements of all tensors: fp64 of one element, where they are. Nothing waits for the device.
+
+    A device without fp64 (mps) is waited for: the sum is on the host.
 
     tensors: at least one, all on one device, otherwise as in `sum_squares`. Cost: one read.
     """
@@ -181,8 +186,19 @@ def _native_fill(out: Tensor, value: float) -> Tensor:
 
 
 def _torch_sum_squares(x: Tensor) -> Tensor:
+    if x.device.type in _WITHOUT_FP64:
+        return _narrow_sum_squares(x)
     # No copy of x in fp64: each element is widened where it is added.
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+
+
+def _narrow_sum_squares(x: Tensor) -> Tensor:
+    """By rows that are short enough for fp32; their sums are added in fp64 on the host."""
+    flat = x.detach().view(-1)
+    even = flat.numel() // _ROW * _ROW
+    rows = flat[:even].view(-1, _ROW), flat[even:].view(1, -1)
+    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in rows])
+    return norms.cpu().double().square().sum()
 
 
 def _reference_sum_squares(x: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -65,3 +67,40 @@ def test_a_step_that_one_part_must_skip_is_skipped_by_all():
     assert optimizer.last.skipped
     assert optimizer.last.nonfinite == "0.bias"
     optimizer.close()
+
+
+def norm_of_a_large_unit(stage, precision):
+    """What a step measures of 4 M elements, of which torch's norm in fp32 is off by 1e-4, and the norm in fp64."""
+    net = nn.Linear(2048, 2048, bias=False)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, sgd, stage=stage, clip=math.inf, precision=precision)
+    # The same on all ranks, so that the average is exact in bf16, too.
+    grad = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(3)).mul_(1e-3).to(net.weight.dtype)
+    net.weight.grad = grad.clone()
+    optimizer.step()
+    optimizer.close()
+    return optimizer.last.norm, float(grad.double().square().sum().sqrt())
+
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+FORMATS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+BACKENDS = pytest.mark.parametrize("backend", ["", "torch", "reference"])
+
+
+@STAGES
+@FORMATS
+@BACKENDS
+@world(2)
+def test_large_units_have_an_exact_norm(stage, precision, backend):
+    with mock.patch.dict(os.environ, {"DS_OPS": backend}):
+        found, exact = norm_of_a_large_unit(stage, precision)
+    assert found == pytest.approx(exact, rel=1e-8)
+
+
+@STAGES
+@FORMATS
+@BACKENDS
+def test_large_units_have_an_exact_norm_in_one_process(stage, precision, backend):
+    with mock.patch.dict(os.environ, {"DS_OPS": backend}):
+        found, exact = norm_of_a_large_unit(stage, precision)
+    assert found == pytest.approx(exact, rel=1e-8)

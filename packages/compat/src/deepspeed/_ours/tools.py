@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from deepspeed._ours.small import total_norm
 from ds_accel import get_accelerator
 from ds_comm import world_group
 from ds_config.errors import ConfigError
@@ -218,9 +219,12 @@ def empty_cache() -> None:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """torch's, over whole gradients; the engine clips by `gradient_clipping` itself."""
+    """torch's, over whole gradients, with squares summed in fp64; the engine clips by `gradient_clipping` itself."""
     del mpu
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm.float()
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
