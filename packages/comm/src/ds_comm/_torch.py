@@ -9,7 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["ALL_GATHER_SINGLE", "REDUCE_SCATTER_SINGLE", "backend_names", "named_group", "second_connection"]
+__all__ = [
+    "ALL_GATHER_SINGLE",
+    "REDUCE_SCATTER_SINGLE",
+    "backend_names",
+    "is_alive",
+    "named_group",
+    "second_connection",
+]
 
 # torch 2.13 renamed both functions; the arguments did not change.
 ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,6 +36,11 @@ def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     return clone
 
 
+def is_alive(pg: dist.ProcessGroup) -> bool:
+    """Whether `pg` has not been destroyed."""
+    return pg in c10d._world.pg_map
+
+
 def named_group(
     ranks: Sequence[int], name: str, purpose: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
@@ -42,7 +54,7 @@ def named_group(
     kind = dist.Backend(backend or default)
     options: Any = {
         "timeout": timeout or c10d._get_default_timeout(kind),
-        "device_id": world.bound_device_id,
+        "device_id": world.bound_device_id if len(ranks) > 1 else None,  # it would split the world's communicator
         "group_desc": purpose,
     }
     members: Any = list(ranks)

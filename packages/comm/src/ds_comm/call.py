@@ -140,7 +140,7 @@ class Call:
 
     def copy_alone(self, out: Tensor, inp: Tensor, back: Callable[[], None] | None = None) -> None:
         """What a group of one does: the result is the argument."""
-        if self.group.pg is not None:
+        if self.group.link is not None:
             return
         if out.data_ptr() != inp.data_ptr():
             out.view(-1).copy_(inp.view(-1))
@@ -166,7 +166,7 @@ class Call:
         Raises:
             CommError: the backend gave up; see `Pending.wait`.
         """
-        pg, order = self.group.pg, self.group.order
+        pg, order = self.group.link, self.group.order
         if pg is None or order is None:
             return DONE
         transport = self._transport(order.transports, tensor)

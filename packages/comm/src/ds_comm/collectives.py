@@ -362,7 +362,7 @@ def monitored_barrier(
         CommError: a rank did not come in time ("comm-timeout").
     """
     group = as_group(group)
-    if group.pg is None:
+    if group.link is None:
         return
     limit = timeout or DEFAULT_TIMEOUT
     call = Call("monitored_barrier", group, unit)

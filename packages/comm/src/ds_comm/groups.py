@@ -1,7 +1,8 @@
 """`Group`: ranks that communicate, named after what they share.
 
-A group of one has no process group, and every collective runs the same path for it. What torch hands out (a
-ProcessGroup, or None for the world) is looked up and becomes a Group, too.
+A group of one has no link to other ranks, and every collective runs the same path for it. What torch hands out (a
+ProcessGroup, or None for the world) is looked up and becomes a Group, too. The other way round, `Group.pg` is what torch's
+own functions take: for a group of one a process group of this rank alone, because None is the world to torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ds_comm._torch import named_group
+from ds_comm._torch import is_alive, named_group
+from ds_comm.single import SINGLE
 from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
 
@@ -72,28 +74,44 @@ class Group:
         name: What the ranks share (`"data"`, `"tensor"`), as messages and traces show it.
         ranks: Their ranks in the world, in group order.
         rank: This process's index in `ranks`.
-        pg: torch's group; None for a group of one.
-        order: What all Groups over `pg` share in this process; None for a group of one.
+        link: torch's group that carries the collectives; None for a group of one, which has nobody to send to.
+        order: What all Groups over `link` share in this process; None for a group of one.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
-    pg: dist.ProcessGroup | None = None
+    link: dist.ProcessGroup | None = None
     order: Order | None = field(init=False)
+    _alone: dist.ProcessGroup | None = field(init=False, default=None)  # torch's group of one that this one was made of
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < len(self.ranks) or (self.pg is None) != (len(self.ranks) == 1):
+        size = len(self.ranks)
+        if not 0 <= self.rank < size or (self.link is None and size > 1):
             raise ValueError(
-                f"group {self.name!r}: rank {self.rank} of {self.ranks}; a process group is needed exactly above one rank"
+                f"group {self.name!r}: rank {self.rank} of {self.ranks}; a process group is needed above one rank"
             )
-        object.__setattr__(self, "order", None if self.pg is None else _order(self.pg, self.name))
+        if size == 1:
+            object.__setattr__(self, "_alone", self.link)
+            object.__setattr__(self, "link", None)
+        object.__setattr__(self, "order", None if self.link is None else _order(self.link, self.name))
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, ranks={_short(self.ranks)}, rank={self.rank})"
 
     def __deepcopy__(self, memo: object) -> Group:
         return self  # a copy of a model talks to the same ranks over the same connections
+
+    @property
+    def pg(self) -> dist.ProcessGroup | None:
+        """The group as torch's own functions take it: `DistributedDataParallel(model, process_group=group.pg)`.
+
+        A group of one has a process group of this rank alone, which all groups of one of a process share; it is made when it is
+        first asked for, without any other rank. None only where no process group was initialised, so that torch has no world.
+        """
+        if self.link is not None:
+            return self.link
+        return _single() if self._alone is None or not is_alive(self._alone) else self._alone
 
     @property
     def size(self) -> int:
@@ -143,8 +161,7 @@ def as_group(group: GroupLike | Any) -> Group:
             fix="Call collectives of a group on its members only.",
         )
     order = _order(group, "world" if group is dist.group.WORLD else group.group_desc)
-    size = len(order.ranks)
-    return Group(order.name, order.ranks, group.rank(), group if size > 1 else None)
+    return Group(order.name, order.ranks, group.rank(), group)
 
 
 def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group | None:
@@ -161,8 +178,8 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
             code="comm-rank",
             fix="Use ranks below the world size.",
         )
-    if members == world.ranks and (backend is None or world.pg is None or backend == dist.get_backend(world.pg)):
-        return Group(name, members, world.rank, world.pg)
+    if members == world.ranks and (backend is None or world.link is None or backend == dist.get_backend(world.link)):
+        return Group(name, members, world.rank, world.link)
     inside = world.global_rank in members
     if len(members) == 1:
         return Group(name, members, 0) if inside else None
@@ -190,10 +207,9 @@ def part_group(ranks: Sequence[int], name: str, backend: str | None = None) -> G
             fix="Make it on its members only, with ranks below the world size.",
         )
     place = members.index(world.global_rank)
-    if len(members) == 1 or world.pg is None:
+    if len(members) == 1 or world.link is None:
         return Group(name, members, place)
-    made = _made.setdefault(world.pg, {})
-    number = made[members] = made.get(members, 0) + 1
+    number = _number(world.link, members)
     digest = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
     return Group(name, members, place, named_group(members, f"part-{digest}", name, backend, _timeout[0]))
 
@@ -219,14 +235,39 @@ def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Gro
         backend: For host tensors unless told; None: that of the world.
     """
     group = as_group(group)
-    return group if group.pg is None else part_group(group.ranks, name, backend)
+    return group if group.link is None else part_group(group.ranks, name, backend)
 
 
 def drop_group(group: Group) -> None:
     """Destroy the process group of `group`, which nobody may use any more. A group of one has none."""
-    if group.pg is not None:
-        dist.destroy_process_group(group.pg)
+    if group.link is not None:
+        dist.destroy_process_group(group.link)
 
+
+def _single() -> dist.ProcessGroup | None:
+    """torch's group of this rank alone; None without a world."""
+    if not dist.is_initialized():
+        return None
+    world: Any = dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return world
+    found = _singles.get(world)
+    if found is None or not is_alive(found):
+        rank = dist.get_rank()
+        name = f"single-{rank}-{_number(world, (rank,))}"
+        found = _singles[world] = named_group((rank,), name, SINGLE, SINGLE)
+    return found
+
+
+def _number(world: dist.ProcessGroup, members: tuple[int, ...]) -> int:
+    """How many groups of these ranks there are with the one that comes."""
+    made = _made.setdefault(world, {})
+    made[members] = made.get(members, 0) + 1
+    return made[members]
+
+
+# Of each world, this rank's group of one.
+_singles: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 # Of each world, how many groups its members made of the same ranks: a name is never used twice.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()

@@ -21,7 +21,6 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_comm.grid import Grid
@@ -189,7 +188,7 @@ class Mesh(Mapping[str, Group]):
     def build(cls, spec: MeshSpec) -> Mesh:
         """Make all groups. Collective over the world. Names the rank's place in later error messages.
 
-        Groups with the same ranks share one process group; groups of one have none.
+        Groups with the same ranks share one process group; none is made for groups of one.
         Raises:
             PlanError: the degrees do not fit the world size ("mesh-size").
         """
@@ -203,7 +202,7 @@ class Mesh(Mapping[str, Group]):
                 if ranks not in made:
                     made[ranks] = new_group(ranks, name)
                 if (group := made[ranks]) is not None:
-                    own[name] = Group(name, group.ranks, group.rank, group.pg)
+                    own[name] = Group(name, group.ranks, group.rank, group.link)
         return cls(spec, world.global_rank, own)
 
     @classmethod
@@ -234,8 +233,8 @@ class Mesh(Mapping[str, Group]):
                 if ranks not in along and ranks not in made:
                     made[ranks] = new_group(ranks, name)
             mine = spec.group_of(name, world.global_rank)
-            pg = given[mine] if mine in given else getattr(made.get(mine), "pg", None)
-            own[name] = Group(name, mine, mine.index(world.global_rank), pg if len(mine) > 1 else None)
+            pg = given[mine] if mine in given else getattr(made.get(mine), "link", None)
+            own[name] = Group(name, mine, mine.index(world.global_rank), pg)
         return cls(spec, world.global_rank, own)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
@@ -245,8 +244,7 @@ class Mesh(Mapping[str, Group]):
             CommError: there is no process group at all ("comm-world"), so torch has nothing to hold.
         """
         axes = [axis for axis in AXES if self._groups[axis].size > 1] or ["data_shard"]
-        world = dist.group.WORLD if dist.is_initialized() else None
-        groups = [pg for axis in axes if (pg := self._groups[axis].pg or world) is not None]
+        groups = [pg for axis in axes if (pg := self._groups[axis].pg) is not None]
         if len(groups) < len(axes):
             raise CommError(
                 "a DeviceMesh needs a process group, and this is a world of one without any",

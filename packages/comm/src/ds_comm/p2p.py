@@ -118,7 +118,7 @@ def _fused(messages: Sequence[P2POp]) -> list[Work]:
     """One launch for the messages of each group."""
     groups: dict[Any, list[P2POp]] = {}
     for message in messages:
-        groups.setdefault(as_group(message.group).pg, []).append(message)
+        groups.setdefault(as_group(message.group).link, []).append(message)
     works = []
     for batch in groups.values():
         call = Call("batch_isend_irecv", as_group(batch[0].group), batch[0].unit)
@@ -134,4 +134,4 @@ def _as_torch(p2p: P2POp) -> Any:
     call = Call("batch_isend_irecv", group, p2p.unit)
     call.check(p2p.tensor)
     op = dist.isend if p2p.op is isend else dist.irecv
-    return dist.P2POp(op, p2p.tensor, group.ranks[call.peer(p2p.peer, p2p.group_peer)], group.pg, p2p.tag)
+    return dist.P2POp(op, p2p.tensor, group.ranks[call.peer(p2p.peer, p2p.group_peer)], group.link, p2p.tag)

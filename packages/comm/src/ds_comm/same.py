@@ -16,7 +16,7 @@ __all__ = ["make_same"]
 
 def make_same(tensors: Sequence[Tensor], group: Group) -> None:
     """Make `tensors` equal to those of the group's first rank. Compares digests first, so equal ranks send 16 bytes a tensor."""
-    if group.pg is None:
+    if group.link is None:
         return
     with torch.no_grad():
         mine = _digests([t.detach() for t in tensors])

@@ -5,8 +5,21 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ds_comm import all_gather_single, all_reduce, drop_group, new_group, part_group, single_group, twin_group
+from ds_comm import (
+    Mesh,
+    MeshSpec,
+    all_gather_single,
+    all_reduce,
+    as_group,
+    drop_group,
+    new_group,
+    part_group,
+    single_group,
+    twin_group,
+)
 from ds_config.errors import CommError
 from ds_testing import world
 
@@ -61,3 +74,45 @@ def test_a_group_of_one_is_its_own_twin():
     alone = single_group()
     assert twin_group(alone, "behind") is alone
     drop_group(alone)
+
+
+@world(2)
+def test_a_group_of_one_is_one_rank_to_torch():
+    """Its `pg` was None, which is the world to torch."""
+    rank = dist.get_rank()
+    mesh = Mesh.build(MeshSpec(tensor=2))
+    for group in (mesh["data"], mesh["pipe"], single_group("own", rank)):
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total, group=group.pg)
+        assert (total.item(), dist.get_world_size(group.pg), dist.get_rank(group.pg)) == (rank + 1, 1, 0)
+        assert dist.get_process_group_ranks(group.pg) == [rank]
+    assert mesh["data"].pg is single_group("other", rank).pg  # one of a process, whatever shares nothing
+    again = as_group(mesh["data"].pg)
+    assert (again.ranks, again.size, again.pg) == ((rank,), 1, mesh["data"].pg)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, rank + 1.0)
+    wrapped = DistributedDataParallel(model, process_group=mesh["data"].pg)
+    wrapped(torch.full((1, 2), 10.0 * (rank + 1))).sum().backward()
+    assert model.weight.tolist() == [[rank + 1.0] * 2]
+    assert model.weight.grad.tolist() == [[10.0 * (rank + 1)] * 2]
+
+
+@world(2)
+def test_a_group_of_one_needs_no_other_rank():
+    if dist.get_rank() == 1:
+        group = single_group("own", 1)
+        first = group.pg
+        dist.destroy_process_group(first)
+        assert group.pg is not first  # and is made again where somebody has destroyed it
+        dist.barrier(group=group.pg)
+    dist.barrier()
+
+
+@world(2)
+def test_a_group_of_one_that_was_given_is_kept():
+    given = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = as_group(given)
+    assert (group.size, group.pg) == (1, given)
+    x = torch.ones(1)
+    all_reduce(x, group=group)
+    assert x.item() == 1

@@ -73,7 +73,7 @@ def test_a_device_mesh_without_a_counterpart_is_refused() -> None:
 @world(1)
 def test_one_rank_with_a_process_group() -> None:
     mesh = Mesh.build(MeshSpec())
-    assert mesh["world"].pg is None
+    assert mesh["world"].pg is mesh["tensor"].pg is dist.group.WORLD
     assert mesh.device_mesh("cpu").size() == 1
     x = torch.ones(2)
     ds_comm.all_reduce(x)

@@ -137,9 +137,9 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
         found = known.get(mine) or made.get(mine)
         if found is None:
             raise RuntimeError(f"no group {name} of {mine}")
-        return Group(name, found.ranks, found.rank, found.pg)
+        return Group(name, found.ranks, found.rank, found.link)
 
     expert, data = own("expert", ranks.expert), own("data", ranks.data)
     holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
-    mine = tuple(g for g in made.values() if g is not None and g.pg is not None and g.ranks != world.ranks)
+    mine = tuple(g for g in made.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
     return Places(expert, data, holders, tensor, made=mine)

@@ -142,7 +142,7 @@ class Places:
                     known[ranks] = ds_comm.new_group(ranks, name)
                 group = known[ranks]
                 if group is not None:
-                    made[name] = Group(name, group.ranks, group.rank, group.pg)
+                    made[name] = Group(name, group.ranks, group.rank, group.link)
         return cls(topology, world=world, **made)
 
     @property

@@ -59,9 +59,9 @@ class Rings:
     def store(self) -> Store:
         """The group's store; a connection of our own."""
         if self._store is None:
-            if self.group.pg is None:
+            if self.group.link is None:
                 raise RuntimeError(f"{self.group} has one rank: it has no store, and no channels")
-            self._store = second_connection(self.group.pg)
+            self._store = second_connection(self.group.link)
         return self._store
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ __all__ = [
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
 _cut: list[Mesh] = []  # who shares layers
-_alone: list[tuple[Any, Any]] = []  # the world, and this rank's group of one in it
 
 
 def share_sequences(ranks: SequenceRanks | None) -> None:
@@ -32,7 +31,6 @@ def share_sequences(ranks: SequenceRanks | None) -> None:
 def share_layers(mesh: Mesh | None) -> None:
     """Note who shares layers, and so who trains on different samples; None, or a mesh whose layers are whole: nobody."""
     _cut[:] = [] if mesh is None or mesh["tensor"].size == 1 else [mesh]
-    _alone.clear()
 
 
 def forget_layers(mesh: Mesh) -> None:
@@ -59,13 +57,8 @@ def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size
 
 
 def _group(name: str) -> Any:
-    """torch's group of a noted mesh. None means the world to torch, so a rank that is alone gets a group of its own."""
-    found = _cut[0][name].pg
-    if found is not None:
-        return found
-    if not _alone or _alone[0][0] is not dist.group.WORLD:
-        _alone[:] = [(dist.group.WORLD, dist.new_group([world_group().rank], use_local_synchronization=True))]
-    return _alone[0][1]
+    """torch's group of a noted mesh; of one rank where that is alone."""
+    return _cut[0][name].pg
 
 
 def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Callable[[], Any]:

@@ -132,7 +132,7 @@ def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], famili
     """
     _check_present(families)
     for name, family in families.items():
-        if family.group.pg is None:
+        if family.group.size == 1:
             continue
         common = {n for n, f in families.items() if set(f.group.ranks) >= set(family.group.ranks)}
         ours = [spec for spec in specs if spec.family in common]
@@ -156,9 +156,9 @@ def _check_present(families: Mapping[str, Family]) -> None:
     """A family that a rank of its group lacks would let the others wait for that rank."""
     group = families[DENSE].group
     mine = torch.tensor([len(families)], dtype=torch.int64)
-    if group.pg is not None:
+    if group.size > 1:
         comm.all_reduce(mine, group=group, unit="shard")
-    if group.pg is None or mine.item() == group.size:
+    if group.size == 1 or mine.item() == group.size:
         return
     told = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
     for rank, others in zip(group.ranks, told, strict=True):

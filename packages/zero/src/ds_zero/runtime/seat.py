@@ -188,7 +188,7 @@ class Seating:
         shared = self._shares(shards)
         nodes = self._nodes(shards, shared)
         route = None if nodes is None else self._route(shards, nodes)
-        if self.options.residency.shard_params and shards.pg is not None and not shared:
+        if self.options.residency.shard_params and shards.size > 1 and not shared:
             gathers = twin_group(shards, "gather", None)
             self._made.append(gathers)
         levels = None if shared else self.options.wire.levels(shards)
@@ -198,7 +198,7 @@ class Seating:
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
         memory = self.options.memory if self.options.param_tier == "device" else "private"
-        if not self._host or memory == "private" or group.pg is None or group.size == 1:
+        if not self._host or memory == "private" or group.size == 1:
             return False
         if memory == "auto" and "cpu:shm" not in dist.get_backend_config(group.pg).split(","):
             return False
@@ -295,7 +295,7 @@ def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
 
 def sends_from_anywhere(group: Group, device: torch.device) -> bool:
     """Whether messages between these ranks leave from and arrive in any memory at no cost: gloo's on the CPU."""
-    if group.pg is None or device.type != "cpu":
+    if group.size == 1 or device.type != "cpu":
         return False
     return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
 
