@@ -38,6 +38,57 @@ def test_refused_page_locking_falls_back_with_one_warning(caplog: pytest.LogCapt
 # ---- rings and records
 
 
+class Copy:
+    """An event of a device: what it copies from `memory` it has when somebody waits."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.before, self.done = memory, memory.clone(), False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        assert torch.equal(self.memory, self.before)
+        self.done = True
+
+
+@pytest.mark.parametrize("put", [False, True])
+def test_a_slot_is_lent_again_after_the_device_has_read_it(tmp_path: Path, put: bool) -> None:
+    ring = Ring(RingSettings(str(tmp_path), 2), CPU)
+    records = [Record(ring, 4096) for _ in range(4)]
+    for number, record in enumerate(records):
+        record.blank().fill_(number)
+    for record in records:  # two slots are made, and two beside the bound
+        record.put()
+    copies = []
+    for record in records * 2:
+        copies.append(Copy(record.hold()))
+        (record.put if put else record.drop)([copies[-1]])
+    assert [copy.done for copy in copies] == [True] * 6 + [False] * 2
+    assert not ring.free()
+    records[0].begin()  # no slot is free: nothing is read
+    assert ring.ahead == []
+    copies[-2].synchronize()
+    for transfer in [slot.writing for slot in ring._free if slot.writing is not None]:
+        transfer.wait()
+    assert ring.free()
+    for number, record in enumerate(records):
+        assert record.hold().eq(number).all()
+        record.drop()
+    ring.close()
+
+
+def test_a_slot_beside_the_bound_is_freed_after_the_device_has_read_it(tmp_path: Path) -> None:
+    ring = Ring(RingSettings(str(tmp_path), 1), CPU)
+    records = [Record(ring, 4096) for _ in range(2)]
+    copies = [Copy(record.blank()) for record in records]
+    for record, copy in zip(reversed(records), reversed(copies), strict=True):
+        record.drop([copy])
+    assert [copy.done for copy in copies] == [False, True]
+    assert ring.extras == 0
+    ring.close()
+
+
 @pytest.mark.parametrize("buffers", [2, 5])
 @pytest.mark.parametrize("behind", [True, False])
 def test_records_keep_their_bytes(tmp_path: Path, buffers: int, behind: bool) -> None:

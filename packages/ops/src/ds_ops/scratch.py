@@ -1,7 +1,7 @@
 """A scratch file without a name, memory of the host, and a bounded number of buffers between them.
 
 Words: a *record* is what lies in one extent of the file. It is *held* while its bytes are in a *slot*, where they may
-be read and written. A slot that was given back with a write under way is taken again only after it. Nothing of the file is left when
+be read and written. A slot that was given back with a write to the file or copies to a device under way is taken again only after them. Nothing of the file is left when
 the process ends, in whatever way.
 """
 
@@ -15,9 +15,10 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
 
-__all__ = ["Moving", "Record", "Ring", "RingSettings", "Scratch", "host_bytes"]
+__all__ = ["Event", "Moving", "Record", "Ring", "RingSettings", "Scratch", "host_bytes"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -178,19 +179,44 @@ def _nameless(folder: str) -> int:
     return fd
 
 
+class Event(Protocol):
+    """Of a device: happens when what was queued before it is done."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+
+    def synchronize(self) -> None:
+        """Return when it has happened."""
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """Memory of at least one record.
 
     Attributes:
         memory: uint8, starts on a page.
-        writing: From it, under way.
+        writing: From it to the file, under way.
+        copying: After each of these a device has read it.
         extra: Beside the bounded number; freed when given back.
     """
 
     memory: Tensor
     writing: Moving | None = None
+    copying: Sequence[Event] = ()
     extra: bool = False
+
+    def settled(self) -> bool:
+        """Whether nobody reads it: it may be written."""
+        return (self.writing is None or self.writing.done()) and all(event.query() for event in self.copying)
+
+    def settle(self) -> None:
+        """Return when nobody reads it."""
+        if self.writing is not None:
+            self.writing.wait()
+            self.writing = None
+        for event in self.copying:
+            event.synchronize()
+        self.copying = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +263,7 @@ class Ring:
         self.numbers = count()
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least so many bytes; waits for the oldest write if all are being written."""
+        """A slot of at least so many bytes; waits for the oldest write or copy if all are being read."""
         if not self._free and self._made < self.settings.buffers:
             self._made += 1
             return Slot(self._memory(nbytes))
@@ -247,9 +273,7 @@ class Ring:
             self.extras += 1
             return Slot(self._memory(nbytes), extra=True)
         slot = self._free.popleft()
-        if slot.writing is not None:
-            slot.writing.wait()
-            slot.writing = None
+        slot.settle()
         if slot.memory.numel() < nbytes:
             slot.memory = self._memory(nbytes)
         return slot
@@ -257,7 +281,7 @@ class Ring:
     def free(self) -> bool:
         """Whether `take` would return at once and within the bound."""
         if self._free:
-            return self._free[0].writing is None or self._free[0].writing.done()
+            return self._free[0].settled()
         return self._made < self.settings.buffers
 
     def forget(self, record: Record) -> None:
@@ -266,12 +290,11 @@ class Ring:
             self.ahead.remove(record)
 
     def give(self, slot: Slot) -> None:
-        """Back; a write from it may be under way."""
+        """Back; a write or copies from it may be under way."""
         if slot.extra:
-            if slot.writing is not None:
-                slot.writing.wait()
+            slot.settle()
             self.extras -= 1
-        elif slot.writing is None:
+        elif slot.writing is None and not slot.copying:
             self._free.appendleft(slot)
         else:
             self._free.append(slot)
@@ -352,11 +375,16 @@ class Record:
             self.ring.give(slot)
         return new
 
-    def put(self) -> None:
-        """Write what is held, and let the slot go."""
+    def put(self, after: Sequence[Event] = ()) -> None:
+        """Write what is held, and let the slot go.
+
+        Args:
+            after: Of the device: it copies from the slot until these have happened.
+        """
         slot, self._slot = self._slot, None
         if slot is None:
             return
+        slot.copying = after
         self._writing = slot.writing = self.ring.scratch.write(slot.memory[: self.nbytes], self._offset)
         self.ring.writes += self.nbytes
         if not self.ring.settings.write_behind:
@@ -364,12 +392,13 @@ class Record:
             self._writing = slot.writing = None
         self.ring.give(slot)
 
-    def drop(self) -> None:
-        """Let the slot go; the file has what it had."""
+    def drop(self, after: Sequence[Event] = ()) -> None:
+        """Let the slot go; the file has what it had. `after` as in `put`."""
         slot, self._slot = self._slot, None
         self.ring.forget(self)
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
         if slot is not None:
+            slot.copying = after
             self.ring.give(slot)

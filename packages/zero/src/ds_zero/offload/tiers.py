@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
-from ds_ops.scratch import Record, Ring, RingSettings, host_bytes
+from ds_ops.scratch import Event, Record, Ring, RingSettings, host_bytes
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.options import Placement
 from ds_zero.layout.precision import Dtypes
@@ -89,12 +89,28 @@ class Place:
 
     apart = False
 
+    def __init__(self) -> None:
+        self._copying: list[Event] = []
+
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[numel], of any content: where the tensor is while it is made."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def fetch(self) -> None:
         """Return when the tensor, and what belongs to it, may be read and written. Nothing if they may be already."""
+
+    def fetch_to_send(self) -> None:
+        """`fetch`, for those who only read: copies of it that are queued on the device go on."""
+        self.fetch()
+
+    def lend(self, after: Event) -> None:
+        """The device copies from the tensor until `after` has happened: its memory is written later only."""
+        self._copying = [*(event for event in self._copying if not event.query()), after]
+
+    def _settle(self) -> None:
+        for event in self._copying:
+            event.synchronize()
+        self._copying = []
 
     def store(self) -> None:
         """They were written, or only read: put them away."""
@@ -120,6 +136,7 @@ class Tier(Place):
     parks = True
 
     def __init__(self, unit: Tiered) -> None:
+        super().__init__()
         self.unit = unit
         self.states: States = lambda part: {}
         self.parked: Callable[[], None] | None = None
@@ -211,6 +228,12 @@ class HostPlace(Place):
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return host_bytes(numel * dtype.itemsize, device, pin=self.placement.pin).view(dtype)
 
+    def fetch(self) -> None:
+        self._settle()
+
+    def fetch_to_send(self) -> None:
+        """Nothing: it is there."""
+
 
 class HostTier(HostPlace, Tier):
     """In memory of the host, where the optimizer updates it.
@@ -228,6 +251,10 @@ class HostTier(HostPlace, Tier):
         self._landings: dict[Tensor, Tensor] = {}
 
     def fetch(self) -> None:
+        self.wanted()
+        self._settle()
+
+    def fetch_to_send(self) -> None:
         self.wanted()
 
     def landing(self, part: Tensor) -> Tensor:
@@ -256,6 +283,10 @@ class _Filed(Place, ABC):
         return self.regions.add(_MASTER, dtype).of(self.record.blank(), _MASTER)
 
     def fetch(self) -> None:
+        self.fetch_to_send()
+        self._settle()
+
+    def fetch_to_send(self) -> None:
         if not self._held:
             self._held = True
             self._point(self.record.hold())
@@ -264,14 +295,17 @@ class _Filed(Place, ABC):
         if self._held:
             self._take_in()
             self._point(None)
-            self.record.put()
-            self._held = False
+            self.record.put(self._let_go())
 
     def drop(self) -> None:
         if self._held:
             self._point(None)
-            self.record.drop()
-            self._held = False
+            self.record.drop(self._let_go())
+
+    def _let_go(self) -> Sequence[Event]:
+        """The slot is held no more. Returns after what the device has read it."""
+        after, self._copying, self._held = self._copying, [], False
+        return after
 
     def _take_in(self) -> None:
         """What was made or replaced since the fetch goes into the slot."""
@@ -292,13 +326,14 @@ class FilePlace(_Filed):
     """In a file, except while it is sent."""
 
     def __init__(self, placement: Placement, unit: Any, sender: Sender) -> None:
+        super().__init__()
         self.sender = sender
         self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
 
-    def fetch(self) -> None:
+    def fetch_to_send(self) -> None:
         if self._held:
             return
-        super().fetch()
+        super().fetch_to_send()
         following = self.ring.used(self.record)
         if following is not None and self.placement.read_ahead:
             following.begin()

@@ -28,7 +28,8 @@ from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import Piece, Slot, UnitLayout, gaps_between
 from ds_zero.layout.options import PLAIN, Messages
 from ds_zero.layout.plan import Storage, UnitPlan
-from ds_zero.offload.tiers import Tier, place_of
+from ds_zero.offload.copies import to_device
+from ds_zero.offload.tiers import Place, Tier, place_of
 from ds_zero.runtime.released import release, restore
 from ds_zero.runtime.scattered import is_scattered
 from ds_zero.runtime.seat import Seat, Secondary
@@ -134,7 +135,19 @@ class PrivateStorage:
         route = seat.route if channel is None and seat.nodes is not None and seat.nodes.two_steps else None
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
-            self._works.append(wire.gather(self.full[begin:end], source.to(self.full.device, non_blocking=True), start))
+            self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
+
+    def _load(self, source: Tensor) -> Tensor:
+        """What a gather sends, on the device; where it is copied there, its place is told until when it is read."""
+        there, after = to_device(source, self.full.device)
+        if after is not None:
+            self._sender.lend(after)
+        return there
+
+    @property
+    def _sender(self) -> Place:
+        """What keeps the tensor that gathers send, where that is none of full's memory."""
+        return self._unit.tier
 
     def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
         name, gathers = self._unit.plan.name, self._unit.seat.gathers
@@ -146,7 +159,7 @@ class PrivateStorage:
         """What a gather sends, one tensor a segment. Where it is not in its place in full, the collective puts it there, too."""
         if not self._unit.plan.sends_shard:
             return self.chunks()
-        self._unit.tier.fetch()
+        self._unit.tier.fetch_to_send()
         return parts_of(self._unit.shard, self._layout)
 
     def finish(self) -> bool:
@@ -302,15 +315,19 @@ class ReleasedStorage(PrivateStorage):
         if not self.rests or self.sent is None or not self._is_out or self._works or on_node:
             return False
         if self._loaded is None:
-            self.param_tier.fetch()
-            self._loaded = self.sent.to(self.full.device, non_blocking=True)
+            self.param_tier.fetch_to_send()
+            self._loaded = self._load(self.sent)
         return True
+
+    @property
+    def _sender(self) -> Place:
+        return self._unit.tier if self.sent is None else self.param_tier
 
     def _sources(self) -> list[Tensor]:
         if self.sent is None:
             return super()._sources()
         if self._loaded is None:
-            self.param_tier.fetch()
+            self.param_tier.fetch_to_send()
         return parts_of(self.sent if self._loaded is None else self._loaded, self._layout)
 
     def finish(self) -> bool:
