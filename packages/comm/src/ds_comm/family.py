@@ -9,10 +9,12 @@ parameter is a box of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ds_comm.ddp import watch_ddp
 from ds_comm.groups import Group
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
@@ -84,6 +86,14 @@ _DENSE = Assignment()
 def assign(param: Tensor, assignment: Assignment) -> None:
     """Say what a parameter or a buffer is. Before the model is sharded; the last word counts."""
     setattr(param, _MARK, assignment)
+    if assignment.family is not None:
+        watch_ddp(_strangers)
+
+
+def _strangers(param: Tensor, ranks: Collection[int]) -> Collection[int]:
+    """Those of `ranks` that are not of the family."""
+    family = assignment_of(param).family
+    return () if family is None else set(ranks) - set(family.group.ranks)
 
 
 def assignment_of(param: Tensor) -> Assignment:

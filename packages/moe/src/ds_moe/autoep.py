@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Mesh, broadcast
+from ds_comm import Assignment, Mesh, assign, assignment_of, broadcast
 from ds_config.errors import UnsupportedConfigError
 from ds_moe.config import ExpertParallelConfig
 from ds_moe.held import HeldBlock
@@ -153,6 +153,9 @@ def _replayed(layer: PackedExperts, one: Found) -> Callable[..., Any]:
 def _whole(layer: Layer, places: Places) -> nn.Module:
     """The module that was replaced, with the values of all experts."""
     original: nn.Module = layer.original[0]
+    for param in layer.parameters():  # whole again: of no family, and no part
+        if assignment_of(param).family is not None:
+            assign(param, Assignment(None, assignment_of(param).name))
     if isinstance(layer, PackedExperts):
         for param in layer.parameters(recurse=False):
             param.data = gather_experts(param, places)

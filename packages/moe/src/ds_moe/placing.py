@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ds_comm import Assignment, Family, Mesh, all_gather_json, assign, assignment_of, world_group
+from ds_comm import Assignment, Family, Mesh, all_gather_json, all_reduce, assign, assignment_of, world_group
+from ds_comm.ddp import leave_out
 from ds_moe.experts import Experts
 from ds_moe.layer import MOELayer
 from ds_moe.places import Places, alone, make_places
@@ -40,6 +44,10 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
     the copies of an `Experts` that is their name with the number among all experts, so that checkpoints do not
     depend on the ranks.
 
+    A `DistributedDataParallel` around `model` leaves the experts out: each rank keeps its own, and their gradients are summed over
+    the ranks that hold them and divided by the ranks that the batch is split over, as DDP averages the others. Around a module
+    that contains `model` it raises PlanError ("comm-ddp"): place that module instead.
+
     Experts that tensor parallelism has cut before stay cut: their layer then gives all rows to every tensor-parallel rank, and
     compares the routing of those in every forward, because ranks that route differently would wait for each other for ever.
 
@@ -64,7 +72,26 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
         places = made[layer.ep_size]
         layer.places = places
         _settle(layer, places, name)
+    _leave_out_of_ddp(model, {name: layers[name] for name in apart})
     return Placed(dict(layers), tuple(made.values()))
+
+
+def _leave_out_of_ddp(model: nn.Module, apart: dict[str, MOELayer]) -> None:
+    own = {id(t) for layer in apart.values() for t in [*layer.experts.parameters(), *layer.experts.buffers()]}
+    reduce: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        family = assignment_of(tensor).family
+        if id(tensor) in own and family is not None:
+            reduce[name] = partial(_averaged, family)
+    if reduce:
+        leave_out(model, reduce)
+
+
+def _averaged(family: Family, grad: Tensor) -> Tensor:
+    """The gradient of the mean loss of all ranks. Collective over the family."""
+    total = grad.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group=family.group, unit="moe.gradients")
+    return total.div_(family.divisor)
 
 
 def _settle(layer: MOELayer, places: Places, name: str) -> None:

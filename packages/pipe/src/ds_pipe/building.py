@@ -8,6 +8,7 @@ from torch import nn
 
 import ds_comm
 from ds_comm import Assignment, Family, Group
+from ds_comm.ddp import mark_unlike
 from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import GRADIENT_AXES, Places
 
@@ -67,3 +68,9 @@ def tell(model: StagedModel) -> None:
             ds_comm.assign(param, Assignment(family, one.name))
         elif model.logical_name(name) != name:
             ds_comm.assign(param, Assignment(None, model.logical_name(name)))
+    grid = model.places.topology.grid
+    stage = grid.coordinate(model.places.world.global_rank)["pipe"]
+    elsewhere = [rank for rank in model.places.world.ranks if grid.coordinate(rank)["pipe"] != stage]
+    if elsewhere:  # the same name is another layer there, which DDP over all ranks would not notice
+        mine = [*model.module.parameters(), *model.module.buffers()]
+        mark_unlike((t for t in mine if id(t) not in tied), elsewhere)

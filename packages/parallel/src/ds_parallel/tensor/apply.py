@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_comm import Assignment, Box, Family, Group, assign, assignment_of
+from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
 from ds_parallel.tensor.cuts import Cut
@@ -182,7 +183,11 @@ class CutModel:
         origins = {id(self._origin(held)): self._origin(held) for held in self.held.values()}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
-            assign(origin, self._said.get(origin, Assignment()))
+            self._said.setdefault(origin, Assignment())
+            mark_unlike([origin], ())
+        for param, said in self._said.items():
+            assign(param, said)
+        self._said.clear()
         for was in reversed(self._were):
             was.restore()
         self.held.clear()
@@ -252,6 +257,7 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
             module.__class__ = classes[decision.name]
             _resize(module, decision, cut, group.rank)
     _note_holders(result)
+    _mark_parts(result)
     result._were += [_Was.note(modules[name]) for name in plan.heads]
     result._handles += follow_heads(plan, group.rank, modules)
     _sum_gradients(result, modules)
@@ -260,6 +266,14 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
         result._handles.append(result._inputs.watch(model))
     model.__dict__[_MARK] = result
     return result
+
+
+def _mark_parts(result: CutModel) -> None:
+    """Say that tensor-parallel peers hold other parts, whoever asks before there are families: DDP would copy over them."""
+    group = result.group
+    for held in result.held.values():
+        same = held.cut.sharers(held.part, group.rank)
+        mark_unlike([held.param], (rank for place, rank in enumerate(group.ranks) if place not in same))
 
 
 def cut_of(model: nn.Module) -> CutModel | None:
