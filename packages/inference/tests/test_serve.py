@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,7 +64,8 @@ class Server:
     def __init__(self, folder: Path, limits: Limits, **options) -> None:
         tokenizer = read_tokenizer(folder)
         self.engine = load(folder, cache_tokens=2048, budget=Budget(64, 32), tokenizer=tokenizer, **options)
-        app = make_app(Worker(self.engine), read_tokenizer(folder), "tiny", limits)
+        self.tokenizer = read_tokenizer(folder)
+        app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -131,7 +135,9 @@ def test_samples_seeds_and_several_prompts(client, folder):
     found = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=5, n=2, seed=3, temperature=0.9)
     assert [c.index for c in found.choices] == [0, 1, 2, 3]
     texts = [c.text for c in found.choices]
-    assert texts == [said(folder, p, 5, temperature=0.9, seed=s) for p in ("a", "b") for s in (3, 4)]
+    engine = load(folder, tokenizer=read_tokenizer(folder))
+    wanted = engine.generate(["a", "b"], Sampling(5, temperature=0.9, seed=3, samples=2))
+    assert texts == [answer.text for answer in wanted]
 
 
 def test_a_stop_string_is_not_said(client, folder):
@@ -152,12 +158,176 @@ def test_a_stop_string_is_not_said(client, folder):
         ({"prompt": "a", "max_tokens": 10_000}, "10000"),
         ({"prompt": [70000]}, "70000"),
         ({"max_tokens": 4}, "prompt"),
+        ({"prompt": "a", "logit_bias": {"400": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"3": math.nan}}, "logit_bias"),
+        ({"prompt": [[1], [2], [400]]}, "400"),
+        ({"prompt": "a", "temperature": math.nan}, "temperature"),
+        ({"prompt": "a", "top_p": math.nan}, "top_p"),
+        ({"prompt": "a", "repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"prompt": "a", "presence_penalty": math.nan}, "presence_penalty"),
+        ({"prompt": "a", "n": 0}, "n:"),
+        ({"prompt": "a", "n": 33}, "n:"),
+        ({"prompt": "a", "n": 32, "max_tokens": 300}, "together at most 300"),
+        ({"prompt": "a", "seed": 10**30}, "seed"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "stop": "x" * 1001}, "stop"),
+        ({"prompt": "\ud800"}, "cannot be read"),
+        ({"prompt": "a", "\ud800": 1}, "unicode"),
     ],
 )
-def test_bad_requests_say_what_is_wrong(server, body, word):
-    answer = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert answer.status_code == 400
-    assert word in answer.json()["error"]["message"]
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_say_what_is_wrong(server, body, word, stream):
+    """Before anything is computed, and before a stream begins; and the next one is answered."""
+    with httpx.Client(base_url=server.url) as http:
+        content = json.dumps({**body, "stream": stream})  # httpx itself sends neither NaN nor halves of surrogates
+        answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert word in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_several_samples_of_the_longest_answer(server):
+    """Prompt and answer fill what the server takes, and what a sequence may have."""
+    for length in (100, 200):
+        body = {"prompt": [5] * length, "max_tokens": 300 - length, "n": 3, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3 * (300 - length)
+
+
+@pytest.mark.parametrize("way", ["equal prompts", "samples", "requests"])
+def test_draws_of_a_server_follow_the_distribution(server, folder, way):
+    """400 of them, by text: tokens that are read alike count together."""
+    tokenizer = read_tokenizer(folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        shares = torch.softmax(model(torch.tensor([tokenizer.encode("hello")])).logits[0, -1], -1).tolist()
+    wanted = Counter()
+    for token, share in enumerate(shares):
+        wanted[tokenizer.decode([token])] += 400 * share
+    drawn = Counter()
+    asked = {"equal prompts": (1, ["hello"] * 400, 1), "samples": (20, "hello", 20), "requests": (400, "hello", 1)}
+    requests, prompt, samples = asked[way]
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        for _ in range(requests):
+            body = {"prompt": prompt, "n": samples, "max_tokens": 1, "temperature": 1}
+            drawn.update(c["text"] for c in http.post("/v1/completions", json=body).json()["choices"])
+    assert sum(drawn.values()) == 400
+    bins = [[t] for t, n in wanted.items() if n >= 5] + [[t for t, n in wanted.items() if n < 5]]
+    chi = sum((sum(drawn[t] for t in b) - (w := sum(wanted[t] for t in b))) ** 2 / w for b in bins)
+    assert torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2), torch.tensor(chi / 2)) > 1e-6, (drawn, wanted)
+
+
+def test_a_seed_makes_a_list_of_equal_prompts_repeat(server):
+    body = {"prompt": ["a"] * 4, "n": 2, "max_tokens": 8, "seed": 5, "ignore_eos": True}
+    said = [
+        [c["text"] for c in httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]] for _ in range(2)
+    ]
+    assert said[0] == said[1]
+    assert len(set(said[0])) == 8
+    body["stream"] = True
+    parts = Counter()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                parts[choice["index"]] = (parts[choice["index"]] or "") + choice["text"]
+    assert [parts[i] for i in range(8)] == said[0]
+
+
+def test_a_template_that_refuses_is_the_clients_error(folder):
+    server = Server(folder, Limits())
+    try:
+        inner = server.tokenizer.inner
+        inner.chat_template = "{{ raise_exception('only users may speak') }}"
+        with httpx.Client(base_url=server.url) as http:
+            for stream in (False, True):
+                body = {"messages": [{"role": "system", "content": "a"}], "stream": stream}
+                answer = http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 400
+                assert "only users may speak" in answer.json()["error"]["message"]
+    finally:
+        server.stop()
+
+
+def test_a_request_that_raises_in_a_step_ends_alone(folder):
+    server = Server(folder, Limits())
+    plain = server.engine.decoder.forward
+
+    def forward(batch, cache):
+        if 399 in batch.tokens.tolist():
+            raise IndexError("index out of range in self")
+        return plain(batch, cache)
+
+    server.engine.decoder.forward = forward
+    body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+    async def all_of():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            prompts = [[5, 399] if i % 3 == 1 else "hello" for i in range(12)]
+            asked = [
+                http.post("/v1/completions", json={**body, "prompt": p, "stream": i > 8}) for i, p in enumerate(prompts)
+            ]
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(all_of())
+    wanted = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], Sampling(20, ignore_end=True))[0].text
+    for i, answer in enumerate(answers):
+        if i % 3 == 1:
+            assert "index out of range" in answer.text
+            assert i > 8 or answer.status_code == 500
+        elif i <= 8:
+            assert answer.json()["choices"][0]["text"] == wanted
+        else:
+            assert answer.text.endswith("data: [DONE]\n\n")
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    server.stop()
+    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text(folder):
+    begin = time.monotonic()
+    stream = TextStream(read_tokenizer(folder), ["x" * 3_000_000])
+    for token in read_tokenizer(folder).encode("some words " * 20):
+        stream.push(token)
+    assert time.monotonic() - begin < 5
+
+
+def test_serve_ends_with_the_error_of_an_engine_that_fails(folder, monkeypatch):
+    """A supervisor then starts it again."""
+    import argparse
+
+    from ds_inference import cli_serve, loading
+
+    engine = load(folder, tokenizer=read_tokenizer(folder))
+    engine.decoder.forward = None
+    monkeypatch.setattr(loading, "load", lambda *args, **more: engine)
+    parser = argparse.ArgumentParser()
+    cli_serve.register(parser)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ended = []
+
+    def run():
+        try:
+            cli_serve.main(parser.parse_args([str(folder), "--port", str(port)]))
+        except TypeError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"})
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    assert answer.status_code == 500
+    thread.join(30)
+    assert len(ended) == 1
 
 
 def test_an_adapter_is_a_model(folder, tmp_path):
@@ -311,7 +481,6 @@ def test_a_chat_in_the_terminal(folder, capsys, monkeypatch):
 
 def test_generate_in_the_terminal(folder, capsys):
     import argparse
-    import json
 
     parser = argparse.ArgumentParser()
     register(parser)

@@ -10,6 +10,7 @@ answer says for every token which *version* of the weights made it: the number o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_engine.engine import Engine
 from ds_inference import Answer, Budget, Generator, Sampling, Tokenizer, load
+from ds_inference.sampling import derive_seed
 from ds_zero import GatheredParameters
 
 __all__ = ["Rollout"]
@@ -80,16 +82,27 @@ class Rollout:
         self, prompts: Sequence[str | Sequence[int]], how: Sampling | Sequence[Sampling] | None = None
     ) -> list[Answer]:
         """Answers by the engine's present weights. Collective if the engine stepped since the last `sync`; ranks may have
-        different prompts, and different numbers of them."""
+        different prompts, and different numbers of them.
+
+        Equal prompts are drawn for apart from each other, on one rank and over ranks, so that groups of answers to one prompt differ; with
+        a seed, the call repeats.
+        """
         if self._generator is None or self.version != self.engine.counters.steps:
             self.sync()
         if self._generator is None:
             return []
-        return self._generator.generate(prompts, how)
+        hows = [how or Sampling()] * len(prompts) if how is None or isinstance(how, Sampling) else list(how)
+        return self._generator.generate(prompts, [_of_this_rank(one) for one in hows])
 
     def release(self) -> None:
         """Give back weights and cache; the next `generate` makes them anew. Nothing communicates."""
         self._generator = None
+
+
+def _of_this_rank(how: Sampling) -> Sampling:
+    """With the stream that this rank has below the seed."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return how if how.seed is None else replace(how, seed=derive_seed(how.seed, "rank", rank))
 
 
 class _Live(Mapping[str, Tensor]):

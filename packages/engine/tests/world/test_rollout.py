@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +85,36 @@ def test_answers_follow_training(stage: int) -> None:
         step(engine)
     assert said[0] != said[2], "training changed nothing that can be seen"
     engine.close()
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_groups_of_one_prompt_differ(stage: int) -> None:
+    """400 draws for one prompt, half of them on each rank, follow the distribution; a seed makes a call repeat."""
+    rollout = Rollout(trained(stage), cache_tokens=256)
+    how = Sampling(max_new_tokens=1, temperature=1.0)
+    drawn = [a.tokens[0] for a in rollout.generate([[3, 4, 5]] * 200, how)]
+    (answer,) = rollout.generate([[3, 4, 5]], Sampling(max_new_tokens=1, logprobs=31))
+    seeded = replace(how, max_new_tokens=8, seed=5)
+    twice = [[a.tokens for a in rollout.generate([[3, 4, 5]] * 4, seeded)] for _ in range(2)]
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, (drawn, twice[0]))
+    assert goodness_of_fit(everyone[0][0] + everyone[1][0], answer.tops[0]) > 1e-6
+    assert goodness_of_fit([3] * 400, answer.tops[0]) < 1e-6, "the test cannot tell"
+    assert twice[0] == twice[1]
+    assert len({tuple(tokens) for _, rows in everyone for tokens in rows}) == 8, "rows share streams"
+    rollout.engine.close()
+
+
+def goodness_of_fit(drawn: list[int], logs: Mapping[int, float]) -> float:
+    """How likely a chi-square is that is as large as that of the draws; tokens that are expected less than 5 times count together."""
+    wanted = {token: len(drawn) * math.exp(log) for token, log in logs.items()}
+    bins = [[token] for token, count in wanted.items() if count >= 5] + [[t for t, c in wanted.items() if c < 5]]
+    value = 0.0
+    for tokens in filter(None, bins):
+        expected = sum(wanted[t] for t in tokens)
+        value += (sum(drawn.count(t) for t in tokens) - expected) ** 2 / expected
+    return float(torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2), torch.tensor(value / 2)))
 
 
 @world(1)

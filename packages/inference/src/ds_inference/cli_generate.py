@@ -27,7 +27,7 @@ def register_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of what is drawn (default: another one every time)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )

@@ -43,7 +43,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, then answer what is under way and end.
+    """Serve until SIGINT or SIGTERM, then answer what is under way and end. If the engine fails, tell all who wait and raise its error.
 
     Started on several ranks (`ds run --nproc 2 --module ds_launcher serve FOLDER`), they hold each layer together: the first one
     answers HTTP and leads, the others follow.
@@ -78,11 +78,11 @@ def main(args: argparse.Namespace) -> int:
         return 0
     name = args.name or Path(args.folder).resolve().name
     with leading(engine) if group.size > 1 else nullcontext():
-        worker = Worker(engine)
+        worker = Worker(engine, lambda: setattr(server, "should_exit", True))
         app = make_app(worker, tokenizer, name, Limits(args.max_requests, longest=args.max_length))
         # Idle connections stay longer than clients keep them (5 s of httpx, and so of openai, is uvicorn's own default, too): else
         # a client may ask on a connection in the moment in which the server closes it.
-        uvicorn.run(
+        config = uvicorn.Config(
             app,
             host=args.host,
             port=args.port,
@@ -90,9 +90,11 @@ def main(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=60,
             timeout_keep_alive=75,
         )
+        server = uvicorn.Server(config)
+        server.run()
         if worker.failure is not None:
             raise worker.failure
-    return 0
+    return 0 if server.started else 1
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

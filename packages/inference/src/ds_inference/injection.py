@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import ds_comm
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
@@ -152,7 +154,7 @@ class InferenceEngine(nn.Module):
         """As the module's `generate`, for one beam; prompts may have at most `max_out_tokens` tokens.
 
         With kernel injection: greedy or sampled (`do_sample`, `temperature`, `top_k`, `top_p`, `repetition_penalty`,
-        `num_return_sequences`), prompts padded on either side by `attention_mask`. The result is [rows, tokens], the prompts as
+        `num_return_sequences`; every row has a stream of its own), prompts padded on either side by `attention_mask`. The result is [rows, tokens], the prompts as
         they came, padded behind with `pad_token_id`.
         """
         if keywords.get("num_beams", 1) > 1:
@@ -180,6 +182,8 @@ class InferenceEngine(nn.Module):
             for row, keep in zip(ids, torch.ones_like(ids) if mask is None else mask, strict=True)
         ]
         how, pad = self._sampling(ids.shape[1], keywords)
+        if self._ranks is not None and not how.greedy:  # whatever the ranks' own generators would have drawn
+            how = replace(how, seed=ds_comm.broadcast_json(how.seed, self._ranks, unit="seed"))
         if self._generator is None:
             self._generator = load(
                 self.module,
@@ -214,6 +218,7 @@ class InferenceEngine(nn.Module):
             count = (whole or 20) - prompt
         sample = given.pop("do_sample", False)
         ends = () if end is None else tuple(end) if isinstance(end, list | tuple) else (int(end),)
+        vocab = cast(Any, self.module).config.get_text_config(decoder=True).vocab_size
         how = {
             "max_new_tokens": max(1, min(count, room)),
             "temperature": float(given.pop("temperature", 1.0)) if sample else 0.0,
@@ -221,9 +226,10 @@ class InferenceEngine(nn.Module):
             "top_p": float(given.pop("top_p", 1.0)) if sample else 1.0,
             "repetition_penalty": float(given.pop("repetition_penalty", 1.0)),
             "samples": given.pop("num_return_sequences", 1),
-            "stop_tokens": ends,
+            "stop_tokens": tuple(t for t in ends if 0 <= t < vocab),  # -1, and ends of another tokenizer, never come
             "ignore_end": "eos_token_id" in keywords,
-            "seed": int(torch.randint(1 << 31, ())) if sample else 0,
+            # From torch's generator, as the module's own `generate` draws: `torch.manual_seed` makes a call repeat.
+            "seed": int(torch.randint(1 << 62, (), device="cpu")) if sample else None,
         }
         unknown = sorted(k for k, v in given.items() if k not in take and k in keywords and v is not None)
         if unknown:

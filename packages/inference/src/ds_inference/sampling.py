@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["Sampling", "draw", "shaped"]
+__all__ = ["Sampling", "derive_seed", "draw", "draw_seed", "separate", "shaped"]
+
+_FLOATS = 1e30
+"""Biases and penalties reach no further, so that fp32 has room for their sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,9 @@ class Sampling:
         min_p: Only those at least this times as likely as the likeliest.
         repetition_penalty: Logits of tokens seen (prompt and answer) are divided by it if positive, else multiplied (Keskar et al. 2019).
         presence_penalty, frequency_penalty: Taken from the logits of tokens in the answer, once, and for each time.
-        logit_bias: Added to the logits of tokens.
-        seed: Of what is drawn.
+        logit_bias: Added to the logits of tokens; finite.
+        seed: Of what is drawn; None: every request draws its own. Prompts of one call, and samples of one prompt, have streams of
+            their own that are derived from it (`separate`).
         stop: Strings that end the answer; it is cut before them.
         stop_tokens: Tokens that end the answer, besides the model's own.
         ignore_end: The model's own end tokens do not end it.
@@ -46,7 +53,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
@@ -56,19 +63,32 @@ class Sampling:
 
     def __post_init__(self) -> None:
         wrong = {
-            "max_new_tokens >= 1": self.max_new_tokens >= 1,
-            "temperature >= 0": self.temperature >= 0,
+            "max_new_tokens >= 1": 1 <= self.max_new_tokens < 1 << 63,
+            "temperature >= 0": 0 <= self.temperature < math.inf,
             "top_k >= 0": self.top_k >= 0,
             "0 < top_p <= 1": 0 < self.top_p <= 1,
             "0 <= min_p <= 1": 0 <= self.min_p <= 1,
-            "repetition_penalty > 0": self.repetition_penalty > 0,
+            "repetition_penalty > 0": 1 / _FLOATS <= self.repetition_penalty <= _FLOATS,
+            "a finite presence_penalty": abs(self.presence_penalty) <= _FLOATS,
+            "a finite frequency_penalty": abs(self.frequency_penalty) <= _FLOATS,
+            "tokens >= 0 and finite values in logit_bias": all(
+                isinstance(token, int) and token >= 0 and abs(bias) <= _FLOATS
+                for token, bias in self.logit_bias.items()
+            ),
+            "a seed of 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 64,
             "samples >= 1": self.samples >= 1,
             "logprobs >= 0": self.logprobs is None or self.logprobs >= 0,
         }
         broken = [rule for rule, holds in wrong.items() if not holds]
         if broken:
+            try:
+                values = repr(self)
+            except ValueError:  # Python does not write integers of thousands of digits
+                values = "numbers too long to show"
             raise PlanError(
-                f"sampling needs {', '.join(broken)}; got {self}", code="inference-sampling", fix="Change these values."
+                f"sampling needs {', '.join(broken)}; got {values}",
+                code="inference-sampling",
+                fix="Change these values.",
             )
 
     @property
@@ -94,8 +114,10 @@ def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequenc
     if (how.presence_penalty or how.frequency_penalty) and answer:
         at, times = torch.tensor(list(answer), device=logits.device).unique(return_counts=True)
         logits[at] -= how.presence_penalty + how.frequency_penalty * times
-    for token, bias in how.logit_bias.items():
-        logits[token] += bias
+    if how.logit_bias:
+        at = torch.tensor(list(how.logit_bias), device=logits.device)
+        logits[at] += torch.tensor(list(how.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+    logits.clamp_(-_FLOATS, _FLOATS)  # a sum or a quotient that left fp32 would be NaN in the softmax
     mask = None if how.allowed is None else how.allowed(answer)
     return logits if mask is None else _masked(logits, mask)
 
@@ -115,9 +137,11 @@ def draw(logits: Tensor, how: Sampling, position: int) -> int:
     """One token from logits [vocab] that are shaped. `position`: of the token in its sequence."""
     if how.greedy:
         return int(logits.argmax())
-    kept = _kept(logits / how.temperature, how)
+    # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.
+    kept = _kept((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
     # The largest of log p + Gumbel noise is a draw from p (Gumbel 1954); the noise of each token is the same whatever is kept.
-    generator = torch.Generator(logits.device).manual_seed(_mix(how.seed, position))
+    seed = draw_seed() if how.seed is None else how.seed
+    generator = torch.Generator(logits.device).manual_seed(_mix(seed, position))
     noise = torch.empty_like(kept).exponential_(generator=generator)
     return int((kept - noise.log()).argmax())
 
@@ -136,7 +160,36 @@ def _kept(logits: Tensor, how: Sampling) -> Tensor:
     return logits
 
 
+def separate(hows: Sequence[Sampling], seeds: Sequence[int] | None = None) -> list[Sampling]:
+    """Give every prompt of one call a stream of its own: of those with equal seeds, the first keeps it, others get derived ones.
+
+    seeds: For those that have none, as many as `hows`; None: drawn.
+    """
+    fresh = seeds or [draw_seed() for _ in hows]
+    before: Counter[int] = Counter()
+    found = []
+    for how, new in zip(hows, fresh, strict=True):
+        seed = new if how.seed is None else derive_seed(how.seed, "prompt", before[how.seed])
+        if how.seed is not None:
+            before[how.seed] += 1
+        found.append(replace(how, seed=seed))
+    return found
+
+
+def draw_seed() -> int:
+    """Draw a seed that nobody else has, from the system's entropy: `torch.manual_seed` does not make it repeat."""
+    return secrets.randbits(63)
+
+
+def derive_seed(seed: int, kind: str, number: int) -> int:
+    """Return the seed of the `number`-th stream of one kind below `seed`; number 0 is `seed` itself."""
+    return seed if number == 0 else _hash(f"{seed},{kind},{number}")
+
+
 def _mix(seed: int, position: int) -> int:
     """A 63-bit seed from two numbers, so that neighbouring seeds and positions have nothing in common."""
-    text = f"{seed},{position}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return _hash(f"{seed},{position}")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

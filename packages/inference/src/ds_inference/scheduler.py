@@ -31,7 +31,7 @@ __all__ = ["Budget", "Chunk", "Outcome", "Request", "Scheduler", "State", "StepP
 
 
 class Scheduler:
-    """Requests, blocks, and the next step. `plan` and `commit` alternate; `add`, `fork` and `cancel` come between them.
+    """Requests, blocks, and the next step. `plan` and `commit` (or `abandon`) alternate; `add`, `fork` and `cancel` come between them.
 
     Args:
         pool: The cache's blocks; only the scheduler takes any.
@@ -64,18 +64,26 @@ class Scheduler:
                 code="inference-request",
                 fix="Give it a prompt of at least one token, a limit of at least 1, and an identity of its own.",
             )
-        most = len(request.tokens) + request.limit
-        if most > self.budget.length or self.pool.needed(most) > self.pool.count:
-            raise PlanError(
-                f"request {request.identity} may grow to {most} tokens ({len(request.tokens)} of prompt and {request.limit} more); "
-                f"a sequence may have {self.budget.length}, the cache holds {self.pool.count * self.pool.size}",
-                code="inference-too-long",
-                fix="Shorten the prompt, lower the limit, or make the cache larger.",
-            )
+        self.check(request.prompt, request.limit)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         request.state = State.WAITING
         self.requests[request.identity] = request
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
+
+    def check(self, prompt: int, limit: int) -> None:
+        """Refuse a prompt of so many tokens, with up to `limit` of answer, that can never fit. Any thread may ask.
+
+        Raises:
+            PlanError: a sequence or the cache is too small for it ("inference-too-long").
+        """
+        most = prompt + limit
+        if most > self.budget.length or self.pool.needed(most) > self.pool.count:
+            raise PlanError(
+                f"a request may grow to {most} tokens ({prompt} of prompt and {limit} more); a sequence may have "
+                f"{self.budget.length}, the cache holds {self.pool.count * self.pool.size}",
+                code="inference-too-long",
+                fix="Shorten the prompt, lower the limit, or make the cache larger.",
+            )
 
     def fork(self, parent: Request, identity: int) -> Request:
         """Another request with the parent's tokens, which goes on by itself. It shares what the parent has computed, if blocks are shared.
@@ -83,8 +91,8 @@ class Scheduler:
         Call between steps. Costs one copy of a block in the next step, if the parent's last one is not full.
         """
         child = Request(identity, list(parent.tokens), parent.limit, parent.priority, parent.salt)
+        child.prompt = parent.prompt  # before it is checked: tokens of the answer count against the limit
         self.add(child)
-        child.prompt = parent.prompt
         full, rest = divmod(parent.computed, self.pool.size)
         if not self.share or parent.state is not State.RUNNING or len(self._running) >= self.budget.requests:
             return child
@@ -202,6 +210,12 @@ class Scheduler:
                 self._end(request, State.FINISHED)
                 over.append(request)
         return over
+
+    def abandon(self) -> None:
+        """Take the planned step back, of which nobody knows what was computed: running requests compute their tokens again."""
+        self._planned = None
+        for request in list(self._running):  # also those without a chunk: a copy of a block may not have been made
+            self._push_out(request)
 
     def forget(self) -> None:
         """The weights changed: nothing that is in the cache is used any more. Running requests compute their tokens again."""

@@ -60,9 +60,15 @@ class TextStream:
         if at >= 0:
             self.stopped, self._held = True, ""
             return text[:at]
-        hold = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :] if hold else ""
         return text[: len(text) - hold]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """With how many characters of its end, fewer than all of them, the text begins a stop string."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class HfTokenizer:

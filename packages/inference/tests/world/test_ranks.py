@@ -109,13 +109,31 @@ def test_one_leads() -> None:
         follow(engine)
         assert engine.idle
         return
-    how = Sampling(8, temperature=0.7, samples=2)
+    how = Sampling(8, temperature=0.7, samples=2, seed=0)
     with leading(engine):
         found = [a.tokens for a in engine.generate(prompts, how)]
         again = [a.tokens for a in engine.generate(prompts[:1], how)]
     alone = load(model, cache_tokens=64, block=4, budget=Budget(16, 4), native=False)
     assert found == [a.tokens for a in alone.generate(prompts, how)]
     assert again == found[:2]
+
+
+@world(2)
+def test_ranks_that_call_alike_draw_alike_without_a_seed() -> None:
+    """Each rank's own entropy, and generators that differ, lead to the same tokens: else the sums are of different sequences."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model, prompts = families._tiny("gpt2"), families._prompts_of([5, 5])
+    how = Sampling(6, temperature=1.0, samples=2)
+    engine = load(model, cache_tokens=128, block=4, group=ds_comm.world_group())
+    said = [[a.tokens for a in engine.generate(prompts, how)] for _ in range(2)]
+    cut = init_inference(
+        families._tiny("gpt2"), dtype="fp32", tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True
+    )
+    drawn = cut.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=True, pad_token_id=0).tolist()
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, (said, drawn))
+    assert everyone[0] == everyone[1]
+    assert said[0] != said[1]
 
 
 @world(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ds_config.errors import DsError, PlanError
 from ds_inference.engine import Event
-from ds_inference.sampling import Sampling
+from ds_inference.sampling import Sampling, separate
 from ds_inference.serve.schema import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Worker
 from ds_inference.text import HfTokenizer, TextStream
@@ -75,6 +74,10 @@ class _Asked:
     chat: bool
     adapter: str | None = None
 
+    def each(self) -> list[tuple[list[int], Sampling]]:
+        """The prompts, each with a stream of its own."""
+        return list(zip(self.prompts, separate([self.how] * len(self.prompts)), strict=True))
+
 
 def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits | None = None) -> FastAPI:
     """The application. It closes the worker when it ends, after requests that are under way are answered."""
@@ -129,14 +132,14 @@ class _Server:
 
     def _completion(self, body: CompletionRequest) -> _Asked:
         prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
-        how = body.sampling(self._seed(), self._limits.answer, body.logprobs)
+        how = body.sampling(self._limits.answer, body.logprobs)
         return _Asked(prompts, how, body.stream, _wants_usage(body), chat=False, adapter=self._adapter(body))
 
     def _conversation(self, body: ChatRequest) -> _Asked:
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._tokenizer.chat([message.plain() for message in body.messages])
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        how = body.sampling(self._seed(), self._limits.answer, logprobs)
+        how = body.sampling(self._limits.answer, logprobs)
         return _Asked([prompt], how, body.stream, _wants_usage(body), chat=True, adapter=self._adapter(body))
 
     def _adapter(self, body: CompletionRequest | ChatRequest) -> str | None:
@@ -157,6 +160,8 @@ class _Server:
             self._check(asked)
         except DsError as error:
             return self._error(400, str(error))
+        except Exception as error:  # a tokenizer or a chat template that does not take what the client sent
+            return self._error(400, f"the request cannot be read: {type(error).__name__}: {error}")
         self._busy += 1
         if asked.stream:
             return StreamingResponse(self._released(self._streamed(asked)), media_type="text/event-stream")
@@ -174,6 +179,7 @@ class _Server:
                     code="inference-too-long",
                     fix="Shorten the prompt or ask for fewer tokens.",
                 )
+            self._worker.check(prompt, asked.how, asked.adapter)
 
     async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
         """The answer, or its cancellation as soon as the client has closed the connection."""
@@ -198,10 +204,10 @@ class _Server:
         choices: list[dict[str, Any]] = []
         begin, count = time.perf_counter(), 0
         try:
-            for tokens in asked.prompts:
+            for tokens, how in asked.each():
                 texts, ids = self._texts(asked), dict[int, int]()
                 found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.samples)]
-                async for event in self._worker.answer(tokens, asked.how, asked.adapter):
+                async for event in self._worker.answer(tokens, how, asked.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
@@ -211,7 +217,7 @@ class _Server:
         except DsError as error:
             self._metrics.requests.labels("refused").inc()
             return self._error(400, str(error))
-        except RuntimeError as error:
+        except Exception as error:
             self._metrics.requests.labels("failed").inc()
             return self._error(500, str(error))
         self._done(begin, asked, count)
@@ -221,9 +227,9 @@ class _Server:
     async def _streamed(self, asked: _Asked) -> AsyncIterator[str]:
         head, begin, count = self._head(asked, part=True), time.perf_counter(), 0
         try:
-            for place, tokens in enumerate(asked.prompts):
+            for place, (tokens, how) in enumerate(asked.each()):
                 texts, ids = self._texts(asked), dict[int, int]()
-                async for event in self._worker.answer(tokens, asked.how, asked.adapter):
+                async for event in self._worker.answer(tokens, how, asked.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
@@ -233,9 +239,10 @@ class _Server:
                         choice = _choice(asked.chat, place * asked.how.samples + number, part=True)
                         _say(choice, asked.chat, text, event, self._tokenizer)
                         yield _line({**head, "choices": [choice]})
-        except (DsError, RuntimeError) as error:
-            self._metrics.requests.labels("refused" if isinstance(error, DsError) else "failed").inc()
-            yield _line({"error": {"message": str(error), "type": "invalid_request_error"}})
+        except Exception as error:
+            mine = not isinstance(error, DsError)
+            self._metrics.requests.labels("failed" if mine else "refused").inc()
+            yield _line(_told(str(error), "server_error" if mine else "invalid_request_error"))
             return
         self._done(begin, asked, count)
         if asked.usage:
@@ -262,10 +269,6 @@ class _Server:
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{next(self._numbers)}"
         return {"id": identity, "object": kind, "created": int(time.time()), "model": asked.adapter or self._name}
 
-    @staticmethod
-    def _seed() -> int:
-        return secrets.randbits(31)
-
     async def _malformed(self, request: Request, error: Exception) -> Response:
         del request
         problems = error.errors() if isinstance(error, RequestValidationError) else []
@@ -275,11 +278,17 @@ class _Server:
     def _error(self, status: int, message: str) -> Response:
         self._metrics.requests.labels("refused").inc()
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+        return JSONResponse(_told(message, kind), status)
 
 
 def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
     return bool((body.stream_options or {}).get("include_usage"))
+
+
+def _told(message: str, kind: str) -> dict[str, Any]:
+    """An error in the protocol's form; what cannot be encoded (half a surrogate that the client sent) is escaped."""
+    text = message.encode("utf-8", "backslashreplace").decode()
+    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
 
 
 def _line(body: dict[str, Any]) -> str:

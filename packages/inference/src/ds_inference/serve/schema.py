@@ -11,8 +11,11 @@ from ds_inference.sampling import Sampling
 __all__ = ["ChatRequest", "CompletionRequest"]
 
 
+_Stop = Annotated[str, Field(max_length=1000)]
+
+
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str = ""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -23,8 +26,8 @@ class _Request(BaseModel):
     n: Annotated[int, Field(ge=1, le=32)] = 1
     stream: bool = False
     stream_options: dict[str, bool] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
@@ -32,8 +35,8 @@ class _Request(BaseModel):
     ignore_eos: bool = False
     user: str | None = None
 
-    def sampling(self, seed: int, limit: int, logprobs: int | None) -> Sampling:
-        """How the answer is chosen. `seed` and `limit` where the request gives none."""
+    def sampling(self, limit: int, logprobs: int | None) -> Sampling:
+        """How the answer is chosen. `limit`: of tokens, where the request gives none."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Sampling(
             max_new_tokens=self.max_tokens or limit,
@@ -45,7 +48,7 @@ class _Request(BaseModel):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or {},
-            seed=self.seed if self.seed is not None else seed,
+            seed=self.seed,
             stop=tuple(s for s in stops if s),
             ignore_end=self.ignore_eos,
             logprobs=logprobs,

@@ -1,7 +1,8 @@
 """One thread that owns the engine. Coroutines hand it requests and get their events; nothing else touches the engine.
 
 A request's events come in order through a queue of its own. A coroutine that is cancelled (its client went away) cancels its request,
-whose blocks are free before the next step.
+whose blocks are free before the next step. What one request makes fail in a step ends that request; where the engine itself ends, everybody
+who waits is told, also those whose order nobody has taken yet.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ds_config.errors import DsError
 from ds_inference.engine import Event, Generator
 from ds_inference.sampling import Sampling
 
 __all__ = ["Load", "Worker"]
 
 Sink = Callable[[Event | BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the thread shall do, and who is told if it ends before."""
+
+    act: Callable[[], None]
+    refuse: Sink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +50,21 @@ class Load:
 
 
 class Worker:
-    """Runs an engine until `close`."""
+    """Runs an engine until `close`.
 
-    def __init__(self, engine: Generator) -> None:
-        self._engine = engine
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    Args:
+        on_end: Called by the thread when the engine has failed, after all who wait were told.
+    """
+
+    def __init__(self, engine: Generator, on_end: Callable[[], None] | None = None) -> None:
+        self._engine, self._on_end = engine, on_end
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._steps = self._tokens = 0
+        self._gate = threading.Lock()  # between who puts an order and the end, after which nobody takes one
+        self._ended: RuntimeError | None = None
         self.failure: BaseException | None = None
+        engine.on_failure = self._refuse
         self._thread = threading.Thread(target=self._run, name="ds-serve", daemon=True)
         self._thread.start()
 
@@ -55,7 +73,7 @@ class Worker:
 
         Raises:
             PlanError: the engine refused the request.
-            RuntimeError: the engine failed; every request gets the same.
+            RuntimeError: the request failed; or the engine did, and every request gets the same.
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
         identities: list[int] = []
@@ -71,7 +89,7 @@ class Worker:
                 return
             self._sinks.update(dict.fromkeys(identities, sink))
 
-        self._order(begin)
+        self._order(_Order(begin, sink))
         left = how.samples
         try:
             while left:
@@ -81,8 +99,16 @@ class Worker:
                 left -= event.reason is not None
                 yield event
         finally:
-            if left and self.failure is None:
-                self._orders.put(lambda: self._drop(identities))
+            if left and self._ended is None:
+                self._orders.put(_Order(lambda: self._drop(identities)))
+
+    def check(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> None:
+        """Refuse what the engine would refuse, before it is ordered. Any thread may ask.
+
+        Raises:
+            PlanError: see `Generator.check`.
+        """
+        self._engine.check(prompt, how, adapter)
 
     @property
     def load(self) -> Load:
@@ -100,26 +126,41 @@ class Worker:
         self._orders.put(None)
         self._thread.join()
 
-    def _order(self, what: Callable[[], None]) -> None:
-        if self.failure is not None:
-            raise RuntimeError("the engine has failed") from self.failure
-        self._orders.put(what)
+    def _order(self, order: _Order) -> None:
+        with self._gate:
+            if self._ended is not None:
+                raise RuntimeError(str(self._ended)) from self.failure
+            self._orders.put(order)
 
     def _drop(self, identities: Sequence[int]) -> None:
         for identity in identities:
             self._engine.cancel(identity)
             self._sinks.pop(identity, None)
 
+    def _refuse(self, identity: int, error: Exception) -> None:
+        """Tell a request that it failed."""
+        if (sink := self._sinks.pop(identity, None)) is not None:
+            sink(error if isinstance(error, DsError) else RuntimeError(f"{type(error).__name__}: {error}"))
+
     def _run(self) -> None:
-        reason: BaseException = RuntimeError("the server is shutting down")
+        reason = RuntimeError("the server is shutting down")
         try:
             while self._take():
                 if not self._engine.idle:
                     self._deliver(self._engine.step())
         except BaseException as error:
-            self.failure, reason = error, RuntimeError(f"the engine failed: {error}")
-        for sink in {id(s): s for s in self._sinks.values()}.values():
-            sink(reason)
+            self.failure, reason = error, RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+        with self._gate:
+            self._ended = reason
+        sinks = list(self._sinks.values())
+        while not self._orders.empty():
+            if (order := self._orders.get()) is not None and order.refuse is not None:
+                sinks.append(order.refuse)
+        for sink in {id(s): s for s in sinks}.values():
+            with suppress(RuntimeError):  # the loop of who waited is closed
+                sink(reason)
+        if self.failure is not None and self._on_end is not None:
+            self._on_end()
 
     def _take(self) -> bool:
         """Do what was ordered; wait for an order when there is nothing else. False at the end."""
@@ -131,7 +172,7 @@ class Worker:
                 return True
             if order is None:
                 return False
-            order()
+            order.act()
             wait = False
 
     def _deliver(self, events: Sequence[Any]) -> None:

@@ -1,0 +1,58 @@
+"""What a generator is given and gives besides requests: a tokenizer, events while tokens come, and whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+__all__ = ["Answer", "Event", "Tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; those of transformers fit, and `tokenizers.Tokenizer` by a thin wrapper."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One token of one request.
+
+    Attributes:
+        request: Identity.
+        token: That was chosen.
+        logprob: Its log-probability, where it was asked for.
+        top: The likeliest tokens and their log-probabilities.
+        reason: Why the request is over with it: `"stop"` or `"length"`; None: it goes on.
+        version: Of the weights that made it.
+    """
+
+    request: int
+    token: int
+    logprob: float | None = None
+    top: Mapping[int, float] | None = None
+    reason: Literal["stop", "length"] | None = None
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """The result of one request.
+
+    Attributes:
+        prompt, tokens: In, and out; a stop string's tokens are out, too.
+        text: Decoded and cut at a stop string, where there is a tokenizer.
+        reason: `"stop"` or `"length"`.
+        logprobs: Of the tokens, where asked for.
+        versions: Of the weights, for every token.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    reason: Literal["stop", "length"] = "length"
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[Mapping[int, float]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
