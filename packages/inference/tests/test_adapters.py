@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference import Budget, Quantize, Sampling, load
+from ds_inference.sampling import derive_seed
 
 pytest.importorskip("transformers")
 
@@ -80,7 +81,8 @@ def test_above_codes_with_samples_and_in_a_folder(tiny: Any, prompts_of: Any, tm
     how = Sampling(4, temperature=1.0, samples=2, seed=5)
     several = engine.generate([prompt], how, adapters=["one"])
     for n in range(2):
-        (one,) = engine.generate([prompt], Sampling(4, temperature=1.0, seed=5 + n), adapters=["one"])
+        seed = derive_seed(5, "sample", n)
+        (one,) = engine.generate([prompt], Sampling(4, temperature=1.0, seed=seed), adapters=["one"])
         assert several[n].tokens == one.tokens
 
 
