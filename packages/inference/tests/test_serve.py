@@ -196,6 +196,66 @@ def test_several_samples_of_the_longest_answer(server):
         assert answer.json()["usage"]["completion_tokens"] == 3 * (300 - length)
 
 
+def test_bodies_are_bounded_and_every_error_is_the_protocols(server):
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        large = json.dumps({"prompt": "a" * (5 << 20)})
+        pieces = (large[i : i + 65536].encode() for i in range(0, len(large), 65536))
+        for content in (large, pieces):  # of a length that is said, and not
+            answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 413
+            assert "4194304 bytes" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", content=b"\xff{").json()["error"]["type"] == "invalid_request_error"
+        assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+        assert http.get("/v1/completions").status_code == 405
+        assert http.get("/v1/completions").json()["error"]["message"] == "Method Not Allowed"
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_others_are_answered_while_a_long_prompt_is_read(folder):
+    server = Server(folder, Limits())
+    plain, begun, go = server.tokenizer.encode, threading.Event(), threading.Event()
+
+    def encode(text):
+        if text == "long":
+            begun.set()
+            go.wait(20)
+        return plain(text)
+
+    server.tokenizer.encode = encode
+    answers = []
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "long"}, timeout=60))
+    )
+    thread.start()
+    try:
+        assert begun.wait(20)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert not answers
+    finally:
+        go.set()
+        thread.join(60)
+        server.stop()
+    assert answers[0].status_code == 200
+
+
+def test_streams_whose_clients_leave_hold_no_place(folder):
+    server = Server(folder, Limits(requests=4))
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    for _ in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+    end, status = time.monotonic() + 20, 429
+    while status == 429 and time.monotonic() < end:
+        time.sleep(0.1)
+        done = [httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}) for _ in range(4)]
+        status = max(answer.status_code for answer in done)
+    assert status == 200
+    server.stop()
+    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+
+
 @pytest.mark.parametrize("way", ["equal prompts", "samples", "requests"])
 def test_draws_of_a_server_follow_the_distribution(server, folder, way):
     """400 of them, by text: tokens that are read alike count together."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -171,9 +172,21 @@ class InferenceEngine(nn.Module):
                 fix="Raise max_out_tokens, or shorten the prompt.",
             )
         if not self.config.replace_with_kernel_inject or not isinstance(ids, Tensor):
-            with torch.inference_mode():
+            with torch.inference_mode(), self._drawing_alike():
                 return self.module.generate(*inputs, **keywords)  # type: ignore[operator]
         return self._paged(ids, {k: v for k, v in keywords.items() if k != "input_ids"})
+
+    @contextmanager
+    def _drawing_alike(self) -> Iterator[None]:
+        """Ranks that hold parts of one module draw the same tokens meanwhile, whatever their own generators would have drawn."""
+        if self._ranks is None:
+            yield
+            return
+        seed = ds_comm.broadcast_json(int(torch.randint(1 << 62, (), device="cpu")), self._ranks, unit="seed")
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
 
     def _paged(self, ids: Tensor, keywords: dict[str, Any]) -> Tensor:
         mask = keywords.pop("attention_mask", None)

@@ -126,10 +126,14 @@ def test_ranks_that_call_alike_draw_alike_without_a_seed() -> None:
     how = Sampling(6, temperature=1.0, samples=2)
     engine = load(model, cache_tokens=128, block=4, group=ds_comm.world_group())
     said = [[a.tokens for a in engine.generate(prompts, how)] for _ in range(2)]
-    cut = init_inference(
-        families._tiny("gpt2"), dtype="fp32", tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True
-    )
-    drawn = cut.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=True, pad_token_id=0).tolist()
+    drawn = []
+    for inject in (True, False):
+        cut = init_inference(
+            families._tiny("gpt2"), dtype="fp32", tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=inject
+        )
+        rows = [cut.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=True, pad_token_id=0) for _ in range(2)]
+        assert not torch.equal(*rows)
+        drawn.append([each.tolist() for each in rows])
     everyone: list[Any] = [None, None]
     torch.distributed.all_gather_object(everyone, (said, drawn))
     assert everyone[0] == everyone[1]

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ds_config.errors import DsError, PlanError
 from ds_inference.engine import Event
 from ds_inference.sampling import Sampling, separate
+from ds_inference.serve.body import BodyLimit, Receive, Scope, Send
 from ds_inference.serve.schema import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Worker
 from ds_inference.text import HfTokenizer, TextStream
@@ -34,11 +35,13 @@ class Limits:
         requests: Under way at a time; further ones get 429.
         answer: Tokens of an answer that names no number.
         longest: Tokens of prompt and answer together.
+        body: Bytes of a request.
     """
 
     requests: int = 256
     answer: int = 256
     longest: int = 4096
+    body: int = 4 << 20
 
 
 @dataclass(slots=True)
@@ -92,6 +95,10 @@ class _Server:
         self._begun = int(time.time())
         self.app = FastAPI(title="ds serve", lifespan=self._lifespan)
         self.app.exception_handler(RequestValidationError)(self._malformed)
+        for status in (400, 404, 405):
+            self.app.exception_handler(status)(self._not_served)
+        refused = JSONResponse(_told(f"a request may have {limits.body} bytes", "invalid_request_error"), 413)
+        self.app.add_middleware(BodyLimit, most=limits.body, refused=refused)
         self.app.get("/health")(self.health)
         self.app.get("/metrics")(self.metrics)
         self.app.get("/v1/models")(self.models)
@@ -155,20 +162,26 @@ class _Server:
             return self._error(503, "the server is shutting down" if self._closing else "the engine has failed")
         if self._busy >= self._limits.requests:
             return self._error(429, f"{self._busy} requests are under way, the most this server takes; try again later")
+        self._busy += 1
+        answer: Response | None = None
         try:
-            asked = read()
+            asked = await asyncio.to_thread(read)  # a long prompt is tokenised for seconds
             self._check(asked)
+            if asked.stream:
+                answer = _Stream(self._streamed(asked), self._release)
+            else:
+                return await self._until_gone(request, self._whole(asked))
         except DsError as error:
             return self._error(400, str(error))
         except Exception as error:  # a tokenizer or a chat template that does not take what the client sent
             return self._error(400, f"the request cannot be read: {type(error).__name__}: {error}")
-        self._busy += 1
-        if asked.stream:
-            return StreamingResponse(self._released(self._streamed(asked)), media_type="text/event-stream")
-        try:
-            return await self._until_gone(request, self._whole(asked))
         finally:
-            self._busy -= 1
+            if answer is None:
+                self._release()
+        return answer
+
+    def _release(self) -> None:
+        self._busy -= 1
 
     def _check(self, asked: _Asked) -> None:
         for prompt in asked.prompts or [[]]:
@@ -192,13 +205,6 @@ class _Server:
                 self._metrics.requests.labels("cancelled").inc()
                 return Response(status_code=499)
         return task.result()
-
-    async def _released(self, lines: AsyncIterator[str]) -> AsyncIterator[str]:
-        try:
-            async for line in lines:
-                yield line
-        finally:
-            self._busy -= 1
 
     async def _whole(self, asked: _Asked) -> Response:
         choices: list[dict[str, Any]] = []
@@ -275,10 +281,28 @@ class _Server:
         told = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
         return self._error(400, told or str(error))
 
+    async def _not_served(self, request: Request, error: Exception) -> Response:
+        del request
+        return self._error(getattr(error, "status_code", 500), str(getattr(error, "detail", error)))
+
     def _error(self, status: int, message: str) -> Response:
         self._metrics.requests.labels("refused").inc()
         kind = "invalid_request_error" if status < 500 else "server_error"
         return JSONResponse(_told(message, kind), status)
+
+
+class _Stream(StreamingResponse):
+    """A stream of events, after which something is released, also if the client has gone before the first."""
+
+    def __init__(self, lines: AsyncIterator[str], release: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._release()
 
 
 def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
