@@ -2,8 +2,7 @@
 
 An optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do. It is *per
 tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every parameter must be whole on
-one rank. One that is neither (L-BFGS) cannot be sharded. To find out, it steps three small tensors of its own class and settings, whole
-and in pieces. Nothing random is drawn and the optimizer itself is not touched.
+one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
 
 A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
 take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it. With all others the
@@ -12,16 +11,14 @@ gradients are multiplied first: one read and one write more.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_config.errors import PlanError, UnsupportedError
@@ -32,6 +29,7 @@ from ds_zero.layout.options import Habits, Placement, ShardOptions, dtype_name
 from ds_zero.layout.precision import Precision
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.runtime.unit import Unit
+from ds_zero.update.probe import CannotStepError, ask, shapes_of
 
 __all__ = [
     "WAITING",
@@ -48,7 +46,6 @@ __all__ = [
 
 WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
-_SHAPE, _CUT, _STEPS = (8, 6), 20, 3
 
 
 def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
@@ -58,10 +55,11 @@ def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
         UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
     """
     habits: dict[int, Habits] = {}
+    answers: dict[Any, Habits] = {}
     for number, group in enumerate(optimizer.param_groups):
         # The step of one that reduces is collective and depends on how far it is, so it is not asked to step.
         declared: Kind = "flat" if getattr(optimizer, "elementwise", True) else "whole"
-        found = Habits(declared) if owns_reduction(optimizer) else _habits(optimizer, group)
+        found = Habits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, asked, answers)
         if found.layout == "whole" and asked not in (None, "whole"):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
@@ -70,6 +68,22 @@ def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
             )
         habits[number] = found if asked is None else replace(found, layout=asked)
     return habits
+
+
+def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, Habits]) -> Habits:
+    """What the optimizer does with one group. Groups that differ in their rates only, within a factor of ten, are asked once."""
+    shapes, rates = shapes_of(group["params"]), ("lr", "initial_lr", "max_lr", "min_lr")
+    rate = group.get("lr")
+    decade = math.floor(math.log10(float(rate))) if isinstance(rate, Real | Tensor) and float(rate) > 0.0 else rate
+    key = (shapes, repr(decade), repr([(k, v) for k, v in group.items() if k not in ("params", *rates)]))
+    if key not in answers:
+        try:
+            answers[key] = ask(optimizer, group, shapes)
+        except CannotStepError:
+            if asked is None:
+                raise
+            answers[key] = Habits(asked)
+    return answers[key]
 
 
 def owns_reduction(optimizer: Optimizer) -> bool:
@@ -123,64 +137,6 @@ def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> boo
 def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
     """The format in which an optimizer keeps its state of a parameter."""
     return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
-
-
-def _habits(optimizer: Optimizer, group: dict[str, Any]) -> Habits:
-    """`"flat"` for an elementwise optimizer, `"whole"` for a per-tensor one, with the settings of one of its groups."""
-    first = [_wave(_SHAPE, 0.3)]
-    try:
-        (alone, states), (together, _) = (
-            _run(optimizer, group, first),
-            _run(optimizer, group, [*first, _wave((6, 10), 1.7)]),
-        )
-    except Exception as error:  # whatever a foreign optimizer raises is the reason to give
-        raise _neither(optimizer, f"it cannot step a tensor of shape {_SHAPE}: {error}") from error
-    if not _close(alone, together[:1]):
-        raise _neither(optimizer, "the update of one tensor depends on the others")
-    flat = first[0].reshape(-1)
-    try:
-        pieces, _ = _run(optimizer, group, [flat[:_CUT].clone(), flat[_CUT:].clone()])
-    except Exception:  # it takes no vectors, so it takes no shards
-        return Habits("whole", states)
-    return Habits("flat" if _close([alone[0].reshape(-1)], [torch.cat(pieces)]) else "whole", states)
-
-
-def _run(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """The tensors after a few steps, and how many tensors as large as the first the optimizer keeps for it."""
-    params = [Parameter(value.clone()) for value in values]
-    twin = object.__new__(type(optimizer))
-    own = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in optimizer.__dict__.items()}
-    twin.__dict__.update(own)
-    twin.state = defaultdict(dict)
-    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-    if isinstance(settings.get("lr"), float) and settings["lr"] == 0.0:
-        settings["lr"] = 1e-2  # a warm-up begins at zero; nothing would move
-    twin.param_groups = [{**settings, "params": params}]
-    step = plain_step(type(optimizer))
-    for number in range(_STEPS):
-        for param in params:  # a function of each element, so the same whole and in pieces
-            turned = param.detach() * (5.0 + number) + 0.5
-            param.grad = turned / (1.0 + turned * turned)
-        step(twin)
-    kept = [v for v in twin.state[params[0]].values() if isinstance(v, Tensor) and v.shape == params[0].shape]
-    return [param.detach() for param in params], len(kept)
-
-
-def _wave(shape: tuple[int, ...], phase: float) -> Tensor:
-    # Not torch.sin: its first call loads a library, which takes longer than everything else here.
-    return torch.tensor([math.sin(0.7 * i + phase) for i in range(math.prod(shape))]).reshape(shape)
-
-
-def _close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))
-
-
-def _neither(optimizer: Optimizer, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(optimizer).__name__} cannot be sharded: {why}",
-        code="zero-optimizer",
-        fix="Use an optimizer that treats elements, or at least parameters, independently of each other.",
-    )
 
 
 def check_early(optimizer: Optimizer) -> None:
