@@ -104,6 +104,16 @@ DS_FN void step(const LambApply &r, Element &x, std::int64_t t) {
   x.p = fmaf(-(r.lr * r.ratio[t]), lamb_direction(r.a, x), x.p);
 }
 
+// As in native/cpu/kernels/update.cpp.
+DS_FN float dithered(float x, Dtype d, float dither) {
+  const std::uint32_t exponent = to_bits(x) & 0x7f800000u;
+  if (exponent == 0x7f800000u) return x;
+  float spacing = from_bits(exponent) * (d == Dtype::bf16 ? 0x1p-7f : 0x1p-10f);
+  if (d == Dtype::f16 && spacing < 0x1p-24f) spacing = 0x1p-24f;
+  const float y = x + spacing * dither;
+  return y < from_bits(exponent) ? from_bits(exponent) : y;
+}
+
 struct Table {
   const std::int64_t *rows;  // [7, count]
   std::int64_t count;
@@ -111,6 +121,8 @@ struct Table {
   float grad_scale;
   bool zero_grad;
   const float *scale;
+  int second;    // the state that is dithered; -1: none
+  float dither;
 };
 DS_FN float factor_of(const Table &a) { return a.scale ? a.grad_scale * a.scale[0] : a.grad_scale; }
 
@@ -153,6 +165,8 @@ DS_KERNEL void update_kernel(R rule, Table a) {
       Element x = {p.v[k], g.v[k] * factor, s0.v[k], s1.v[k]};
       step(rule, x, c.tensor);
       p.v[k] = x.p, s0.v[k] = x.s0, s1.v[k] = x.s1;
+      if (R::states > 0 && a.second == 0) s0.v[k] = dithered(x.s0, a.state, a.dither);
+      if (R::states > 1 && a.second == 1) s1.v[k] = dithered(x.s1, a.state, a.dither);
     }
     store_quad(c.p, a.param, i, m, p);
     if (R::states > 0) store_quad(c.s0, a.state, i, m, s0);
@@ -176,7 +190,7 @@ DS_KERNEL void lamb_moments_kernel(Lamb rule, Table a, double *partials) {
       moments(rule, x);
       const double u = lamb_direction(rule, x), w = x.p;
       sum_p += w * w, sum_u += u * u;
-      s0.v[k] = x.s0, s1.v[k] = x.s1;
+      s0.v[k] = x.s0, s1.v[k] = a.second == 1 ? dithered(x.s1, a.state, a.dither) : x.s1;
     }
     store_quad(c.s0, a.state, i, m, s0);
     store_quad(c.s1, a.state, i, m, s1);
@@ -193,7 +207,9 @@ Status update(const Update &u, const std::int64_t *rows, std::int64_t chunks, St
   const UpdateList &l = u.list;
   if (chunks == 0) return Status::ok;
   if (!rows || l.count < 1) return Status::bad_argument;
-  const Table a = {rows, l.count, l.param_dtype, l.grad_dtype, l.state_dtype, l.copy_dtype, u.grad_scale, u.zero_grad, u.scale};
+  const bool dithers = l.state_dtype != Dtype::f32 && u.c[dither_at] != 0.0f;
+  const Table a = {rows, l.count, l.param_dtype, l.grad_dtype, l.state_dtype, l.copy_dtype, u.grad_scale, u.zero_grad, u.scale,
+                   dithers ? second_moment(u.rule) : -1, u.c[dither_at]};
   switch (u.rule) {
     case Rule::adam: return launch(update_kernel<Adam>, chunks, stream, Adam(u.c), a);
     case Rule::lion: return launch(update_kernel<Lion>, chunks, stream, Lion(u.c), a);

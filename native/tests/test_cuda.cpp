@@ -66,7 +66,7 @@ struct Problem {  // tensors of several sizes, one stream a row
 void updates_agree() {
   const std::vector<std::int64_t> sizes = {0, 1, 5, 0, 8191, 8192, 8193, 1027, 0};
   const auto count = static_cast<std::int64_t>(sizes.size());
-  const float c[ds::max_coefficients] = {0.999f, 0.01f, 0.1f, 0.99f, 0.01f, 0.003f, 0.2f, 1e-8f, 1.11f, 1.01f, 1.001f};
+  const float c[ds::max_coefficients] = {0.999f, 0.01f, 0.1f, 0.99f, 0.01f, 0.003f, 0.2f, 1e-8f, 1.11f, 1.01f, 1.001f, 0.31f};
   std::vector<float> ratio(sizes.size(), 0.7f);
   for (int rule = 0; rule <= 7; rule++)
     for (std::int64_t shift : {0, 1, 3})

@@ -39,7 +39,7 @@ Problem make(Dtype pd, Dtype gd, Dtype sd, std::int64_t n) {
 }
 
 void run(const ds::Kernels &k, Rule rule, Dtype pd, Dtype gd, Dtype sd, std::int64_t n, Problem &x) {
-  const float c[ds::max_coefficients] = {0.999f, 0.01f, 0.1f, 0.99f, 0.01f, 0.003f, 0.2f, 1e-8f, 1.11f, 1.01f, 1.001f};
+  const float c[ds::max_coefficients] = {0.999f, 0.01f, 0.1f, 0.99f, 0.01f, 0.003f, 0.2f, 1e-8f, 1.11f, 1.01f, 1.001f, 0.31f};
   const float ratio = 0.7f;
   const std::int64_t p = reinterpret_cast<std::int64_t>(x.p.data()), g = reinterpret_cast<std::int64_t>(x.g.data()),
                      a = reinterpret_cast<std::int64_t>(x.a.data()), b = reinterpret_cast<std::int64_t>(x.b.data()),

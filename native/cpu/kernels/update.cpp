@@ -207,6 +207,24 @@ static void apply(const Update &u, std::int64_t t, const Block &b, std::int64_t 
   }
 }
 
+// x + dither * spacing(x) for numbers that are not negative, and no less than the power of two below x, where the spacing changes and a
+// number just above it would go down too often. Infinities and NaN stay. The product is exact, so that fused and plain additions
+// round alike.
+DS_INLINE vf dithered(vf x, Dtype d, float dither) {
+  const vu exponent = bits(x) & 0x7f800000u;
+  vf spacing = from_bits(exponent) * (d == Dtype::bf16 ? 0x1p-7f : 0x1p-10f);
+  if (d == Dtype::f16) spacing = select((vi)(spacing < 0x1p-24f), splat(0x1p-24f), spacing);  // of subnormal halves
+  vf y = x + spacing * dither;
+  y = select((vi)(y < from_bits(exponent)), from_bits(exponent), y);
+  return select((vi)(exponent == 0x7f800000u), x, y);
+}
+
+static void dither_block(float *v, std::int64_t n, Dtype d, float dither) {
+  each_vector(
+      n, [&](std::int64_t i) { store(v + i, dithered(load<vf>(v + i), d, dither)); },
+      [&](std::int64_t i, std::int64_t r) { store_part(v + i, dithered(load_part<vf>(v + i, r), d, dither), r); });
+}
+
 static void *column(const std::int64_t *addresses, std::int64_t t) {
   return addresses ? reinterpret_cast<void *>(addresses[t]) : nullptr;
 }
@@ -218,6 +236,8 @@ static void update_range(const Update &u, std::int64_t t, std::int64_t begin, st
   void *p = column(l.param, t), *g = column(l.grad, t), *s0 = column(l.state0, t), *s1 = column(l.state1, t);
   void *copy = column(l.copy, t);
   const int states = ds::num_states(u.rule);
+  const int second = ds::second_moment(u.rule);
+  const bool dithers = second >= 0 && l.state_dtype != Dtype::f32 && u.c[ds::dither_at] != 0.0f;
   const bool writes_p = u.rule != Rule::lamb_moments, writes_states = u.rule != Rule::lamb_apply;
   for (std::int64_t i = begin; i < end; i += size) {
     const std::int64_t n = end - i < size ? end - i : size;
@@ -227,6 +247,7 @@ static void update_range(const Update &u, std::int64_t t, std::int64_t begin, st
     if (states > 1) b.s1 = stage_in(s1, l.state_dtype, i, n, scratch[3]);
     double *sums = u.partials ? u.partials + 2 * (i / size) : nullptr;
     apply(u, t, b, n, sums);
+    if (dithers) dither_block(second == 0 ? b.s0 : b.s1, n, l.state_dtype, u.c[ds::dither_at]);
     if (writes_p) stage_out(p, l.param_dtype, i, n, b.p);
     if (states > 0 && writes_states) stage_out(s0, l.state_dtype, i, n, b.s0);
     if (states > 1 && writes_states) stage_out(s1, l.state_dtype, i, n, b.s1);

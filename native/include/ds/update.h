@@ -36,6 +36,18 @@ enum class Rule : std::int32_t {
 };
 constexpr int max_coefficients = 12;
 
+// c[11] of adam, adagrad and lamb_moments: the dither of this step, in [-1/2, 1/2). Where states are of a 16-bit type, the
+// second moment (adagrad's sum) is stored as round(x + dither * spacing(x)), not below x's power of two: rounded to nearest, v + (1-b2)(g^2 - v) stays at v
+// for ever once the change is below half its spacing (b2 = 0.999 in bf16: always). All elements have the same dither, so that
+// results do not depend on how they are cut; it runs through the interval as steps go by, so that changes count on average.
+// 0 rounds to nearest.
+constexpr int dither_at = 11;
+
+// The stream that is dithered: 0 or 1; -1: none.
+constexpr int second_moment(Rule r) {
+  return r == Rule::adam || r == Rule::lamb_moments ? 1 : r == Rule::adagrad ? 0 : -1;
+}
+
 constexpr int num_states(Rule r) {
   return r == Rule::adam || r == Rule::adam_undo || r == Rule::lamb_moments || r == Rule::lamb_apply ? 2
          : r == Rule::sgd_plain                                                                      ? 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ EVERY: list[Callable[[Any], OpsOptimizer]] = [
     lambda p: SGD(p, lr=0.1, momentum=0.9),
     lambda p: SGD(p, lr=0.1),
     lambda p: Lamb(p, lr=0.1),
-    lambda p: Muon(p, lr=0.1),
+    lambda p: Muon([{"params": list(p), "muon_matrices": "stack"}], lr=0.1),
 ]
 
 
@@ -179,6 +180,7 @@ def test_muon_sends_the_rest_to_adamw() -> None:
 
 def test_muon_convolutions_and_expert_stacks() -> None:
     a = params([(8, 3, 3, 3), (4, 6, 10)])
+    a[1].muon_matrices = "stack"
     before = [p.detach().clone() for p in a]
     train([Muon(a, lr=0.1)], [a], steps=1)
     conv = (a[0] - before[0]).detach().view(8, 27) / 0.1
@@ -187,6 +189,56 @@ def test_muon_convolutions_and_expert_stacks() -> None:
     assert stack.shape == (4, 6, 10)
     assert float(torch.linalg.svdvals(stack).max()) < 1.3
     assert float(torch.linalg.svdvals(stack).min()) > 0.3
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 3), (16, 8, 3, 3, 3), (24, 8, 3, 3)])
+@pytest.mark.parametrize("by", ["parameter", "group"])
+def test_muon_steps_a_convolution_as_one_matrix(shape: tuple[int, ...], by: str) -> None:
+    """Weights of Conv1d and Conv3d were taken for stacks: their updates were up to nine times too large."""
+    (p,) = params([shape])
+    before = p.detach().clone()
+    group: dict[str, Any] = {"params": [p]}
+    if by == "parameter":
+        p.muon_matrices = "flat"
+    else:
+        group["muon_matrices"] = "flat"
+    train([Muon([group], lr=0.1)], [[p]], steps=1)
+    values = torch.linalg.svdvals((p.detach() - before).flatten(1) / 0.1)
+    scale = max(1.0, shape[0] / before[0].numel()) ** 0.5
+    assert 0.5 * scale < float(values.min()) < float(values.max()) < 1.3 * scale
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 3), (16, 8, 3, 3, 3), (2, 3, 4, 5, 6, 7)])
+def test_muon_asks_what_it_cannot_know(shape: tuple[int, ...]) -> None:
+    (p,) = params([shape])
+    with pytest.raises(ConfigError, match="expected 'flat' or 'stack'") as error:
+        Muon([p])
+    assert error.value.code == "optimizer-matrices"
+    optimizer = Muon(params([(3, 4)]))
+    with pytest.raises(ConfigError, match="found 'rows'"):
+        optimizer.add_param_group({"params": [p], "muon_matrices": "rows"})
+    assert len(optimizer.param_groups) == 1
+    Muon([{"params": [p], "use_muon": False}])  # AdamW asks nothing
+    Muon(params([(3, 4), (5, 2, 3, 3), (7,)]))  # no doubt
+
+
+def test_muon_knows_matrices_of_tensors_that_stand_for_others() -> None:
+    """A sharder steps tensors of the same shapes without the attributes; where two words were said of one shape it asks."""
+    a, b = params([(8, 4, 3)])[0], params([(8, 4, 3)])[0]
+    a.muon_matrices = "flat"
+    ours, theirs = Muon([a], lr=0.1), Muon([{"params": [b], "muon_matrices": "flat"}], lr=0.1)
+    ours = pickle.loads(pickle.dumps(ours))
+    stand_in = nn.Parameter(a.detach().clone())
+    ours.param_groups[0]["params"] = [stand_in]
+    train([ours, theirs], [[stand_in], [b]], steps=2)
+    assert torch.equal(stand_in, b)
+    assert "muon_matrices" not in ours.param_groups[0]
+    c, d = params([(8, 4, 3), (8, 4, 3)])
+    c.muon_matrices, d.muon_matrices = "flat", "stack"
+    both = Muon([c, d])
+    both.param_groups[0]["params"] = [stand_in]
+    with pytest.raises(ConfigError, match="found None"):
+        train([both], [[stand_in]], steps=1)
 
 
 def test_muon_vectors_follow_a_scheduler() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError, KernelError, UnsupportedError
-from ds_ops.optim import Adam, AdamW, Fusion
+from ds_ops.optim import Adagrad, Adam, AdamW, Fusion, Lamb
 
 SHAPES = [(300, 17), (1,), (4097,), (0,), (3, 5, 7)]
 
@@ -102,6 +102,34 @@ def test_state_and_parameter_dtypes(backend: str, dtype: torch.dtype, state_dtyp
         assert optimizer.state[p]["exp_avg"].dtype == (torch.float64 if dtype == torch.float64 else state_dtype)
         # bf16 keeps 8 bits of m and v (1-b2 is below its spacing near 1): a loose bound says it still steps rightly.
         torch.testing.assert_close(p.double(), q, rtol=0.1, atol=0.12)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Adam, AdamW, Lamb])
+def test_second_moment_in_16_bits_follows_the_gradients(backend: str, kind: Any, state_dtype: torch.dtype) -> None:
+    """It stayed where it was: at b2 = 0.999 every change is below half the spacing of bf16."""
+    narrow, wide = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+    optimizers = [kind([narrow], lr=1e-3, state_dtype=state_dtype), kind([wide], lr=1e-3)]
+    for step in range(1200):
+        for p, optimizer in zip((narrow, wide), optimizers, strict=True):
+            p.grad = torch.linspace(0.5, 1.0, 64) * (1.0 if step < 400 else 0.1)
+            optimizer.step()
+        if step in (399, 1199):
+            found, exact = (o.state[p]["exp_avg_sq"].float() for o, p in zip(optimizers, (narrow, wide), strict=True))
+            torch.testing.assert_close(found, exact, rtol=0.05, atol=0.0)
+    assert optimizers[0].state[narrow]["exp_avg_sq"].dtype == state_dtype
+    torch.testing.assert_close(1 - narrow, 1 - wide, rtol=0.02, atol=0.0)
+
+
+def test_sum_of_adagrad_in_16_bits_grows(backend: str) -> None:
+    narrow, wide = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+    optimizers = [Adagrad([narrow], state_dtype=torch.bfloat16), Adagrad([wide])]
+    for _ in range(1500):
+        for p, optimizer in zip((narrow, wide), optimizers, strict=True):
+            p.grad = torch.linspace(0.5, 1.0, 64)
+            optimizer.step()
+    found, exact = (o.state[p]["sum"].float() for o, p in zip(optimizers, (narrow, wide), strict=True))
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.0)
 
 
 def test_torch_state_loads_and_keeps_its_precision() -> None:

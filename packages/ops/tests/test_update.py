@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ops import Rule, UpdateSpec, UpdateTensors, _native, lamb_apply, lamb_moments, reference, update
+from ds_ops import Rule, UpdateSpec, UpdateTensors, _native, foreach, lamb_apply, lamb_moments, reference, update
 from ds_ops.rules import (
     AdamHyper,
     adagrad_coefficients,
     adam_coefficients,
     adam_undo_coefficients,
+    dither_of,
     lamb_coefficients,
     lion_coefficients,
     sgd_coefficients,
@@ -89,6 +90,47 @@ def test_native_equals_reference(
     close(ours, theirs)
     if zero:
         assert all(bool((g == 0).all()) for g in ours.grads)
+
+
+DITHERED = {Rule.ADAM: 1, Rule.ADAGRAD: 0, Rule.LAMB_MOMENTS: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", list(DITHERED))
+@pytest.mark.parametrize("by", ["native", "torch"])
+def test_dithered_states_equal_the_reference(by: str, rule: Rule, dtype: torch.dtype) -> None:
+    """To the bit of what is stored, from numbers below the smallest to infinite ones; other states are rounded to nearest."""
+    coefficients = lamb_coefficients(HYPER, 2) if rule is Rule.LAMB_MOMENTS else RULES[rule][0]
+    moments = {"native": lamb_moments, "torch": foreach.lamb_moments}[by]
+    run = moments if rule is Rule.LAMB_MOMENTS else {"native": update, "torch": foreach.update}[by]
+    expect = reference.update.lamb_moments if rule is Rule.LAMB_MOMENTS else reference.update.update
+    for dither in (-0.5, -0.3, 0.0, 0.2, 0.49):
+        spec = UpdateSpec(rule, coefficients, 1.0, False, dither)
+        ours = problem([777], (dtype, dtype, dtype, torch.float32), DITHERED[rule] + 1)
+        ours = replace(ours, copies=())
+        second = ours.states[DITHERED[rule]][0]
+        second.copy_(torch.logspace(-9, 4, 777))
+        second[:3] = torch.tensor([0.0, float("inf"), float("nan")])
+        theirs, plain = clone(ours), clone(ours)
+        run(spec, ours)
+        expect(spec, theirs)
+        expect(replace(spec, dither=0.0), plain)
+        for a, b, c in zip(ours.states, theirs.states, plain.states, strict=True):
+            torch.testing.assert_close(a[0], b[0], rtol=2.0**-10 if by == "torch" else 0.0, atol=0.0, equal_nan=True)
+            if a is not ours.states[DITHERED[rule]]:
+                torch.testing.assert_close(b[0], c[0], rtol=0.0, atol=0.0, equal_nan=True)
+        assert torch.equal(ours.states[DITHERED[rule]][0][3:], plain.states[DITHERED[rule]][0][3:]) == (dither == 0.0)
+        assert not bool(torch.isinf(ours.states[DITHERED[rule]][0][3:]).any())
+
+
+def test_dithers_fill_the_interval() -> None:
+    for start in (1, 10**6, 2**31):
+        found = torch.tensor([dither_of(step) for step in range(start, start + 1000)], dtype=torch.float64)
+        assert -0.5 <= float(found.min()) < -0.49
+        assert 0.49 < float(found.max()) < 0.5
+        edges = torch.linspace(-0.5, 0.5, 1001, dtype=torch.float64)
+        counts = torch.searchsorted(found.sort().values, edges) - torch.arange(1001)
+        assert int(counts.abs().max()) <= 5  # discrepancy: a random thousand has about 40
 
 
 @settings(max_examples=20, deadline=None)

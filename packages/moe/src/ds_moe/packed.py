@@ -55,6 +55,8 @@ class PackedExperts(nn.Module):
         self.original = (original,)  # in a tuple: its parameters are ours, and must not be found twice
         for name, param in original.named_parameters(recurse=False):
             self.register_parameter(name, param)
+            if param.dim() > 2:
+                param.muon_matrices = "stack"  # type: ignore[attr-defined]  # Muon asks: [E, out, in] is no convolution
         for name, child in original.named_children():
             if any(True for _ in child.parameters()):
                 raise UnsupportedError(

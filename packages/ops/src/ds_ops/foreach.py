@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ds_ops._torch as _torch
 from ds_ops.reference import update as reference
-from ds_ops.rules import Rule, UpdateSpec, UpdateTensors
+from ds_ops.rules import SECOND_MOMENT, Rule, UpdateSpec, UpdateTensors
 
 __all__ = ["lamb_apply", "lamb_moments", "update"]
 
@@ -31,6 +31,8 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
         return reference.update(spec, tensors)
     p, g, states = _wide(tensors.params), _gradients(spec, tensors), [_wide(s) for s in tensors.states]
     _store(tensors.params, _FORMULAS[spec.rule](spec.coefficients, p, g, states))
+    if (second := SECOND_MOMENT.get(spec.rule)) is not None:
+        states[second] = _dithered(spec, states[second], tensors.states[second])
     for kept, new in zip(tensors.states, states, strict=True):
         _store(kept, new)
     return _leave(spec, tensors)
@@ -41,7 +43,7 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     p, g, (m, v) = _wide(tensors.params), _gradients(spec, tensors), [_wide(s) for s in tensors.states]
     _moments(spec.coefficients, g, m, v)
     u = _lamb_direction(spec.coefficients, p, m, v)
-    for kept, new in zip(tensors.states, (m, v), strict=True):
+    for kept, new in zip(tensors.states, (m, _dithered(spec, v, tensors.states[1])), strict=True):
         _store(kept, new)
     if spec.zero_grad:
         _torch.foreach_zero_(list(tensors.grads))
@@ -85,6 +87,10 @@ def _store(kept: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         _torch.foreach_copy_([t.detach() for t in kept], list(new))
 
 
+def _dithered(spec: UpdateSpec, new: Tensors, kept: Sequence[Tensor]) -> Tensors:
+    return [reference.dithered(x, old.dtype, spec.dither) for x, old in zip(new, kept, strict=True)]
+
+
 def _leave(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     if tensors.copies:
         _torch.foreach_copy_(list(tensors.copies), [t.detach() for t in tensors.params])
@@ -97,6 +103,9 @@ def _fusable(spec: UpdateSpec, tensors: UpdateTensors) -> bool:
     streams = (tensors.params, tensors.grads, *tensors.states)
     kinds = {t.dtype for s in streams for t in s}
     unscaled = isinstance(spec.grad_scale, float | int) and spec.grad_scale == 1.0
+    unscaled = unscaled and (
+        not spec.dither or not any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors.states[1])
+    )
     return unscaled and len(kinds) == 1 and tensors.params[0].device.type in ("cpu", "cuda")
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 __all__ = [
+    "SECOND_MOMENT",
     "AdamHyper",
     "Rule",
     "UpdateSpec",
@@ -21,6 +22,7 @@ __all__ = [
     "adagrad_coefficients",
     "adam_coefficients",
     "adam_undo_coefficients",
+    "dither_of",
     "lamb_coefficients",
     "lion_coefficients",
     "sgd_coefficients",
@@ -48,12 +50,29 @@ class UpdateSpec:
     grad_scale: multiplies each gradient before use: unscaling, clipping, averaging and `maximize` in one factor. A tensor
         (fp32, of one element, where the gradients are) is used without being read on the host.
     zero_grad: write zeros into the gradients in the same pass.
+    dither: in [-1/2, 1/2): where states are bf16 or fp16, the second moment (Adagrad's sum) is stored as
+        round(x + dither * spacing(x)). See `dither_of`; 0 rounds to nearest.
     """
 
     rule: Rule
     coefficients: tuple[float, ...]
     grad_scale: float | Tensor = 1.0
     zero_grad: bool = False
+    dither: float = 0.0
+
+
+SECOND_MOMENT: Mapping[Rule, int] = {Rule.ADAM: 1, Rule.LAMB_MOMENTS: 1, Rule.ADAGRAD: 0}
+"""The state that is dithered, by rule."""
+
+
+def dither_of(step: int) -> float:
+    """The dither of step t >= 1: multiples of the golden ratio, which fill an interval as evenly as numbers can, without its start.
+
+    A running mean v + (1-b2)(g^2 - v) stays where it is once its change is below half the spacing of what it is stored in. With a
+    dither it is rounded up as often as the change asks for, whatever the change, and without random numbers: every element of
+    a step has the same one, so results do not depend on how tensors are cut.
+    """
+    return math.fmod(step * 0.6180339887498949, 1.0) - 0.5
 
 
 @dataclass(frozen=True, slots=True)

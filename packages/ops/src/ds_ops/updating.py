@@ -134,6 +134,12 @@ def _on_host(scale: float | Tensor) -> float:
     return float(scale.numpy()) if isinstance(scale, Tensor) else scale
 
 
+def _numbers(spec: UpdateSpec) -> tuple[float, ...]:
+    """The coefficients as native/include/ds/update.h has them: the dither is the twelfth."""
+    c = spec.coefficients
+    return (*c, *(0.0,) * (11 - len(c)), spec.dither) if spec.dither else c
+
+
 def _native_call(spec: UpdateSpec, tensors: UpdateTensors, ratio: int = 0, partials: int = 0) -> None:
     _native_columns(spec, _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies), ratio, partials)
 
@@ -141,7 +147,7 @@ def _native_call(spec: UpdateSpec, tensors: UpdateTensors, ratio: int = 0, parti
 def _native_columns(spec: UpdateSpec, columns: _call.Columns, ratio: int = 0, partials: int = 0) -> None:
     status = _call.native().update(
         int(spec.rule),
-        spec.coefficients,
+        _numbers(spec),
         _on_host(spec.grad_scale),
         spec.zero_grad,
         columns.rows_address,
@@ -179,7 +185,7 @@ def _cuda_launch(spec: UpdateSpec, table: _call.Columns, ratio: Tensor | None, s
     partials = torch.zeros(sum(chunks) if sums else 0, 2, dtype=torch.float64, device=rows.device)
     status = module.update(
         int(spec.rule),
-        spec.coefficients,
+        _numbers(spec),
         1.0 if isinstance(spec.grad_scale, Tensor) else spec.grad_scale,
         spec.zero_grad,
         _call.address(rows),

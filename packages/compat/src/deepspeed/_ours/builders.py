@@ -23,6 +23,7 @@ from ds_ops.rules import (
     UpdateTensors,
     adagrad_coefficients,
     adam_coefficients,
+    dither_of,
     lion_coefficients,
 )
 from ds_ops.updating import update
@@ -119,7 +120,8 @@ def _cpu_adam() -> Mapping[str, Any]:
     ) -> int:  # fmt: skip
         decoupled = bool(_hypers.get(("adam", optimizer_id), {}).get("adamw_mode", True))
         hyper = AdamHyper(lr, (beta1, beta2), eps, decay, decoupled, bool(corrects))
-        return _run(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step)), param, grad, exp_avg, exp_avg_sq)
+        spec = UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step))
+        return _run(spec, param, grad, exp_avg, exp_avg_sq)
 
     names = ("alpha", "betta1", "betta2", "eps", "weight_decay", "adamw_mode", "should_log")
     return {"create_adam": _made("adam", *names), "adam_update": adam_update, "destroy_adam": _ended("adam")}
@@ -130,8 +132,9 @@ def _cpu_adagrad() -> Mapping[str, Any]:
         optimizer_id: int, step: int, lr: float, eps: float, decay: float, param: Tensor, grad: Tensor, exp_avg_sq:
         Tensor,
     ) -> int:  # fmt: skip
-        del optimizer_id, step
-        return _run(UpdateSpec(Rule.ADAGRAD, adagrad_coefficients(lr, eps, decay)), param, grad, exp_avg_sq)
+        del optimizer_id
+        spec = UpdateSpec(Rule.ADAGRAD, adagrad_coefficients(lr, eps, decay), dither=dither_of(step))
+        return _run(spec, param, grad, exp_avg_sq)
 
     return {
         "create_adagrad": _made("adagrad", "alpha", "eps", "weight_decay", "should_log"),
@@ -164,7 +167,7 @@ def _fused_adam() -> Mapping[str, Any]:
         grads, params, *moments = lists
         hyper = AdamHyper(lr, (beta1, beta2), eps, weight_decay, bool(adam_w_mode), bool(bias_correction))
         tensors = UpdateTensors(list(params), list(grads), tuple(list(part) for part in moments))
-        update(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step)), tensors)
+        update(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step)), tensors)
 
     return {"multi_tensor_adam": multi_tensor_adam}
 

@@ -11,7 +11,15 @@ from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
 from ds_ops.optim.base import Params
 from ds_ops.optim.muon import orthogonalize
-from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
+from ds_ops.rules import (
+    AdamHyper,
+    Rule,
+    UpdateSpec,
+    UpdateTensors,
+    adam_coefficients,
+    adam_undo_coefficients,
+    dither_of,
+)
 from ds_ops.updating import update
 
 __all__ = [
@@ -107,7 +115,9 @@ class DeepSpeedCPUAdam(_Adam):
                 moments = {name: torch.zeros_like(param, dtype=self.state_dtype) for name in self.state_names}
                 state.update(step=0, **moments)
             state["step"] += 1
-            _update(Rule.ADAM, adam_coefficients(hyper, state["step"]), param, state)
+            _update(
+                UpdateSpec(Rule.ADAM, adam_coefficients(hyper, n := state["step"]), dither=dither_of(n)), param, state
+            )
         return loss
 
     @torch.no_grad()
@@ -133,7 +143,7 @@ class DeepSpeedCPUAdam(_Adam):
                     code="optimizer-undo",
                     fix="Use adamw_mode=True.",
                 )
-            _update(Rule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"]), param, state)
+            _update(UpdateSpec(Rule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"])), param, state)
             state["step"] -= 1
         return loss
 
@@ -151,9 +161,9 @@ class DeepSpeedCPUAdam(_Adam):
         return found
 
 
-def _update(rule: Rule, coefficients: tuple[float, ...], param: torch.Tensor, state: dict[str, Any]) -> None:
+def _update(spec: UpdateSpec, param: torch.Tensor, state: dict[str, Any]) -> None:
     moments = ([state["exp_avg"]], [state["exp_avg_sq"]])
-    update(UpdateSpec(rule, coefficients), UpdateTensors([param.detach()], [param.grad], moments, []))  # type: ignore[list-item]
+    update(spec, UpdateTensors([param.detach()], [param.grad], moments, []))  # type: ignore[list-item]
 
 
 class FusedAdam(_Adam):

@@ -21,7 +21,7 @@ import ds_ops._call as _call
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops.arena import make_huge, zeros_huge
 from ds_ops.reference.update import update as reference_update
-from ds_ops.rules import UpdateSpec, UpdateTensors
+from ds_ops.rules import UpdateSpec, UpdateTensors, dither_of
 from ds_ops.updating import Prepared, prepare, update
 
 __all__ = ["NO_FUSION", "Fusion", "OpsOptimizer", "Params", "require_rate"]
@@ -83,6 +83,12 @@ def signed(scale: float | Tensor, group: Group) -> float | Tensor:
     return -scale if group.get("maximize") else scale
 
 
+def _fused(spec: UpdateSpec, group: Group, fusion: Fusion, step: int) -> UpdateSpec:
+    """`spec` with what else the pass of step number `step` does."""
+    scale = signed(fusion.grad_scale, group)
+    return UpdateSpec(spec.rule, spec.coefficients, scale, fusion.zero_grads, dither_of(step))
+
+
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     """torch decorates some Optimizer methods so that their first call imports its compiler (over a second); undecorate."""
     return getattr(method, "__wrapped__", method)
@@ -111,7 +117,8 @@ class OpsOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any], *, state_dtype: torch.dtype = torch.float32) -> None:
         """state_dtype: fp32, bf16 or fp16; the dtype of every state tensor (fp64 parameters keep fp64), unless a parameter has an
-        attribute of that name: `p.state_dtype = torch.bfloat16`.
+        attribute of that name: `p.state_dtype = torch.bfloat16`. A second moment in 16 bits is dithered (`ds_ops.rules.dither_of`):
+        rounded to nearest it would stay where it is, because its changes are smaller than its spacing.
         """
         if state_dtype not in _call.DTYPES:
             raise ConfigError(
@@ -170,7 +177,7 @@ class OpsOptimizer(Optimizer):
         self.ensure_state(group, params)
         for (number, *_), bucket in self._buckets(group, params, fusion).items():
             spec = self.spec(group, number)
-            fused = UpdateSpec(spec.rule, spec.coefficients, signed(fusion.grad_scale, group), fusion.zero_grads)
+            fused = _fused(spec, group, fusion, number)
             self.step_bucket(group, fused, bucket.tensors())
             for p in bucket.owners:  # a refused call has changed nothing, not even the step number
                 self.state[p]["step"] = number
@@ -200,7 +207,7 @@ class OpsOptimizer(Optimizer):
             return False
         tensors = UpdateTensors(last.owners, grads, tuple([s[n] for s in states] for n in last.names))  # type: ignore[arg-type]
         spec = self.spec(group, number + 1)
-        fused = UpdateSpec(spec.rule, spec.coefficients, signed(fusion.grad_scale, group), fusion.zero_grads)
+        fused = _fused(spec, group, fusion, number + 1)
         if not last.prepared.run(fused, tensors):
             fresh = prepare(tensors) if _alike(grads) else None
             if fresh is None or not fresh.run(fused, tensors):

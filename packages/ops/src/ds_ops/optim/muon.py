@@ -2,14 +2,15 @@
 
 m = m + (1-mu)(g - m);  u = g + mu (m - g);  o = orthogonalize(u);  p = p (1 - lr wd) - lr sqrt(max(1, rows/cols)) o.
 
-Words: a *matrix* parameter has two or more dims (a convolution's weight is one matrix [out, rest]; a 3-D tensor is a
-stack of matrices, as experts are). Everything else (biases, norms, and groups with `use_muon=False`: embeddings, heads)
-takes an AdamW step.
+Words: a *matrix* parameter has two or more dims. Which of them form the matrix is asked, not guessed, where it can be both:
+`muon_matrices` is "flat" (one matrix [out, rest]: the weight of a convolution) or "stack" (matrices in the last two dims: packed
+experts). Four dims are a two-dimensional convolution's weight, flat, unless told; three dims, and five and more, must be told.
+Everything else (biases, norms, and groups with `use_muon=False`: embeddings, heads) takes an AdamW step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["Muon", "orthogonalize"]
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 Method = Literal["standard", "gram"]
+Matrices = Literal["flat", "stack"]
 
 
 def orthogonalize(
@@ -72,13 +74,44 @@ def _gram(y: Tensor, steps: int) -> Tensor:
     return y
 
 
+def asked_of(group: Mapping[str, Any], p: Tensor) -> Any:
+    """What somebody said of the matrices of `p`, or of its group's; None: nothing."""
+    return getattr(p, "muon_matrices", None) or group.get("muon_matrices")
+
+
+def matrices_of(group: Mapping[str, Any], p: Tensor) -> Matrices:
+    """Which dims of `p` form a matrix: those of the parameter's own `muon_matrices`, or of its group's, or what its shape leaves no doubt of.
+
+    Raises:
+        ConfigError: there is doubt, or the word is none of the two ("optimizer-matrices").
+    """
+    asked = asked_of(group, p)
+    if asked in ("flat", "stack"):
+        return asked  # type: ignore[no-any-return]
+    if asked is None and p.ndim in (2, 4):
+        return "flat"
+    shape = list(p.shape)
+    raise ConfigError(
+        f"muon_matrices: expected 'flat' or 'stack' for a weight of shape {shape}, found {asked!r}. It may be one matrix "
+        f"[{shape[0]}, {p[0].numel() if shape[0] else 0}] (a convolution) or a stack of matrices {shape[-2:]} (packed experts).",
+        code="optimizer-matrices",
+        fix="Set weight.muon_matrices = 'flat' or 'stack', or muon_matrices of its parameter group, or use_muon=False for AdamW.",
+    )
+
+
 class Muon(OpsOptimizer):
     """Muon for matrices, AdamW for the rest; `elementwise` is False: matrices are stepped whole.
 
     A group with `use_muon=False` is stepped by AdamW with its own `lr`, `betas`, `eps`; `adam_lr` and `muon_lr` set the
     defaults of the two kinds. Parameters with fewer than two dims are AdamW's in every group.
 
+    Of weights with three dims, or five and more, say which form the matrix: `muon_matrices` of the group, or of the parameter, which
+    counts first: `conv1d.weight.muon_matrices = "flat"`, `experts.muon_matrices = "stack"`.
+
     State: `momentum_buffer` (matrices), or `exp_avg` and `exp_avg_sq`.
+
+    Raises:
+        ConfigError: such a weight without a word about its matrices, or with another word ("optimizer-matrices").
     """
 
     elementwise: ClassVar[bool] = False
@@ -118,6 +151,8 @@ class Muon(OpsOptimizer):
             "ns_steps": ns_steps,
             "ns_method": ns_method,
         }
+        # What was said of the weights with so many dims. A sharder steps other tensors of the same shape, without their attributes.
+        self._words: dict[int, set[Matrices]] = {}
         super().__init__(params, defaults, state_dtype=state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,6 +160,17 @@ class Muon(OpsOptimizer):
         if param_group.get("use_muon") is False:
             param_group.setdefault("lr", param_group.get("adam_lr", self.defaults["adam_lr"]))
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            words = [(p.ndim, matrices_of(group, p)) for p in group["params"] if self.is_matrix(group, p)]
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        for ndim, word in words:
+            self._words.setdefault(ndim, set()).add(word)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_words": self._words}
 
     def needs_whole(self, group: dict[str, Any], p: Tensor) -> bool:
         return self.is_matrix(group, p)
@@ -143,9 +189,9 @@ class Muon(OpsOptimizer):
         self.ensure_state(group, matrices)
         shapes: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in matrices:
-            shapes.setdefault((p.shape, p.device, p.dtype), []).append(p)
-        for same in shapes.values():
-            self._step_matrices(group, same, fusion)
+            shapes.setdefault((self._matrices(group, p), p.shape, p.device, p.dtype), []).append(p)
+        for (matrices, *_), same in shapes.items():
+            self._step_matrices(group, matrices == "flat", same, fusion)
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr = float(group["lr"]) if not group["use_muon"] else float(group["adam_lr"]) * self._schedule(group)
@@ -159,14 +205,18 @@ class Muon(OpsOptimizer):
         initial = float(group.get("initial_lr", group["lr"]))
         return float(group["lr"]) / initial if initial else 1.0
 
-    def _step_matrices(self, group: dict[str, Any], params: Sequence[Tensor], fusion: Fusion) -> None:
+    def _matrices(self, group: dict[str, Any], p: Tensor) -> Matrices:
+        words = self._words.get(p.ndim, set())
+        return next(iter(words)) if len(words) == 1 and not asked_of(group, p) else matrices_of(group, p)
+
+    def _step_matrices(self, group: dict[str, Any], flat: bool, params: Sequence[Tensor], fusion: Fusion) -> None:
         """Step matrices of one shape together: their Newton-Schulz iterations are one batched product."""
         directions = torch.stack([self._direction(group, p, fusion) for p in params])
-        flat = directions.reshape(*directions.shape[:2], -1) if directions.ndim == 5 else directions
-        rows, cols = flat.shape[-2:]
-        flat = orthogonalize(flat, steps=group["ns_steps"], method=group["ns_method"])
+        matrices = directions.flatten(2) if flat else directions
+        rows, cols = matrices.shape[-2:]
+        matrices = orthogonalize(matrices, steps=group["ns_steps"], method=group["ns_method"])
         lr, scale = float(group["lr"]), max(1.0, rows / cols) ** 0.5
-        for p, o in zip(params, flat, strict=True):
+        for p, o in zip(params, matrices, strict=True):
             p.mul_(1 - lr * float(group["weight_decay"])).add_(o.view(p.shape).to(p.dtype), alpha=-lr * scale)
             if p in fusion.copies:
                 fusion.copies[p].copy_(p)

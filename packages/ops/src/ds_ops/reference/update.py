@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_ops.rules import Rule, UpdateSpec, UpdateTensors
+from ds_ops.rules import SECOND_MOMENT, Rule, UpdateSpec, UpdateTensors
 
-__all__ = ["lamb_apply", "lamb_moments", "update"]
+__all__ = ["dithered", "lamb_apply", "lamb_moments", "update"]
 
 Formula = Callable[[tuple[float, ...], Tensor, Tensor, list[Tensor]], Tensor]
 
@@ -29,6 +29,8 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
         states = [s[i] for s in tensors.states]
         wide = [_wide(s) for s in states]
         p = formula(spec.coefficients, _wide(param), _wide(tensors.grads[i]) * spec.grad_scale, wide)
+        if (second := SECOND_MOMENT.get(spec.rule)) is not None:
+            wide[second] = dithered(wide[second], states[second].dtype, spec.dither)
         _finish(spec, tensors, i, p, wide)
 
 
@@ -42,7 +44,7 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
         u = _lamb_direction(spec.coefficients, p, m, v)
         sums[i, 0], sums[i, 1] = p.double().square().sum(), u.double().square().sum()
         tensors.states[0][i].copy_(m)
-        tensors.states[1][i].copy_(v)
+        tensors.states[1][i].copy_(dithered(v, tensors.states[1][i].dtype, spec.dither))
     return sums
 
 
@@ -52,6 +54,23 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
         p, wide = _wide(param), [_wide(s[i]) for s in tensors.states]
         p = p.add(_lamb_direction(spec.coefficients, p, *wide) * (ratios[i] * -spec.coefficients[8]))
         _finish(spec, tensors, i, p, wide)
+
+
+_SPACING = {
+    torch.bfloat16: (2.0**-7, 0.0),
+    torch.float16: (2.0**-10, 2.0**-24),
+}  # relative to the power of two; at least
+
+
+def dithered(x: Tensor, stored: torch.dtype, dither: float) -> Tensor:
+    """x + dither * spacing of `stored` at x, for x >= 0 in fp32; `x` where nothing is rounded, infinite, or not a number."""
+    if stored not in _SPACING or not dither:
+        return x
+    relative, least = _SPACING[stored]
+    base = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    y = x + (base * relative).clamp_(min=least) * dither
+    # Below its power of two the spacing is half as large: a number just above it would go down too often.
+    return torch.where(base.isinf(), x, torch.maximum(y, base))
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_config.errors import PlanError
 from ds_ops.optim import Fusion, OpsOptimizer
-from ds_ops.rules import UpdateSpec, UpdateTensors
+from ds_ops.rules import UpdateSpec, UpdateTensors, dither_of
 from ds_ops.updating import update
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharding import Sharding
@@ -309,7 +309,7 @@ class Split(Updater):
                 continue
             own, states = value[where], [moment[where] for moment in moments]
             spec = inner.spec(group, count)
-            told = UpdateSpec(spec.rule, spec.coefficients, sign, False)
+            told = UpdateSpec(spec.rule, spec.coefficients, sign, False, dither_of(count))
             update(told, UpdateTensors([own], [grad[where]], tuple([s] for s in states)))
             value[where] = own
             for moment, new in zip(moments, states, strict=True):
