@@ -197,11 +197,19 @@ def test_two_ranks_of_an_mpi_launcher(forked: Callable[..., list[Any]], tmp_path
 
 
 def test_without_a_launcher_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     if dist.is_initialized():  # by a test of another package in this process
         ds_comm.destroy_process_group()
     assert ds_comm.init_distributed().size == 1
+    assert ds_comm.ensure_world().size == 1
     assert not dist.is_initialized()
     assert ds_comm.local_rank() == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ds_comm.ensure_world().size == 1
+    assert not dist.is_initialized(), "one process needs none"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CommError, match="LOCAL_RANK is not set"):
+        ds_comm.ensure_world()
     ds_comm.destroy_process_group()

@@ -38,7 +38,7 @@ from ds_comm.groups import (
     twin_group,
     world_group,
 )
-from ds_comm.init import destroy_process_group, init_distributed, local_rank
+from ds_comm.init import destroy_process_group, ensure_world, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
 from ds_comm.metadata import all_gather_json, broadcast_json, exchange_counts
 from ds_comm.notes import hear, tell
@@ -95,6 +95,7 @@ __all__ = [
     "destroy_process_group",
     "differentiable",
     "drop_group",
+    "ensure_world",
     "exchange_counts",
     "gather",
     "gather_object",

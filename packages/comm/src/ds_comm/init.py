@@ -26,7 +26,7 @@ from ds_comm.watch.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
 from ds_ops.shm import Segment, neighbourhood
 
-__all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "init_distributed", "local_rank"]
+__all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "ensure_world", "init_distributed", "local_rank"]
 
 _log = logging.getLogger(__name__)
 # Where a watchdog ends hangs, a backend's own limit would only end ranks whose patience is longer.
@@ -85,6 +85,23 @@ def init_distributed(
         start_recorder(_watch_settings(deadline_s, timeout))
         set_place(f"rank {world.rank}/{world.size}")
     return world
+
+
+def ensure_world() -> Group:
+    """Return the world of this process, with a process group if a launcher started several: `init_distributed()`, unless there is one.
+
+    For functions that are given no group. Without it, each of the processes would be a world of one and train a model of its own, which
+    nobody notices. torch's `init_device_mesh` does the same. Collective if it makes the group. A group that others made stays as it is,
+    and one process alone needs none.
+
+    Raises:
+        CommError: as `init_distributed`.
+    """
+    if not dist.is_initialized():
+        launch = read_launch(os.environ)
+        if launch is not None and launch.world_size > 1:
+            return init_distributed()
+    return world_group()
 
 
 def destroy_process_group() -> None:

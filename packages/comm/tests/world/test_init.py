@@ -39,6 +39,23 @@ def test_what_the_launcher_says_is_used() -> None:
     assert not current().watching()
 
 
+@world(2, backend=None)
+def test_the_world_is_made_where_a_launcher_started_several() -> None:
+    assert ds_comm.world_group().size == 1
+    group = ds_comm.ensure_world()
+    assert (group.size, group.ranks) == (2, (0, 1))
+    assert current().watching()
+    assert ds_comm.ensure_world().order is group.order
+    ds_comm.barrier()
+    ds_comm.destroy_process_group()
+
+
+@world(2)
+def test_the_world_of_others_stays_as_it_is() -> None:
+    assert ds_comm.ensure_world().size == 2
+    assert not current().watching()
+
+
 @world(2)
 def test_a_process_group_of_others_is_watched_until_they_end_it() -> None:
     ds_comm.init_distributed()

@@ -28,6 +28,7 @@ from ds_zero.layout.precision import LossScale, Precision, PrecisionRule
 from ds_zero.layout.units import STAGES, Residency, UnitPolicy, UnitSpec, plan_units
 from ds_zero.policies.layers import TiledLinear
 from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
+from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.released import Released
 from ds_zero.runtime.sharding import Sharding
 from ds_zero.update.optimizer import ShardedOptimizer, StepReport, shard
@@ -35,7 +36,7 @@ from ds_zero.update.optimizer import ShardedOptimizer, StepReport, shard
 __all__ = [
     "QGZ", "QWZ", "STAGES", "Correction", "GatheredParameters", "Habits", "Init", "LossScale", "MiCS_Init", "Nodes", "Nonfinite",
     "NonfiniteSearch", "Placement", "Precision", "PrecisionRule", "Ranks", "Reduction", "Released", "Residency", "ShardOptions",
-    "ShardedOptimizer", "Sharding", "StepReport", "Storage", "TiledLinear", "UnitBytes", "UnitLayout", "UnitPlan", "UnitPolicy",
+    "ShardedGradient", "ShardedOptimizer", "Sharding", "StepReport", "Storage", "TiledLinear", "UnitBytes", "UnitLayout", "UnitPlan", "UnitPolicy",
     "UnitSpec", "Wire", "ZeroPlan", "load_pretrained", "plan", "plan_layout", "plan_unit", "plan_units", "register_external_parameter",
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
     "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",

@@ -63,7 +63,8 @@ class Init:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.enabled, self.meta, self.dtype = enabled, meta, dtype
-        self._scatter = Scatter(comm.as_group(group))
+        cuts = enabled and not meta and group is None
+        self._scatter = Scatter(comm.ensure_world() if cuts else comm.as_group(group))
         self._made: list[weakref.ref[Parameter]] = []
         self._handles: list[Any] = []
 

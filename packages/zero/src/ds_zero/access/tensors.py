@@ -20,6 +20,7 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
+from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.scattered import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.sharding import Sharding, sharding_of
 from ds_zero.runtime.storage import parts_of
@@ -370,7 +371,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """
     place = _place(param)
     own = None if place is None else place.unit.gradients.own(place.member)
-    if own is not None and place is not None:
+    if own is not None and not isinstance(own, ShardedGradient) and place is not None:
         return _scaled(param, own.detach() * place.unit.seat.size)
     return _scaled(param, _get_full(param, _grad))
 

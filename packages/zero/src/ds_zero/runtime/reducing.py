@@ -5,7 +5,6 @@ open, so unused, reused, tied and checkpointed modules need no case of their own
 
 Note "an attribute of the model". Summed gradients are not in `param.grad`, which torch's `zero_grad` clears without a hook: a loop that
 calls it after a backward it does not want would step them later. So the instance gets an attribute of that name, until `close`.
-A loop over `param.grad = None` cannot be seen; use the optimizer's `zero_grad` there.
 
 Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
 parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_zero._torch import graph_task_id, without_torch_function
+from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.gradients import Gradients
@@ -125,12 +125,12 @@ class ZeroGrad:
         model = self._model()
         if model is None:
             return
+        if self._forget is not None:  # first: a stand-in has no values that could be set to zero
+            self._forget()
         if self._before is None:
             type(model).zero_grad(model, set_to_none)
         else:
             self._before(set_to_none)
-        if self._forget is not None:
-            self._forget()
 
     def __reduce__(self) -> tuple[type[ZeroGrad], tuple[nn.Module | None]]:
         return ZeroGrad, (self._model(),)
@@ -153,6 +153,7 @@ class Reducing:
         trained: Numbers of the units with gradients.
         now: Whether a backward reduces its gradients.
         unused: Of each unit the parameters that no backward of this step has given a gradient.
+        attributes: What `param.grad` is between backwards.
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
@@ -160,6 +161,8 @@ class Reducing:
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
         self.now, self._deferred = True, False
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
+        self.attributes = GradAttributes(units, self.unused, backward, self.forget)
+        self._first: Tensor | None = None
         self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
         self._hosts = list(dict.fromkeys(u.seat.host for u in units if u.seat.host is not None))
         # Gradients that are summed with ranks outside this backward wait for the step.
@@ -183,6 +186,7 @@ class Reducing:
 
     def detach(self) -> None:
         """Take the hooks back."""
+        self.attributes.detach()
         self._helper.close()
         for handle in self._handles:
             handle.remove()
@@ -196,7 +200,11 @@ class Reducing:
 
         def fired(param: Tensor) -> None:
             reducing = owner()
-            if reducing is not None and not reducing._is_empty(number, member, param):
+            if reducing is None:
+                return
+            if reducing.attributes.added is not None:
+                reducing.attributes.land(param)
+            if not reducing._is_empty(number, member, param):
                 reducing.arrived(number, member)
 
         return fired
@@ -223,6 +231,8 @@ class Reducing:
         """A gradient was added to that of a parameter."""
         if graph_task_id() != self._backward.task:
             self._backward.enter()
+        if self._first is None:
+            self._first = self.units[number].params[member]
         for host in self._hosts:
             host.finish_ready()
         if self._arrivals.add(number, member):
@@ -230,6 +240,8 @@ class Reducing:
 
     def begin_backward(self) -> None:
         """The outermost backward begins."""
+        self.attributes.take()
+        self._first = None
         self._arrivals.any = False
         self._held.clear()
         self._order.begin()
@@ -257,6 +269,7 @@ class Reducing:
         if not arrivals.known:
             arrivals.late &= arrivals.again
             arrivals.known = True
+        self.attributes.put(self._first)
 
     def _complete(self, number: int) -> None:
         """All gradients of a unit have arrived, as far as this graph goes."""
@@ -319,6 +332,7 @@ class Reducing:
 
     def close(self) -> None:
         """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did."""
+        self.attributes.take()
         if any(p.grad is not None for n in self.trained for p in self.units[n].params):
             self._deferred = True
             for number in self.trained:
@@ -346,6 +360,7 @@ class Reducing:
 
     def forget(self) -> None:
         """Drop every gradient of this step."""
+        self.attributes.remove()
         self.drain()
         self._deferred = False
         for number in self.trained:

@@ -195,7 +195,7 @@ class Sharding:
         habits: Mapping[int, Habits] | None = None,
     ) -> None:
         self.model, self.options = model, options
-        self.group = comm.as_group(options.group)
+        self.group = comm.ensure_world() if options.group is None else comm.as_group(options.group)
         self.precision = Precision.of(options.precision)
         residency = options.residency
         if options.sparse and residency.shard_optim:

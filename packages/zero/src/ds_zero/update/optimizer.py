@@ -90,7 +90,7 @@ class ShardedOptimizer(Optimizer):
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
         self.before_update: Callable[[], None] = lambda: None
-        self._scaled = self.backwards = 0
+        self._scaled, self.backwards, self._shows_gradients = 0, 0, False
         self._habits = habits_of(inner, options.layout)
         if options.updates is not None:
             more = options.updates.states
@@ -117,6 +117,8 @@ class ShardedOptimizer(Optimizer):
         self.sharding.runtime.begun = self._begin_backward
         self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
         self._zero_grad.attach()
+        if self._shows_gradients:
+            self.show_gradients()
         self.sharding.grad_factor = lambda unit: self.average(self.divisor) * weight_of(unit, self._divisor)
         self.kept = OptimizerState(inner, self.sharding)
         self.sharding.state_of = self.kept.of
@@ -278,7 +280,16 @@ class ShardedOptimizer(Optimizer):
 
         `step` does it, too; a pipeline does it earlier, while other stages still compute.
         """
-        self.sharding.runtime.reducing.close()
+        reducing = self.sharding.runtime.reducing
+        reducing.close()
+        reducing.attributes.put()
+
+    def show_gradients(self) -> None:
+        """From now on `param.grad` is a `ShardedGradient` from the end of a backward to the step, in the place of None. It has shape,
+        dtype and device; whatever else reads or writes it raises, and names what does the same. Costs two assignments a parameter.
+        """
+        self._shows_gradients = True
+        self.sharding.runtime.reducing.attributes.attach()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """`reduction(False)`."""
@@ -409,9 +420,11 @@ def shard(
         PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
             ("zero-foreign-parameters"), or an option is not known.
     Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
-    that keeps one clones it.
+    that keeps one clones it; between a backward and the step `param.grad` is a `ShardedGradient`.
     """
     chosen = ShardOptions(**options)
     if optimizer is None:
         return Sharding(model, {}, chosen)
-    return ShardedOptimizer(model, optimizer, chosen)
+    made = ShardedOptimizer(model, optimizer, chosen)
+    made.show_gradients()
+    return made
