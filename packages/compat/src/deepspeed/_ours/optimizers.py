@@ -115,9 +115,8 @@ class DeepSpeedCPUAdam(_Adam):
                 moments = {name: torch.zeros_like(param, dtype=self.state_dtype) for name in self.state_names}
                 state.update(step=0, **moments)
             state["step"] += 1
-            _update(
-                UpdateSpec(Rule.ADAM, adam_coefficients(hyper, n := state["step"]), dither=dither_of(n)), param, state
-            )
+            number = state["step"]
+            _update(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, number), dither=dither_of(number)), param, state)
         return loss
 
     @torch.no_grad()

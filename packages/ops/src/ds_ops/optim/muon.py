@@ -87,7 +87,7 @@ def matrices_of(group: Mapping[str, Any], p: Tensor) -> Matrices:
     """
     asked = asked_of(group, p)
     if asked in ("flat", "stack"):
-        return asked  # type: ignore[no-any-return]
+        return asked
     if asked is None and p.ndim in (2, 4):
         return "flat"
     shape = list(p.shape)
