@@ -17,7 +17,7 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -115,11 +115,10 @@ def ask(optimizer: Optimizer, group: dict[str, Any], shapes: Shapes) -> Habits:
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Random streams are afterwards as they were."""
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    numpy: Any = sys.modules.get("numpy.random")
     drawn, kept = random.getstate(), None if numpy is None else numpy.get_state()
     there = {} if device.type == "cpu" else {"device_type": device.type}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], **there))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], **there):
         try:
             yield
         finally:
@@ -246,9 +245,8 @@ class _Asked:
 
     def _run(self, stepped: Sequence[_Stepped], trial: _Trial) -> list[Tensor]:
         """[steps + 1, n] of each tensor: where it is before the first step, and after each."""
-        to = {"dtype": trial.dtype, "device": self._device}
-        params = [Parameter(one.start.to(**to, copy=True)) for one in stepped]
-        grads = [one.grads.to(**to, copy=True) for one in stepped]
+        params = [Parameter(one.start.to(self._device, trial.dtype, copy=True)) for one in stepped]
+        grads = [one.grads.to(self._device, trial.dtype, copy=True) for one in stepped]
         twin = _Twins(self._group, params, trial.rate).of(self._optimizer)
         path = [[param.detach().flatten().clone()] for param in params]
         for step in range(trial.steps):
