@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST = ("torch", "pytest", "hypothesis", "pydantic", "numpy")  # imported once, before the forks
 LIMIT_S = 120
 MODULES: Mapping[str, str] = {
-    "ds_config.names": "config/tests/test_names.py",
+    "ds_config.did_you_mean": "config/tests/test_names.py",
     "ds_config.parse": "config/tests/test_parse.py",
     "ds_config.sizes": "config/tests/test_sizes.py",
     "ds_zero.layout.elements": "zero/tests/test_layout.py zero/tests/test_exchange.py zero/tests/test_posting.py",
-    "ds_zero.runtime.order": "zero/tests/test_order.py",
-    "ds_zero.layout.plan": "zero/tests/test_plan.py",
-    "ds_zero.layout.precision": "zero/tests/test_precision.py",
+    "ds_zero.runtime.gather_order": "zero/tests/test_order.py",
+    "ds_zero.layout.unit_plan": "zero/tests/test_plan.py",
+    "ds_zero.layout.dtypes_plan": "zero/tests/test_precision.py",
     "ds_zero.layout.units": "zero/tests/test_units.py",
     "ds_comm.grid": "comm/tests/test_grid.py",
     "ds_comm.launch": "comm/tests/test_launch.py",
@@ -47,7 +47,7 @@ MODULES: Mapping[str, str] = {
     "ds_comm.watch.verdict": "comm/tests/test_verdict.py",
     "ds_ckpt.crc": "ckpt/tests/test_crc.py",
     "ds_ckpt.jsontext": "ckpt/tests/test_hostile.py ckpt/tests/test_roundtrip.py",
-    "ds_ckpt.plan": "ckpt/tests/test_plan.py",
+    "ds_ckpt.save_plan": "ckpt/tests/test_plan.py",
 }
 """Pure modules, and the tests that are to see their faults, below packages/."""
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed, write_universal
 from ds_ckpt.convert.pickled import load_pt
 from ds_ckpt.convert.regular import Regular, write_regular
-from ds_ckpt.convert.tensors import open_checkpoint, write_checkpoint
+from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from torch import nn
 import ds_ckpt
 import ds_comm
 import ds_zero
-from ds_comm.family import Assignment, Family, assign
+from ds_comm.reduction_group import Assignment, Family, assign
 from ds_comm.placement import Box
 from ds_testing import world
 
@@ -51,7 +51,7 @@ def step(net, optimizer, number):
         whole = torch.randn(logical.shape, generator=made)
         index = tuple(slice(o, o + n) for o, n in zip(logical.box.offset, logical.box.shape, strict=True))
         # Sums over fewer ranks than the divisor: the same mean, if each of them has as much more.
-        family = optimizer.sharding.families[ds_zero.layout.families.family_name(param)]
+        family = optimizer.sharding.families[ds_zero.layout.reduction_groups.family_name(param)]
         param.grad = whole[index].clone() * (family.divisor / family.group.size)
     optimizer.step()
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import ds_ckpt
 import ds_zero
-from ds_ckpt.convert.deepspeed import open_deepspeed
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
-from ds_ckpt.convert.tensors import open_checkpoint
+from ds_ckpt.convert.tensor_source import open_checkpoint
 from ds_testing import world
 
 # (stage, ranks, how units are cut)

@@ -142,7 +142,7 @@ def hurt(job: Job, kind: str, name: str) -> float:
         for pid in job.processes(name, "chaos_train.py", "ds_launcher"):
             kill(pid, signal.SIGKILL)
     elif kind == "agent":
-        for pid in job.processes(name, "-m ds_launcher.elastic"):
+        for pid in job.processes(name, "-m ds_launcher.elastic_launch"):
             kill(pid, signal.SIGKILL)
     else:
         for pid in job.processes(name):

@@ -15,8 +15,8 @@ import ds_engine
 from ds_config.errors import PlanError
 from ds_engine import support
 from ds_engine.config import load_config
-from ds_engine.planning import known_axes
-from ds_engine.rules import check_rules
+from ds_engine.planner import known_axes
+from ds_engine.config_rules import check_rules
 from ds_engine.support import Verdict, features_of
 from ds_testing import world
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_compress.exporting import export_compressed_tensors, export_gptq
+from ds_compress.model_export import export_compressed_tensors, export_gptq
 from ds_compress.posttraining import Scheme, round_to_nearest
 from ds_inference import Sampling, load
 

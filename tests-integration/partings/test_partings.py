@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm
+from ds_comm import shm_group
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ DIFFER = ("branch", "order")  # whose jobs may finish
 RAISE = ("hook", "loader", "scheduler")
 MOMENTS = ["forward", "backward", "before the update", "between steps"]
 BEFORE = "before they met"  # nobody knows then where a rank is, only that it did not come
-TRANSPORTS = ["gloo", "gloo+private", *([] if shm.available() else ["shm", "shm+private"])]
+TRANSPORTS = ["gloo", "gloo+private", *([] if shm_group.available() else ["shm", "shm+private"])]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm
+from ds_comm import shm_group
 
 HERE = Path(__file__).parent
 DEADLINE_S, GRACE_S = 3.0, 5.0
@@ -57,7 +57,7 @@ def clock(output: str, word: str) -> float:
 )
 def test_the_others_name_it(forked: Any, case: tuple[str, str, int, int, str], tmp_path: Path) -> None:
     backend, schedule, ranks, who, moment = case
-    if backend == "shm" and (missing := shm.available()):
+    if backend == "shm" and (missing := shm_group.available()):
         pytest.skip(str(missing))
     words = json.dumps(
         {"backend": backend, "schedule": schedule, "who": who, "moment": moment, "deadline_s": DEADLINE_S}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ds_inference import Sampling, load
 from ds_inference.families import FAMILIES, Config, Family
-from ds_inference.families.parts import LLAMA, gated_mlp, grouped_attention, llama_like
+from ds_inference.families.family_spec import LLAMA, gated_mlp, grouped_attention, llama_like
 from ds_inference.spec import Source, Spec
 
 SIZES = {

@@ -9,8 +9,8 @@ from ds_launcher.backends import BACKENDS, Backend, Job, node_command
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host
 from ds_launcher.job import Facts, make_launch
-from ds_launcher.options import joined, options_of, register
-from ds_launcher.plan import Process
+from ds_launcher.launch_options import joined, options_of, register
+from ds_launcher.launch_plan import Process
 
 
 def submit(job: Job) -> tuple[Process, ...]:

@@ -42,7 +42,7 @@ class Averaging(Transform[float, None]):
 @world(1, backend=None)
 def test_it_follows_every_update():
     with (
-        mock.patch.multiple("ds_engine.planning", TRANSFORMS=(Averaging(), *TRANSFORMS)),
+        mock.patch.multiple("ds_engine.planner", TRANSFORMS=(Averaging(), *TRANSFORMS)),
         mock.patch.multiple("ds_engine.build", TRANSFORMS=(Averaging(), *TRANSFORMS)),
     ):
         model = nn.Linear(2, 1, bias=False)

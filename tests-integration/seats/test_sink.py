@@ -6,7 +6,7 @@ from unittest import mock
 
 import ds_monitor
 from ds_monitor import Kind, Record
-from ds_monitor.sinks import registry
+from ds_monitor.sinks import sink_registry
 
 
 class Latest:
@@ -27,8 +27,8 @@ class Latest:
 def test_it_hears_what_is_reported_and_is_closed():
     # As `[project.entry-points."ds_monitor.sinks"] latest = "my_package:Latest"` registers it.
     point = mock.Mock(load=lambda: Latest)
-    with mock.patch.object(registry, "_points", return_value={"latest": point}):
-        sink = registry.make_sink("latest", prefix="loss")
+    with mock.patch.object(sink_registry, "_points", return_value={"latest": point}):
+        sink = sink_registry.make_sink("latest", prefix="loss")
     ds_monitor.attach([sink])
     try:
         ds_monitor.set_step(3)

@@ -12,7 +12,7 @@ import torch
 import ds_zero
 from ds_testing import world
 from ds_zero.layout.units import UnitBytes
-from ds_zero.offload.tiers import TIERS, Tier
+from ds_zero.offload.state_stores import TIERS, Tier
 
 
 class Elsewhere(Tier):

@@ -15,7 +15,7 @@ import pytest
 
 import ds_config
 import ds_monitor as m
-from ds_monitor import names
+from ds_monitor import metric_names
 from ds_monitor.config import MonitorConfig, make_sinks
 
 
@@ -40,8 +40,8 @@ def run(config: dict[str, Any], rank: int = 0) -> None:
     m.event("engine/plan", stage=2)
     for step in (1, 2, 3):
         m.set_step(step, samples=8 * step)
-        m.gauge(names.LOSS, 1 / step)
-        m.counter(names.TOKENS, 100)
+        m.gauge(metric_names.LOSS, 1 / step)
+        m.counter(metric_names.TOKENS, 100)
         with m.span("engine/forward", unit="a"):
             pass
     m.shutdown()
@@ -84,9 +84,9 @@ def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run({"wandb": {"enabled": True, "project": "p", "group": "g"}})
     rows = wandb_rows(tmp_path)
-    assert [row[names.LOSS] for row in rows] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [row[metric_names.LOSS] for row in rows] == pytest.approx([1.0, 0.5, 1 / 3])
     assert [row["Train/samples"] for row in rows] == [8, 16, 24]
-    assert [row[names.TOKENS] for row in rows] == [100, 200, 300]
+    assert [row[metric_names.TOKENS] for row in rows] == [100, 200, 300]
 
 
 def test_comet_offline(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_comet_offline(tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         told = [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
     metrics = [message["payload"]["metric"] for message in told if message["type"] == "metric_msg"]
-    losses = [(metric["step"], metric["metricValue"]) for metric in metrics if metric["metricName"] == names.LOSS]
+    losses = [(metric["step"], metric["metricValue"]) for metric in metrics if metric["metricName"] == metric_names.LOSS]
     assert losses == [(8, 1.0), (16, 0.5), (24, pytest.approx(1 / 3))]
 
 
@@ -115,7 +115,7 @@ def test_mlflow_in_files(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(uri)
     (found,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert (found.info.run_name, found.info.status, found.data.tags["rank"]) == ("r-rank1", "FINISHED", "1")
-    history = client.get_metric_history(found.info.run_id, names.LOSS)
+    history = client.get_metric_history(found.info.run_id, metric_names.LOSS)
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert [file.path for file in client.list_artifacts(found.info.run_id, "engine")] == ["engine/plan.json"]
 
@@ -164,6 +164,6 @@ def test_opentelemetry_over_otlp() -> None:
                 spans += [span.name for scope in resource.scope_spans for span in scope.spans]
     assert services == {"job"}
     # The SDK makes names of instruments lower case: they are told apart without case.
-    assert metrics[names.LOSS.lower()] == pytest.approx(1 / 3)
-    assert metrics[names.TOKENS.lower()] == 300
+    assert metrics[metric_names.LOSS.lower()] == pytest.approx(1 / 3)
+    assert metrics[metric_names.TOKENS.lower()] == 300
     assert sorted(spans) == ["engine/forward"] * 3 + ["engine/plan"]

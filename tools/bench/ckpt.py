@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ds_ckpt
-from ds_ckpt.convert.tensors import Entry, Source, write_checkpoint
+from ds_ckpt.convert.tensor_source import Entry, Source, write_checkpoint
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_ops.io import AsyncIO, IOSettings
 from ds_ops.mapped import MappedFile

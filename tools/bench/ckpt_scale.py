@@ -152,8 +152,8 @@ def _status(name: str) -> int:
 
 def row(kind: str, world: int) -> dict[str, Any]:
     """One rank's part in a save and a load."""
-    from ds_ckpt.agree import hops, moving, pack, unpack
-    from ds_ckpt.planning import described, num_planners, planned, planner_of, told
+    from ds_ckpt.coordinator import hops, moving, pack, unpack
+    from ds_ckpt.save_planner import described, num_planners, planned, planner_of, told
 
     layout, asked = Layout(kind, world), world
     world = layout.world
@@ -223,7 +223,7 @@ def in_own_process(name: str, *arguments: object) -> dict[str, Any]:
 
 def manifests(kind: str, world: int) -> dict[str, Any]:
     """Write the index as rank 0 does, and read it as one rank does."""
-    from ds_ckpt.index import Index, encode_index
+    from ds_ckpt.checkpoint_index import Index, encode_index
 
     layout = Layout(kind, world)
     kinds = {s.name: (s.dtype, s.shape) for stage in range(layout.stages) for s in layout.shards(stage * layout.tensor)}
@@ -240,9 +240,9 @@ def manifests(kind: str, world: int) -> dict[str, Any]:
 
 def reading(kind: str, world: int, path: str) -> dict[str, Any]:
     """Read an index, choose leaves, and plan a load as one rank does."""
-    from ds_ckpt.index import decode_index, decode_leaf, encode_leaf, entry_of
-    from ds_ckpt.joining import join, select
-    from ds_ckpt.plan import plan_load
+    from ds_ckpt.checkpoint_index import decode_index, decode_leaf, encode_leaf, entry_of
+    from ds_ckpt.manifest_merge import join, select
+    from ds_ckpt.save_plan import plan_load
 
     layout, meter = Layout(kind, world), Meter()
     own = layout.shards(layout.world // 3)
@@ -273,7 +273,7 @@ def reading(kind: str, world: int, path: str) -> dict[str, Any]:
 
 
 def _leaf(layout: Layout, rank: int) -> Any:
-    from ds_ckpt.index import Leaf
+    from ds_ckpt.checkpoint_index import Leaf
     from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, TensorRecord
 
     at, tensors = 4096, {}
@@ -287,8 +287,8 @@ def _leaf(layout: Layout, rank: int) -> Any:
 
 def _entry(layout: Layout, rank: int) -> Any:
     """The index entry of a rank's leaf: tensors of one shape and place have the same bounds, so that a few stand for all."""
-    from ds_ckpt.index import LeafEntry
-    from ds_ckpt.zones import bounds_of, zones_of
+    from ds_ckpt.checkpoint_index import LeafEntry
+    from ds_ckpt.zone_maps import bounds_of, zones_of
 
     if layout.kind == "replica" and rank % -(-layout.world // 16) == 0:
         written = layout.written(rank)

@@ -19,11 +19,11 @@ from typing import Any
 import ckpt_page
 import torch.distributed as dist
 
-from ds_ckpt.agree import Ranks, pack, unpack
-from ds_ckpt.planning import described, num_planners
+from ds_ckpt.coordinator import Ranks, pack, unpack
+from ds_ckpt.save_planner import described, num_planners
 from ds_comm.launch import Launch
 from ds_comm.placement import Box, Interval, TensorShard
-from ds_comm.rendezvous import _ALL, _roll_call
+from ds_comm.store_rendezvous import _ALL, _roll_call
 from ds_comm.watch.sidechannel import SideChannel
 
 DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "control_plane.json"
@@ -97,7 +97,7 @@ class OneRank(Ranks):
 
     def routed(self, messages: dict[int, bytes]) -> None:
         """A route in which others are as this rank is, seen from where they are."""
-        from ds_ckpt.agree import hops, moving
+        from ds_ckpt.coordinator import hops, moving
 
         held = [(to, self.rank, data) for to, data in messages.items()]
         for step in hops(self.size):

@@ -27,8 +27,8 @@ from torch import nn
 import ds_engine
 import ds_monitor
 from ds_config import load
-from ds_engine.telemetry import Telemetry
-from ds_monitor import api
+from ds_engine.step_telemetry import Telemetry
+from ds_monitor import recording
 from ds_monitor.config import MonitorConfig, make_sinks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +69,8 @@ class Meter:
     def install(self) -> None:
         """Time the engine's report of a step, and the two places where any other report reaches a sink."""
         for name in ("_emit", "set_step"):
-            setattr(api, name, self._timed(getattr(api, name)))
-        ds_monitor.set_step = api.set_step  # type: ignore[assignment]
+            setattr(recording, name, self._timed(getattr(recording, name)))
+        ds_monitor.set_step = recording.set_step  # type: ignore[assignment]
         Telemetry.step = self._timed(Telemetry.step)  # type: ignore[method-assign]
 
     def _timed(self, call: Any) -> Any:

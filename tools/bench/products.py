@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_ops.decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, pack
+from ds_ops.native_decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, pack
 from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.quant_linear import quantize_weight
 

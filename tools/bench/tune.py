@@ -62,11 +62,11 @@ def noted(part: str, found: Any) -> None:
 def grid(form: str) -> None:
     """Every configuration of the grid measured, and a tuning beside it."""
     from ds_tune import Limits
-    from ds_tune.asking import asked_of
-    from ds_tune.deciding import Budget, Step, standing
-    from ds_tune.trials import Job, run_trial
+    from ds_tune.request import asked_of
+    from ds_tune.search import Budget, Step, standing
+    from ds_tune.trial_runner import Job, run_trial
     from ds_tune.tuning import Tuning
-    from ds_tune.writing import rows_of
+    from ds_tune.results_writer import rows_of
 
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     folder = Path(tempfile.mkdtemp(prefix="ds-tune-"))
@@ -221,7 +221,7 @@ def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[di
 
 def _forked(candidate: Any, sizes: dict[str, int], limit: int, *, detail: bool = False) -> Any:
     """What a job of two forked ranks measured, its peak being that of the address space; None when one died."""
-    from ds_engine.trials import read_measured
+    from ds_engine.trial_results import read_measured
 
     folder = Path(tempfile.mkdtemp(prefix="ds-tune-"))
     ranks = []
@@ -262,8 +262,8 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
         from model import GPT, GPTConfig
 
         import ds_engine
-        from ds_engine.orders import Order
-        from ds_engine.trials import write_json
+        from ds_engine.trial_spec import Order
+        from ds_engine.trial_results import write_json
 
         order = folder / f"order{rank}.json"
         write_json(order, Order(candidate.changes, 2, 3, str(folder / "measured.json"), detail=detail))
@@ -292,7 +292,7 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
 
 def page() -> None:
     """docs/benchmarks/tune.md and its picture, from the record."""
-    from ds_tune.picture import draw
+    from ds_tune.tuning_plot import draw
 
     record = json.loads(DATA.read_text())
     lines = ["# What `ds tune` predicts and chooses", ""]

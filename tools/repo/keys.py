@@ -49,7 +49,7 @@ class Row:
 def rows() -> Iterator[Row]:
     """All keys in the order of the models. A path may come again, with another type of optimizer or schedule."""
     from ds_config import keys
-    from ds_config.fields import Unbuilt
+    from ds_config.schema_fields import Unbuilt
     from ds_config.shape import describe, of_field, retired
     from ds_engine import Config
 
@@ -90,7 +90,7 @@ def _noted(meanings: Mapping[str, str], path: str) -> str:
 
 
 def _said(reason: object) -> str:
-    from ds_config.fields import Dead, Deprecated, Unbuilt
+    from ds_config.schema_fields import Dead, Deprecated, Unbuilt
 
     if isinstance(reason, Deprecated):
         return f"*Deprecated*: use `{reason.new}`."

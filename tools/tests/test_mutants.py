@@ -15,10 +15,10 @@ def test_every_module_and_its_tests_are_there() -> None:
 
 
 def test_mutants_are_drawn_alike_and_differ_in_what_they_do() -> None:
-    found = mutants.drawn("ds_config.names", 6, seed=3)
-    assert found == mutants.drawn("ds_config.names", 6, seed=3)
-    assert found != mutants.drawn("ds_config.names", 6, seed=4)
-    text = mutants.path_of("ds_config.names").read_text()
+    found = mutants.drawn("ds_config.did_you_mean", 6, seed=3)
+    assert found == mutants.drawn("ds_config.did_you_mean", 6, seed=3)
+    assert found != mutants.drawn("ds_config.did_you_mean", 6, seed=4)
+    text = mutants.path_of("ds_config.did_you_mean").read_text()
     assert len({mutant.source for mutant in found}) == len(found) == 6
     assert all(mutants._meaning(mutant.source) != mutants._meaning(text) for mutant in found)
     assert all(mutant.source.splitlines() != text.splitlines() and mutant.diff for mutant in found)

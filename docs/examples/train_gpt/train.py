@@ -19,7 +19,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import DsError
 from ds_monitor import ProgressSink
-from ds_monitor.names import TOKENS
+from ds_monitor.metric_names import TOKENS
 
 PROMPT = b"def read(self, size"
 

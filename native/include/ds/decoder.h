@@ -3,7 +3,7 @@
 // Words. A *row* is one token of the batch. A *chunk* is consecutive rows of one sequence. A *unit* is 32 outputs of a
 // matrix, packed together: for each input the 32 weights stand side by side, so that one vector of weights is read once,
 // becomes numbers once, and is multiplied with the input of every row. The definition in plain torch is the forward of
-// ds_inference/model.py; the packing is ds_ops/decoder.py.
+// ds_inference/decoder_model.py; the packing is ds_ops/native_decoder.py.
 //
 // All structures hold 8-byte words only: Python writes them as tables.
 #pragma once

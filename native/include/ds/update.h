@@ -2,7 +2,7 @@
 //
 // One pass does, for every element:  g = grad_scale * grad;  (p, s0, s1) = rule(p, g, s0, s1);  copy = cast(p);
 // grad = 0 (optional). Arithmetic is fp32 whatever the stored types are; the definition in plain torch, which every level
-// equals to 2 ulp and every level of ours to the bit, is ds_ops/reference/update.py.
+// equals to 2 ulp and every level of ours to the bit, is ds_ops/reference/reference_update.py.
 //
 // Shapes: tensor t has numel[t] >= 0 contiguous elements in each of its streams, at any address that is a multiple of the
 // element size; no two streams overlap. Types: param, grad, state and copy are each f32, bf16 or f16, one per list.

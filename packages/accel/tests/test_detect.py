@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_accel import Accelerator, detect, get_accelerator, known_devices, set_accelerator
-from ds_accel.facts import DETECTION_ORDER, TABLE
+from ds_accel.device_facts import DETECTION_ORDER, TABLE
 from ds_config.errors import ConfigError, UnsupportedError
 
 

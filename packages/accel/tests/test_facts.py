@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_accel import TABLE, Facts, Verdict
-from ds_accel.facts import DETECTION_ORDER, Rule
+from ds_accel.device_facts import DETECTION_ORDER, Rule
 from ds_accel.probes import (
     comm_backend,
     find_package,

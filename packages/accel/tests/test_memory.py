@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_accel import host_memory
-from ds_accel.memory import reset_host_peak
+from ds_accel.device_memory import reset_host_peak
 from ds_config.errors import UnsupportedError
 
 KB = 1024

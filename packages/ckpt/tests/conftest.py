@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ckpt.agree import Ranks
+from ds_ckpt.coordinator import Ranks
 from ds_comm.placement import Box, Interval, TensorShard
 
 SHAPES = {

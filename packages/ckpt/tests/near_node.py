@@ -10,14 +10,14 @@ import torch
 
 import ds_ckpt
 import ds_comm
-from ds_ckpt.near import Draining, NearCopies
+from ds_ckpt.local_checkpoints import Draining, NearCopies
 
 
 class Shard:
     def __init__(self, rank, numel=50_000):
-        whole = ds_ckpt.zones.Box.whole((2 * numel,))
+        whole = ds_ckpt.zone_maps.Box.whole((2 * numel,))
         self.shard = ds_comm.placement.TensorShard(
-            "param/w", (2 * numel,), "float32", whole, ds_ckpt.peers.Interval(rank * numel, (rank + 1) * numel)
+            "param/w", (2 * numel,), "float32", whole, ds_ckpt.peer_reads.Interval(rank * numel, (rank + 1) * numel)
         )
         self.data = torch.zeros(numel)
 

@@ -12,7 +12,7 @@ import threading
 import torch
 
 import ds_ckpt
-from ds_ckpt.near import Draining, NearCopies
+from ds_ckpt.local_checkpoints import Draining, NearCopies
 
 EVERY, DRAIN, STEPS = 2, 4, 12
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import files, reader
+from ds_ckpt import file_reads, reader
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 from ds_ops.mapped import MappedFile
@@ -59,16 +59,16 @@ def test_a_cold_load_is_right_and_leaves_the_page_cache_alone(cold):
 
 def test_a_warm_load_begins_no_transfer(cold, monkeypatch):
     (cold / FILE).read_bytes()
-    monkeypatch.setattr(files, "AsyncIO", None)
+    monkeypatch.setattr(file_reads, "AsyncIO", None)
     got = _loaded(cold)
     assert all(torch.equal(got[name], t) for name, t in _state().items())
 
 
 @pytest.mark.parametrize("stretch", [2**16, 2**18 + 2**12])
 def test_blocks_and_tensors_may_begin_and_end_anywhere(tmp_path, model, monkeypatch, stretch):
-    monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 100_003 * 4)
-    monkeypatch.setattr(files, "STRETCH_BYTES", stretch)
-    for module in (files, reader):
+    monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 100_003 * 4)
+    monkeypatch.setattr(file_reads, "STRETCH_BYTES", stretch)
+    for module in (file_reads, reader):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
     state = _state()
     ds_ckpt.save(tmp_path / "x", ds_ckpt.whole(state), {})
@@ -98,14 +98,14 @@ def test_a_flipped_bit_on_the_device_is_named(cold):
 
 
 def test_a_file_cut_while_it_is_read_is_a_typed_error(cold, monkeypatch):
-    real = files.Files.start
+    real = file_reads.Files.start
 
     def cut(self, index, offset, nbytes):
         self.check(index)  # it is open
         os.truncate(cold / FILE, 1_000_000)
         return real(self, index, offset, nbytes)
 
-    monkeypatch.setattr(files.Files, "start", cut)
+    monkeypatch.setattr(file_reads.Files, "start", cut)
     with pytest.raises(CheckpointError) as caught:
         _loaded(cold)
     assert caught.value.code in ("ckpt-io", "io-end-of-file")
@@ -120,7 +120,7 @@ def test_what_all_ranks_read_goes_through_the_page_cache(cold, model):
 
 def test_what_each_rank_reads_alone_does_not(cold, model, monkeypatch):
     # A short stretch is read through the cache, and the kernel's read-ahead around it may be megabytes.
-    for module in (files, reader):
+    for module in (file_reads, reader):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
 
     def half(rank):

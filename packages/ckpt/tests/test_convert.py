@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 import ds_ckpt
 from ds_ckpt.adapter import load_adapter, save_adapter
 from ds_ckpt.convert.dcp import open_dcp, write_dcp
-from ds_ckpt.convert.deepspeed import open_deepspeed, write_universal
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed, write_universal
 from ds_ckpt.convert.fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     weights,
 )
-from ds_ckpt.convert.hf import open_hf, write_hf
-from ds_ckpt.convert.tensors import cast, from_dict, open_checkpoint, write_checkpoint
+from ds_ckpt.convert.huggingface import open_hf, write_hf
+from ds_ckpt.convert.tensor_source import cast, from_dict, open_checkpoint, write_checkpoint
 from ds_config.errors import CheckpointError, UnsupportedError
 
 STATE = {

@@ -97,7 +97,7 @@ class Failing(Disk):
 @pytest.mark.parametrize("forever", [False, True])
 @pytest.mark.parametrize("tag", ["new", "same"])
 def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(room, monkeypatch, error, forever, tag):
-    monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 2048)
     monkeypatch.setattr(ds_ckpt.writer, "SLAB_BYTES", 2**16)
     monkeypatch.setattr(ds_ckpt.local, "_DIRECT_BYTES", 0)
     failures = 0
@@ -149,7 +149,7 @@ def test_a_real_full_disk(tmp_path):
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """Two checkpoints, the newer one with many small blocks."""
-    monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 2048)
     for step in (1, 2):
         ds_ckpt.save(tmp_path / f"step{step}", ds_ckpt.whole(_state(step)), {"step": step})
     return tmp_path

@@ -23,7 +23,7 @@ def test_the_program_on_the_page_reads_everything(tmp_path, model, mesh, style, 
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1], scope)
     data, tensor = mesh
     if form == "leaves":
-        monkeypatch.setattr(ds_ckpt.planning, "SHARDS_ALONE", 0)
+        monkeypatch.setattr(ds_ckpt.save_planner, "SHARDS_ALONE", 0)
 
     def save(ranks):
         local = [model.local(s, fill=True) for s in model.layout(ranks.rank, data, tensor, style)]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
-from ds_ckpt.convert.deepspeed import write_universal
-from ds_ckpt.convert.hf import write_hf
-from ds_ckpt.convert.tensors import Entry, Source, write_checkpoint
+from ds_ckpt.convert.deepspeed_layout import write_universal
+from ds_ckpt.convert.huggingface import write_hf
+from ds_ckpt.convert.tensor_source import Entry, Source, write_checkpoint
 from ds_ckpt.crc import crc32
 from ds_ckpt.format import decode, encode
 from ds_ckpt.jsontext import parse

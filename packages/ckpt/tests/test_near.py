@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.near import Draining, NearCopies
+from ds_ckpt.local_checkpoints import Draining, NearCopies
 from ds_config.errors import CheckpointError
 
 EVERY, DRAIN, STEPS = 2, 4, 12

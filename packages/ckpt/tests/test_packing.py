@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import ds_ckpt
 from ds_ckpt import codecs
-from ds_ckpt.catalog import collect, shared_files
-from ds_ckpt.packing import Recipe
-from ds_ckpt.storage import locate
+from ds_ckpt.checkpoint_list import collect, shared_files
+from ds_ckpt.block_packing import Recipe
+from ds_ckpt.local_storage import locate
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -226,7 +226,7 @@ def test_nan_stays_one_in_bf16_and_is_refused_by_int8():
 def test_moments_are_stored_smaller_and_parts_of_them_are_read(tmp_path, monkeypatch, model, codec):
     if codec == "zstd":
         pytest.importorskip("zstandard")
-    monkeypatch.setattr(ds_ckpt.saving, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 4096)
     state = {"param/w": torch.randn(30_000), "optim/w/exp_avg": torch.randn(30_000), "optim/w/step": torch.tensor(7)}
     ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {}, recipe=Recipe(codecs={"optim/": codec}))
     size = _bytes(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ds_ckpt
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.format import disjoint
-from ds_ckpt.plan import _aligned, plan_load, plan_save
+from ds_ckpt.save_plan import _aligned, plan_load, plan_save
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 

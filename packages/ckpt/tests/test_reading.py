@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import loading
+from ds_ckpt import checkpoint_loader
 from ds_ckpt.crc import crc32
-from ds_ckpt.files import Files
+from ds_ckpt.file_reads import Files
 from ds_ckpt.format import BLOCK_BYTES, encode
 from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
 from ds_ckpt.writer import safetensors_header
@@ -105,9 +105,9 @@ def test_sixty_gigabytes_are_planned_and_partly_read_in_one_of_memory(tmp_path):
         """
         import json, resource, sys
         import torch, ds_ckpt
-        from ds_ckpt.catalog import read_manifest
-        from ds_ckpt.plan import plan_load
-        from ds_ckpt.storage import locate
+        from ds_ckpt.checkpoint_list import read_manifest
+        from ds_ckpt.save_plan import plan_load
+        from ds_ckpt.local_storage import locate
         from ds_comm.placement import Box, Interval, TensorShard
         path = sys.argv[1]
         manifest = read_manifest(locate(path))
@@ -145,17 +145,17 @@ def test_files_that_were_used_last_stay_open_and_no_more(tmp_path):
 def test_what_cannot_be_read_in_place_is_read_a_part_at_a_time(tmp_path, monkeypatch):
     state = {f"t{i}": torch.randn(50_000) for i in range(8)}
     ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
-    monkeypatch.setattr(loading, "_STAGING_BYTES", 450_000)
-    held, made = [], loading.staging
+    monkeypatch.setattr(checkpoint_loader, "_STAGING_BYTES", 450_000)
+    held, made = [], checkpoint_loader.staging
 
     def staging(local, dtype):
         target, staged = made(local, dtype)
         held.append(target.nbytes if staged else 0)
         return target, staged
 
-    monkeypatch.setattr(loading, "staging", staging)
-    groups, grouped = [], loading.staged_groups
-    monkeypatch.setattr(loading, "staged_groups", lambda *a: groups.extend(grouped(*a)) or groups)
+    monkeypatch.setattr(checkpoint_loader, "staging", staging)
+    groups, grouped = [], checkpoint_loader.staged_groups
+    monkeypatch.setattr(checkpoint_loader, "staged_groups", lambda *a: groups.extend(grouped(*a)) or groups)
     back = {name: torch.zeros(50_000, dtype=torch.float64) for name in state}
     ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back), options=ds_ckpt.LoadOptions(cast=True))
     assert all(torch.equal(back[name], t.double()) for name, t in state.items())

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
-from ds_ckpt.convert.deepspeed import open_deepspeed
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_ckpt.convert.regular import Regular, plan_flats, write_regular
-from ds_ckpt.convert.tensors import from_dict, open_checkpoint, write_checkpoint
+from ds_ckpt.convert.tensor_source import from_dict, open_checkpoint, write_checkpoint
 from ds_config.errors import CheckpointError, UnsupportedError
 
 EXPERTS = "{}.deepspeed_moe.experts.deepspeed_experts.{}.{}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ds_ckpt
 from ds_ckpt.dtypes import CODE
-from ds_ckpt.tensors import byte_view, torch_dtype
+from ds_ckpt.shard_tensors import byte_view, torch_dtype
 from ds_config.errors import CheckpointError
 
 SHAPES = [(), (0,), (1,), (17, 31), (3, 0, 5), (2, 3, 5, 7), (97,)]

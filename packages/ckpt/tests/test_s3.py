@@ -96,7 +96,7 @@ def test_a_copy_that_fails_leaves_no_object_and_the_older_checkpoint(root, monke
         return copy
 
     with monkeypatch.context() as patch:
-        patch.setattr(ds_ckpt.saving, "copier", broken)
+        patch.setattr(ds_ckpt.save_job, "copier", broken)
         with pytest.raises(CheckpointError, match="device lost"):
             ds_ckpt.save(f"{root}/s", ds_ckpt.whole(_state(2)), {"v": 2})
     assert _value(ds_ckpt.find_latest(root)) == 1

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
-from ds_ckpt import planning
-from ds_ckpt.agree import arrived, hops, moving, pack, unpack
-from ds_ckpt.catalog import read_for, read_top
+from ds_ckpt import save_planner
+from ds_ckpt.coordinator import arrived, hops, moving, pack, unpack
+from ds_ckpt.checkpoint_list import read_for, read_top
 from ds_ckpt.format import encode
-from ds_ckpt.index import Index, decode_index, encode_index
-from ds_ckpt.joining import join
-from ds_ckpt.plan import plan_save
+from ds_ckpt.checkpoint_index import Index, decode_index, encode_index
+from ds_ckpt.manifest_merge import join
+from ds_ckpt.save_plan import plan_save
 from ds_ckpt.records import Manifest
-from ds_ckpt.zones import MAX_ZONES, bounds_of, meet, zones_of
+from ds_ckpt.zone_maps import MAX_ZONES, bounds_of, meet, zones_of
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -75,10 +75,10 @@ def test_several_planners_give_every_element_one_writer(model, mesh, style, data
     world = mesh[0] * mesh[1]
     shards = [model.layout(rank, *mesh, style) for rank in range(world)]
     count = data.draw(st.integers(1, world))
-    asked, _ = routed([planning.described(own, count, world) for own in shards], world)
-    answers, tables = zip(*(planning.planned(came, rank, world) for rank, came in enumerate(asked)), strict=True)
+    asked, _ = routed([save_planner.described(own, count, world) for own in shards], world)
+    answers, tables = zip(*(save_planner.planned(came, rank, world) for rank, came in enumerate(asked)), strict=True)
     back, _ = routed(answers, world)
-    items = [planning.told(back[rank], shards[rank], rank) for rank in range(world)]
+    items = [save_planner.told(back[rank], shards[rank], rank) for rank in range(world)]
     assert sorted(itertools.chain(*tables)) == sorted(model.SHAPES)  # each tensor has one planner
     assert len({i.key for own in items for i in own}) == sum(map(len, items))
     for name, (shape, _) in model.SHAPES.items():
@@ -139,8 +139,8 @@ def test_zones_never_miss_a_piece(pieces, wanted):
 
 @pytest.fixture
 def many_planners(monkeypatch):
-    monkeypatch.setattr(planning, "SHARDS_ALONE", 0)
-    monkeypatch.setattr(planning, "SHARDS_PER_PLANNER", 1)
+    monkeypatch.setattr(save_planner, "SHARDS_ALONE", 0)
+    monkeypatch.setattr(save_planner, "SHARDS_PER_PLANNER", 1)
 
 
 LAYOUTS = [(1, 1, "flat"), (3, 1, "flat"), (2, 2, "mixed"), (4, 1, "replica")]
@@ -157,7 +157,7 @@ def test_leaves_are_written_and_read_in_every_layout(tmp_path, model):
             ).nbytes
 
         assert model.together(data * tensor, save) == [model.nbytes] * data * tensor
-        top = read_top(ds_ckpt.storage.locate(tmp_path / f"l{i}"))
+        top = read_top(ds_ckpt.local_storage.locate(tmp_path / f"l{i}"))
         assert isinstance(top, Index if data * tensor > 1 else Manifest)
         ds_ckpt.verify(tmp_path / f"l{i}")
         for other_data, other_tensor, other_style in LAYOUTS:
@@ -189,7 +189,7 @@ def test_a_rank_reads_the_leaves_it_needs(tmp_path, model):
         ds_ckpt.save(tmp_path / "a", local, {}, group=ranks)
 
     model.together(world, save)
-    manifest = read_for(ds_ckpt.storage.locate(tmp_path / "a"), flat(2))
+    manifest = read_for(ds_ckpt.local_storage.locate(tmp_path / "a"), flat(2))
     assert [f.name for f in manifest.files] == ["data-00002.safetensors"]
     assert len(ds_ckpt.inspect(tmp_path / "a").files) == world
     (tmp_path / "a" / "leaf-00005.json").write_text("{}")
@@ -301,7 +301,7 @@ def test_leaves_that_contradict_each_other_are_refused():
     kinds = {"t": ("float32", (4,))}
     index = Index(1, "", "", 16, kinds, (), {}, {})
     part = ds_ckpt.records.PartRecord(Box.whole((4,)), (ds_ckpt.records.PieceRecord(0, 0, 3, ("0" * 8,), 0),))
-    leaf = ds_ckpt.index.Leaf(
+    leaf = ds_ckpt.checkpoint_index.Leaf(
         (ds_ckpt.records.FileRecord("d", 12, 0, "0" * 8),),
         {"t": ds_ckpt.records.TensorRecord("float32", (4,), (part,))},
     )

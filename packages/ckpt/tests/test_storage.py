@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.objects import ObjectStorage
-from ds_ckpt.storage import locate
+from ds_ckpt.python_objects import ObjectStorage
+from ds_ckpt.local_storage import locate
 from ds_config.errors import CheckpointError, UnsupportedError
 
 
@@ -55,7 +55,7 @@ def test_save_find_overwrite_verify_remove(storage):
 def test_a_save_that_fails_leaves_what_was_there(storage, monkeypatch):
     _save(storage, "a", 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(ds_ckpt.saving, "encode", lambda manifest: 1 / 0)
+        patch.setattr(ds_ckpt.save_job, "encode", lambda manifest: 1 / 0)
         with pytest.raises(CheckpointError) as caught:
             _save(storage, "a", 2.0)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)

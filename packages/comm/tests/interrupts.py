@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm.arena import Arena
+from ds_comm.symmetric_arena import Arena
 from ds_comm.channels import Channels
 
 WAITS_S = 0.7

@@ -15,7 +15,7 @@ import pytest
 
 from ds_comm import cli, sweep
 from ds_comm.watch.dumps import compare, dump_name, jobs_in, new_job, read_dumps, render
-from ds_comm.watch.ring import Stamp
+from ds_comm.watch.stamp_ring import Stamp
 from ds_config.errors import CommError
 
 STAMP = Stamp("0", "world", 1, "all_reduce", "layers.0", "float32", (8,), 8, -1, 1.0, 0.0, 2.0, 1)

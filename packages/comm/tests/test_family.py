@@ -7,7 +7,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 from ds_comm import Assignment, Box, Family, Interval, assign, assignment_of, single_group
-from ds_comm.family import logical_of
+from ds_comm.reduction_group import logical_of
 from ds_config.errors import PlanError
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import init, rendezvous
+from ds_comm import process_group, store_rendezvous
 from ds_comm.launch import Launch
 from ds_config.errors import CommError
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def joined(launch: Launch, timeout_s: float = 30) -> dist.Store:
-    return rendezvous.rendezvous(launch, timeout_s)[0]
+    return store_rendezvous.rendezvous(launch, timeout_s)[0]
 
 
 def test_twenty_jobs_at_once_do_not_clash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_note_that_others_may_write_is_not_believed(folder: Path) -> None:
 
 def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in it: typed errors, within the time given, and no connection to a port that nobody named."""
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(store_rendezvous.time, "sleep", lambda seconds: None)
     rng = random.Random(0)
     note = folder / "note"
     note.touch(mode=0o600)
@@ -107,9 +107,9 @@ def test_a_drawn_note_ends_in_an_error_of_ours(folder: Path, monkeypatch: pytest
     for _ in range(5000):
         note.write_bytes(text())
         with pytest.raises(TimeoutError, match="left no note"):
-            rendezvous._read_note(note, 50e-6)
+            store_rendezvous._read_note(note, 50e-6)
     note.write_bytes(b" ".join(good))
-    assert rendezvous._read_note(note, 1.0) == (4242, "0" * 32)
+    assert store_rendezvous._read_note(note, 1.0) == (4242, "0" * 32)
 
 
 def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_job_secret_is_made_for_its_ranks_alone(folder: Path, monkeypatch: p
     told: list[tuple[dist.Store, dict[str, str]]] = []
 
     def one(rank: int) -> None:
-        told.append(rendezvous.rendezvous(replace(PAIR, job="secret", rank=rank), 30))
+        told.append(store_rendezvous.rendezvous(replace(PAIR, job="secret", rank=rank), 30))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -151,7 +151,7 @@ def ended(launch: Launch, timeout_s: float) -> None:
 
 
 def test_who_is_waited_for_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(rendezvous, "_WORD_S", 0.05)
+    monkeypatch.setattr(store_rendezvous, "_WORD_S", 0.05)
     with pytest.raises(CommError):
         joined(PAIR, timeout_s=0.2)
     assert "for rank 1, which did not come to init_distributed yet" in caplog.text
@@ -170,10 +170,10 @@ def test_a_deadline_that_was_given_bounds_the_rendezvous(monkeypatch: pytest.Mon
     if deadline is not None:
         monkeypatch.setenv("DS_COMM_DEADLINE_S", deadline)
     expected = {None: 600, "30": 30, "3": 20}[deadline]
-    assert init._rendezvous_s(None, timedelta(minutes=10)) == expected
-    assert init._rendezvous_s(None, timedelta(seconds=5)) == 5
-    assert init._rendezvous_s(0, timedelta(minutes=10)) == 600, "nobody watches"
-    assert init._rendezvous_s(25, timedelta(minutes=10)) == 25
+    assert process_group._rendezvous_s(None, timedelta(minutes=10)) == expected
+    assert process_group._rendezvous_s(None, timedelta(seconds=5)) == 5
+    assert process_group._rendezvous_s(0, timedelta(minutes=10)) == 600, "nobody watches"
+    assert process_group._rendezvous_s(25, timedelta(minutes=10)) == 25
 
 
 def test_two_ranks_of_an_mpi_launcher(forked: Callable[..., list[Any]], tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_comm import shm
-from ds_comm.arena import _slot_bytes
+from ds_comm import shm_group
+from ds_comm.symmetric_arena import _slot_bytes
 from ds_ops import _native
-from ds_ops.shm import Channel, ChannelSettings, Segment, Verb
+from ds_ops.shm_collectives import Channel, ChannelSettings, Segment, Verb
 
 native = _native.load("_cpu").module
 pytestmark = [
-    pytest.mark.skipif(bool(shm.available()), reason=f"no shm backend here: {shm.available()}"),
+    pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm backend here: {shm_group.available()}"),
     pytest.mark.skipif(not hasattr(native, "shm_refusal"), reason="the native module is older than its sources"),
 ]
 CASES = ["small", "large", "asynchronous", "message", "arena", "channel"]

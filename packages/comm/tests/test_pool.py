@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_comm.pool import Pool
+from ds_comm.buffer_pool import Pool
 
 
 def test_a_pool_hands_out_what_came_back_and_drops_the_rest():

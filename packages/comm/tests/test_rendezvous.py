@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ds_comm import rendezvous
+from ds_comm import store_rendezvous
 
 
 def free_port() -> int:
@@ -27,9 +27,9 @@ def test_a_store_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch)
             server.bind(("127.0.0.1", port))
             server.listen()
 
-    monkeypatch.setattr(rendezvous.time, "sleep", pause)
+    monkeypatch.setattr(store_rendezvous.time, "sleep", pause)
     with server:
-        rendezvous._await_server("127.0.0.1", port, 60.0)
+        store_rendezvous._await_server("127.0.0.1", port, 60.0)
         server.settimeout(60)
         connection, _ = server.accept()
         connection.close()
@@ -39,10 +39,10 @@ def test_a_store_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_store_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(store_rendezvous.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(store_rendezvous.time, "sleep", lambda seconds: None)
     with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        rendezvous._await_server("127.0.0.1", free_port(), 5.0)
+        store_rendezvous._await_server("127.0.0.1", free_port(), 5.0)
     assert next(clock) < 10
 
 
@@ -50,8 +50,8 @@ def test_a_host_that_is_not_there_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no such host")
 
-    monkeypatch.setattr(rendezvous.socket, "create_connection", refuse)
+    monkeypatch.setattr(store_rendezvous.socket, "create_connection", refuse)
     waiting = threading.Event()
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: waiting.set())
-    rendezvous._await_server("nowhere.invalid", 1, 60.0)
+    monkeypatch.setattr(store_rendezvous.time, "sleep", lambda seconds: waiting.set())
+    store_rendezvous._await_server("nowhere.invalid", 1, 60.0)
     assert not waiting.is_set()

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_comm.watch.peers import open_peer
-from ds_comm.watch.ring import OPS, Ring, RingReader
+from ds_comm.watch.side_channel import open_peer
+from ds_comm.watch.stamp_ring import OPS, Ring, RingReader
 
 
 @pytest.fixture

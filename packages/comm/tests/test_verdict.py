@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_comm.watch.ring import Stamp
+from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import Report, differs, judge, judge_wait
 
 WORLD = {"0": (0, 1, 2, 3)}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.watch.ring import Ring
+from ds_comm.watch.stamp_ring import Ring
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 

@@ -8,7 +8,7 @@ import logging
 
 import deepspeed
 import pytest
-from deepspeed._ours.accepting import accepted
+from deepspeed._ours.accepted_keys import accepted
 from deepspeed._ours.config import raw_config
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 

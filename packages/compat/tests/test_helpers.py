@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours import commands
+from deepspeed._ours import command_line
 from deepspeed._ours.raising import also, raising
 from deepspeed.elasticity import compute_elastic_config
 from deepspeed.launcher import runner
@@ -244,14 +244,14 @@ def test_a_script_may_have_local_rank_itself(order):
 
 def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     calls = []
-    monkeypatch.setattr(commands, "ds", lambda words: calls.append(words) or 0)
+    monkeypatch.setattr(command_line, "ds", lambda words: calls.append(words) or 0)
     world = runner.encode_world_info({"here": [0, 1], "there": [0]})
-    commands.launch(["--world_info", world, "--node_rank", "1", "--master_addr", "10.0.0.1", "t.py", "--x"])
-    commands.ssh(["-f", "hosts", "nvidia-smi", "-L"])
-    commands.io(["--folder", "/data", "--read", "--io_size", "1M", "--queue_depth", "8"])
-    commands.tune(["--nvme_dir", "/a", "/b", "--no_write"])
-    commands.bench(["--nproc", "2"])
-    commands.cli_main()
+    command_line.launch(["--world_info", world, "--node_rank", "1", "--master_addr", "10.0.0.1", "t.py", "--x"])
+    command_line.ssh(["-f", "hosts", "nvidia-smi", "-L"])
+    command_line.io(["--folder", "/data", "--read", "--io_size", "1M", "--queue_depth", "8"])
+    command_line.tune(["--nvme_dir", "/a", "/b", "--no_write"])
+    command_line.bench(["--nproc", "2"])
+    command_line.cli_main()
     assert calls[0] == [
         "run", "--local-rank-arg", "--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1",
         "--master-port", "29500", "t.py", "--x",
@@ -262,7 +262,7 @@ def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     assert calls[4:] == [["comm", "bench", "--nproc", "2"], ["env"]]
     file = tmp_path / "c.json"
     file.write_text(json.dumps(ELASTIC))
-    assert commands.elastic(["-c", str(file), "-w", "64"]) == 0
+    assert command_line.elastic(["-c", str(file), "-w", "64"]) == 0
     assert "train batch size: 9792" in capsys.readouterr().out
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours import activations
-from deepspeed._ours.saving import decode, encode, leave_signs, name_of_tag
+from deepspeed._ours import activation_checkpointing_api
+from deepspeed._ours.checkpoint_api import decode, encode, leave_signs, name_of_tag
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
@@ -285,7 +285,7 @@ def test_timers():
 
 @pytest.fixture
 def unconfigured(monkeypatch):
-    monkeypatch.setattr(activations, "_process", activations._Process())
+    monkeypatch.setattr(activation_checkpointing_api, "_process", activation_checkpointing_api._Process())
 
 
 def checkpointed(form, dropout=0.3):

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_compress import compression_scheduler, init_compression, redundancy_clean
-from ds_compress.exporting import export_compressed_tensors, export_gguf, export_gptq, pack_columns, pack_rows
+from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq, pack_columns, pack_rows
 from ds_compress.posttraining import Scheme, codes_of_training, gptq, linears_of, round_to_nearest
-from ds_compress.report import report_of
+from ds_compress.sparsity_report import report_of
 from ds_compress.smoothing import folds_of, scale_salient, smooth
 from ds_config.errors import PlanError, UnsupportedError
 

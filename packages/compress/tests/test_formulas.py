@@ -21,7 +21,7 @@ from ds_compress.masks import (
     top_mask,
 )
 from ds_compress.quantizers import Grid, grid_of, quantize, straight_through
-from ds_compress.schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at
+from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at
 from ds_config.errors import PlanError
 
 

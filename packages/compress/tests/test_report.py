@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_compress import Scheme, export_compressed_tensors, export_gptq, round_to_nearest
 from ds_compress.cli import main, register
-from ds_compress.report import picture, report_of, total_of
+from ds_compress.sparsity_report import picture, report_of, total_of
 from ds_config.errors import PlanError
 
 

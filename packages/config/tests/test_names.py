@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typos import single_edits
 
-from ds_config.names import distance, nearest
+from ds_config.did_you_mean import distance, nearest
 
 KEYS = [
     "train_batch_size",

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from ds_config.errors import CheckpointError, ConfigError
-from ds_data.loading import TokenLoader
+from ds_data.token_loader import TokenLoader
 from ds_data.mixing import Mixed
-from ds_data.order import Lane, Mixture, Rows, Stream, splits
-from ds_data.packing import IGNORED, FillInMiddle, Packed
+from ds_data.sample_order import Lane, Mixture, Rows, Stream, splits
+from ds_data.packed_sequences import IGNORED, FillInMiddle, Packed
 from ds_data.permutation import Permutation
 from ds_data.tokens import TokenFile
-from ds_data.writing import write_items
+from ds_data.token_writer import write_items
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_config.errors import ConfigError
-from ds_data.routing import (
+from ds_data.token_dropping import (
     Router,
     RouterConfig,
     convert_to_random_ltd,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_data.schedules import make_schedule
+from ds_data.difficulty_schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
 
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_data.checking import check_tokens
+from ds_data.file_checks import check_tokens
 from ds_data.cli import main, register
 from ds_data.codes import TABLES, fitting
-from ds_data.index import Index, pack_index, parse_index
+from ds_data.token_index import Index, pack_index, parse_index
 from ds_data.tokens import TokenFile
-from ds_data.writing import TokenWriter, write_items
+from ds_data.token_writer import TokenWriter, write_items
 
 ITEMS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 

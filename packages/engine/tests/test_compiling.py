@@ -26,10 +26,10 @@ from ds_engine.compiling import (
     default_schedule,
     resolve,
 )
-from ds_engine.compiling.deciding import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
+from ds_engine.compiling.pass_choice import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
 from ds_engine.compiling.graph import Grad, Saved
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.reading import Placed, read
+from ds_engine.compiling.graph_reader import Placed, read
 from ds_engine.compiling.rewriting import put_ends_last, rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 

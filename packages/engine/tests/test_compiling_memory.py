@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_config.errors import DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
 from ds_engine.compiling import BUILTIN, Action, Graph, Known, Node, Verb, check_schedule, default_schedule, resolve
-from ds_engine.compiling.deciding import bucket, insert, load, park, park_all, prefetch, reduce
+from ds_engine.compiling.pass_choice import bucket, insert, load, park, park_all, prefetch, reduce
 from ds_engine.compiling.graph import Grad
-from ds_engine.compiling.reading import Placed, read
+from ds_engine.compiling.graph_reader import Placed, read
 from ds_engine.compiling.rewriting import rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 

@@ -20,8 +20,8 @@ from ds_data import convert_to_random_ltd, pack_by_seqlens, write_items
 from ds_engine import Engine, shapes_of
 from ds_engine.loader import CurriculumLoader
 from ds_engine.transforms import Asked
-from ds_engine.transforms.routing import Routing
-from ds_monitor import MemorySink, names
+from ds_engine.transforms.token_routing import Routing
+from ds_monitor import MemorySink, metric_names
 
 LENGTH, WIDTH = 8, 4
 
@@ -348,6 +348,6 @@ def test_time_that_a_step_waits_for_data_is_told() -> None:
     finally:
         engine.close()
         ds_monitor.detach([sink])
-    told = [record.value for record in sink.named(names.DATA_WAIT)]
+    told = [record.value for record in sink.named(metric_names.DATA_WAIT)]
     assert len(told) == 4
     assert told[0] >= 40

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ds_config.errors import ConfigError, DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
 from ds_engine.batch import BatchRequest
-from ds_engine.elastic import elastic_batch, rank_counts
-from ds_engine.features import ElasticityConfig
+from ds_engine.elastic_batch import elastic_batch, rank_counts
+from ds_engine.feature_table import ElasticityConfig
 
 
 def section(**changes: Any) -> ElasticityConfig:

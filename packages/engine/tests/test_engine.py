@@ -15,7 +15,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
-from ds_monitor import MemorySink, names
+from ds_monitor import MemorySink, metric_names
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -304,13 +304,13 @@ def test_metrics_of_a_run_reach_a_sink_of_the_configuration(
     told: dict[str, list[float]] = {}
     for row in map(json.loads, path.with_name("a.rank0.jsonl").read_text().splitlines()):
         told.setdefault(row["name"], []).append(row["value"])
-    once_a_step = (names.LOSS, names.LR, names.GRAD_NORM)
+    once_a_step = (metric_names.LOSS, metric_names.LR, metric_names.GRAD_NORM)
     assert {name: len(told[name]) for name in once_a_step} == dict.fromkeys(once_a_step, 4)
-    assert told[names.MEMORY][0] > 0
-    assert told[names.COMM_SHARE] == [0.0] * len(told[names.STEP_TIME])  # one rank
+    assert told[metric_names.MEMORY][0] > 0
+    assert told[metric_names.COMM_SHARE] == [0.0] * len(told[metric_names.STEP_TIME])  # one rank
     assert counted is not None
     needed = 3 * counted.modules[0].flops * 2  # microbatches
-    assert told[names.MFU][0] == pytest.approx(needed / (told[names.STEP_TIME][0] / 1e3) / 1e9)
+    assert told[metric_names.MFU][0] == pytest.approx(needed / (told[metric_names.STEP_TIME][0] / 1e3) / 1e9)
 
 
 def test_what_the_engine_does_not_know_is_the_model(make_model: Make, config: Settings) -> None:

@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from ds_config.errors import PlanError
-from ds_data.order import Lane
-from ds_engine.feeding import Feed
+from ds_data.sample_order import Lane
+from ds_engine.batches import Feed
 from ds_engine.loader import ResumableLoader
 
 

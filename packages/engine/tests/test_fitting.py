@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_engine.fitting import Cluster, cluster_of, fits_of, numel_of, shapes_of_numbers
+from ds_engine.memory_fit import Cluster, cluster_of, fits_of, numel_of, shapes_of_numbers
 from ds_launcher.cli import main as ds
 
 

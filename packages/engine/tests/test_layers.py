@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import ds_engine
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.model_sections import SparseAttentionConfig
-from ds_engine.transforms.weights import CodedLinear
+from ds_engine.transforms.quantized_weights import CodedLinear
 from ds_testing import world
 
 WIDTH = 32

@@ -8,7 +8,7 @@ import torch
 
 from ds_comm import single_group
 from ds_config.errors import PlanError
-from ds_engine.losses import Ledger, SumLoss, Totals, loss_of
+from ds_engine.loss_total import Ledger, SumLoss, Totals, loss_of
 
 ONE = torch.tensor(1.5)
 

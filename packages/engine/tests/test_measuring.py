@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import ds_engine
 from ds_config.errors import ConfigError
-from ds_engine.measuring import layer_groups
-from ds_engine.orders import DS_TRIAL, Order, laid_over
-from ds_engine.trials import read_measured, write_json
+from ds_engine.trial_recorder import layer_groups
+from ds_engine.trial_spec import DS_TRIAL, Order, laid_over
+from ds_engine.trial_results import read_measured, write_json
 
 
 class Blocks(nn.Module):

@@ -15,7 +15,7 @@ import ds_ops
 from ds_comm.lossy.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ds_config.errors import DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
-from ds_engine.optimizers import FROM_MUP, check_optimizer, make_optimizer, make_torch_scheduler
+from ds_engine.optimizer_table import FROM_MUP, check_optimizer, make_optimizer, make_torch_scheduler
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]

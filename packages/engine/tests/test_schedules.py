@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_config.errors import ConfigError
-from ds_engine.schedules import (
+from ds_engine.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -19,11 +19,11 @@ import ds_ckpt.config
 import ds_monitor.config
 from ds_config import Key, dotted, keys, saying
 from ds_config.errors import DsError
-from ds_config.fields import Dead, Deprecated, Unbuilt
+from ds_config.schema_fields import Dead, Deprecated, Unbuilt
 from ds_config.shape import aliases, literals, of_field, options, retired
 from ds_engine import Config, load_config, make_plan, shapes_of
-from ds_engine.optimizers import make_optimizer
-from ds_engine.schedules import Schedule, Scheduler
+from ds_engine.optimizer_table import make_optimizer
+from ds_engine.lr_schedules import Schedule, Scheduler
 from ds_pipe import Staging
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 import ds_engine
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
-from ds_engine.build import Parts, build
-from ds_engine.degrees import with_degrees
+from ds_engine.builder import Parts, build
+from ds_engine.parallel_degrees import with_degrees
 from ds_engine.transforms import TRANSFORMS, Asked, Site, Transform, decide_all
 from ds_pipe import gpipe, mark_reduce
 
@@ -73,7 +73,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def put(*transforms: Transform[Any, Any]) -> None:
         Doubling.log.clear()
-        for place in ("ds_engine.planning.TRANSFORMS", "ds_engine.build.TRANSFORMS"):
+        for place in ("ds_engine.planner.TRANSFORMS", "ds_engine.builder.TRANSFORMS"):
             monkeypatch.setattr(place, transforms)
 
     return put

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ds_inference import Budget, Generator, Quantize, Sampling, build_hf_engine, load
-from ds_inference.loading import read_decoder
-from ds_inference.model import Cache
-from ds_ops.decoder import obstacle
+from ds_inference.model_loader import read_decoder
+from ds_inference.decoder_model import Cache
+from ds_ops.native_decoder import obstacle
 
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "built")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ds_config.errors import UnsupportedError
 from ds_inference import Sampling, load
-from ds_inference.loading import read_decoder
-from ds_inference.packed import Packed
+from ds_inference.model_loader import read_decoder
+from ds_inference.packed_checkpoints import Packed
 from ds_ops.formats import QuantTensor
 from ds_ops.quant import dequantize
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference import Quantize, RaggedConfig, RaggedEngine, Sampling, build_hf_engine, init_inference, load
-from ds_inference.loading import read_decoder
-from ds_inference.model import Decoder
+from ds_inference.model_loader import read_decoder
+from ds_inference.decoder_model import Decoder
 from ds_inference.quantize import dequantised
 from ds_ops.formats import QuantTensor
 

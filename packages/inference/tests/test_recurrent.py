@@ -12,7 +12,7 @@ import torch
 from ds_config.errors import UnsupportedError
 from ds_inference import Budget, RaggedConfig, Sampling, build_hf_engine, load
 from ds_inference.cache import States
-from ds_inference.foreign import ForeignDecoder
+from ds_inference.hf_runner import ForeignDecoder
 from ds_inference.sampling import derive_seed
 
 transformers = pytest.importorskip("transformers", minversion="5.24")

@@ -12,8 +12,8 @@ from torch.utils import _pytree
 
 from ds_config.errors import UnsupportedError
 from ds_inference import Sampling, init_inference, load
-from ds_inference.model import replay_obstacle
-from ds_inference.replay import Recorded, cuda_graph
+from ds_inference.decoder_model import replay_obstacle
+from ds_inference.cuda_graphs import Recorded, cuda_graph
 
 PROMPTS = [[5, 9, 2], [7] * 40, [1], [3, 4], [8] * 17]
 HOWS = [Sampling(max_new_tokens=n, temperature=t, seed=3) for n, t in ((6, 0), (30, 0), (12, 0.8), (3, 0), (20, 0))]

@@ -358,11 +358,11 @@ def test_serve_ends_with_the_error_of_an_engine_that_fails(folder, monkeypatch):
     """A supervisor then starts it again."""
     import argparse
 
-    from ds_inference import cli_serve, loading
+    from ds_inference import cli_serve, model_loader
 
     engine = load(folder, tokenizer=read_tokenizer(folder))
     engine.decoder.forward = None
-    monkeypatch.setattr(loading, "load", lambda *args, **more: engine)
+    monkeypatch.setattr(model_loader, "load", lambda *args, **more: engine)
     parser = argparse.ArgumentParser()
     cli_serve.register(parser)
     with socket.socket() as probe:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds_inference import sharding as s
+from ds_inference import head_sharding as s
 
 SIZE = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_launcher.blame import Ending, closing_lines, exit_status, explain, failed_at, first_failure, starts_traceback
+from ds_launcher.failures import Ending, closing_lines, exit_status, explain, failed_at, first_failure, starts_traceback
 
 
 def test_the_traceback_comes_before_the_exit() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ds_launcher.forked import forkable, imports_of, shared_env
-from ds_launcher.plan import Process
+from ds_launcher.launch_plan import Process
 
 if TYPE_CHECKING:
     from conftest import Sandbox

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_launcher.heartbeat import CENTRE, LAUNCHER, Heartbeats, Line, Message, Told, decode_message, encode_message
-from ds_launcher.plan import Launch, Watch, from_json, to_json
+from ds_launcher.launch_plan import Launch, Watch, from_json, to_json
 
 NAMES = ("alpha", "beta", "gamma")
 

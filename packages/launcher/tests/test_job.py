@@ -14,8 +14,8 @@ from ds_config.errors import ConfigError
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import Facts, make_launch, remote_hosts
-from ds_launcher.options import RunOptions, joined, options_of, parse_nnodes, register, without_option
-from ds_launcher.plan import Launch, Process, describe, from_json, to_json
+from ds_launcher.launch_options import RunOptions, joined, options_of, parse_nnodes, register, without_option
+from ds_launcher.launch_plan import Launch, Process, describe, from_json, to_json
 
 FACTS = Facts(
     env={}, hostname="head", cores=8, devices=Devices(), python="/venv/bin/python", cwd="/home/me/my job",
@@ -279,7 +279,7 @@ def test_elastic_hands_everything_to_the_agent() -> None:
     line = "--nnodes 1:4 --nproc 2 --max-restarts 3 --rdzv-endpoint h:1 --local-rank-arg t.py a"
     (process,) = launch(line).processes
     spec = json.loads(process.argv[-1])
-    assert process.argv[1:4] == ("-P", "-m", "ds_launcher.elastic")
+    assert process.argv[1:4] == ("-P", "-m", "ds_launcher.elastic_launch")
     assert (spec["min_nodes"], spec["max_nodes"], spec["nproc"], spec["max_restarts"]) == (1, 4, 2, 3)
     assert (spec["endpoint"], spec["run_id"], spec["local_rank_arg"]) == ("h:1", "ds", True)
     assert spec["command"] == ["/venv/bin/python", "-u", "t.py", "a"]

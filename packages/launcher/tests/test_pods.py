@@ -9,7 +9,7 @@ import pytest
 from ds_config.errors import ConfigError, LaunchError
 from ds_launcher import pods
 from ds_launcher.cli import main
-from ds_launcher.options import RunOptions
+from ds_launcher.launch_options import RunOptions
 from ds_launcher.pods import await_name, in_pod, pod_options
 
 OPTIONS = RunOptions("train.py")

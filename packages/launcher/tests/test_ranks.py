@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError, LaunchError
 from ds_launcher.ports import hold_port
-from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
+from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8))

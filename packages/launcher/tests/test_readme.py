@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_launcher.commands.run import register
-from ds_launcher.options import options_of
+from ds_launcher.launch_options import options_of
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

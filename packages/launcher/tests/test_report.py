@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ds_config.reporting import GROUP, Check, Report, Table, Verdict
-from ds_launcher import reporting
+from ds_config.report_tables import GROUP, Check, Report, Table, Verdict
+from ds_launcher import launch_report
 from ds_launcher.cli import main
 from ds_launcher.commands import report as command
 
@@ -42,7 +42,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert group == GROUP
         return [EntryPoint(name, f"parts_of_a_test:{name}", group) for name in names]
 
-    monkeypatch.setattr(reporting, "entry_points", entry_points)
+    monkeypatch.setattr(launch_report, "entry_points", entry_points)
     return names
 
 
@@ -50,7 +50,7 @@ def test_the_same_thing_is_told_once_by_the_graver_verdict() -> None:
     one = Report((Check("system", "cores", Verdict.INFO, "8"), Check("device", "visible", Verdict.INFO, "none")))
     two = Report((Check("system", "cores", Verdict.INFO, "9"), Check("device", "visible", Verdict.BROKEN, "driver")))
     three = Report((Check("system", "memory", Verdict.INFO, "1 GiB"),), data={"x": 1})
-    found = reporting.merged([one, two, three])
+    found = launch_report.merged([one, two, three])
     assert [(c.section, c.name, c.found) for c in found.checks] == [
         ("system", "cores", "8"),
         ("system", "memory", "1 GiB"),

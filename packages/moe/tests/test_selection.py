@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 from ds_moe import Selection, balance_bias, balance_loss, capacity_of, jitter, select, z_loss
-from ds_moe.losses import entropy
+from ds_moe.balancing_losses import entropy
 from ds_moe.noise import Stream
 
 RULES = [

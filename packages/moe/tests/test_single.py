@@ -10,7 +10,7 @@ from ds_comm import MeshSpec
 from ds_config.errors import PlanError
 from ds_moe import MoE, Selection, expert_load, place_ranks, report_load, select, utils
 from ds_moe.dispatch import exchange_of, reorder, through_experts
-from ds_moe.places import alone
+from ds_moe.expert_groups import alone
 from ds_monitor import MemorySink, configure, shutdown
 
 

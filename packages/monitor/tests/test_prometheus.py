@@ -12,7 +12,7 @@ import pytest
 import ds_config
 import ds_monitor as m
 from ds_config.errors import ConfigError
-from ds_monitor import names
+from ds_monitor import metric_names
 from ds_monitor.config import MonitorConfig, make_sinks
 from ds_monitor.sinks.prometheus import metric_name
 
@@ -30,8 +30,8 @@ def parsed(text: str) -> dict[str, tuple[float, dict[str, str]]]:
 def report() -> None:
     for step in (1, 2):
         m.set_step(step, samples=8 * step)
-        m.gauge(names.LOSS, math.nan if step == 1 else 0.5)
-        m.counter(names.TOKENS, 100)
+        m.gauge(metric_names.LOSS, math.nan if step == 1 else 0.5)
+        m.counter(metric_names.TOKENS, 100)
         with m.span("engine/forward", unit="x"):
             pass
 

@@ -16,8 +16,8 @@ import pytest
 
 import ds_monitor as m
 from ds_config.errors import UnsupportedError
-from ds_monitor import Kind, names
-from ds_monitor.sinks.base import ScalarSink
+from ds_monitor import Kind, metric_names
+from ds_monitor.sinks.sink import ScalarSink
 from ds_monitor.sinks.progress import duration
 
 
@@ -31,10 +31,10 @@ def train(first: int = 1, last: int = 3) -> None:
     for step in range(first, last + 1):
         m.set_step(step, samples=8 * step)
         with m.span("forward", micro=0):
-            m.gauge(names.LOSS, 99.0)  # replaced by the second value of the step
-        m.gauge(names.LOSS, 1 / step)
-        m.counter(names.TOKENS, 60)
-        m.counter(names.TOKENS, 40)
+            m.gauge(metric_names.LOSS, 99.0)  # replaced by the second value of the step
+        m.gauge(metric_names.LOSS, 1 / step)
+        m.counter(metric_names.TOKENS, 60)
+        m.counter(metric_names.TOKENS, 40)
     m.shutdown()
 
 
@@ -52,12 +52,12 @@ def test_scalar_sinks_get_one_value_per_name_and_step() -> None:
     m.configure([sink])
     train()
     assert sink.seen == [
-        (names.LOSS, 1.0, 1),
-        (names.TOKENS, 100.0, 1),
-        (names.LOSS, 0.5, 2),
-        (names.TOKENS, 200.0, 2),
-        (names.LOSS, 1 / 3, 3),
-        (names.TOKENS, 300.0, 3),
+        (metric_names.LOSS, 1.0, 1),
+        (metric_names.TOKENS, 100.0, 1),
+        (metric_names.LOSS, 0.5, 2),
+        (metric_names.TOKENS, 200.0, 2),
+        (metric_names.LOSS, 1 / 3, 3),
+        (metric_names.TOKENS, 300.0, 3),
     ]
 
 
@@ -122,8 +122,8 @@ def test_tensorboard_reads_back_scalars_and_the_events_text(tmp_path: Path) -> N
     train()
     board = accumulators.EventAccumulator(str(tmp_path))
     board.Reload()
-    assert [(s.step, s.value) for s in board.Scalars(names.TOKENS)] == [(8, 100.0), (16, 200.0), (24, 300.0)]
-    assert [s.value for s in board.Scalars(names.LOSS)] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [(s.step, s.value) for s in board.Scalars(metric_names.TOKENS)] == [(8, 100.0), (16, 200.0), (24, 300.0)]
+    assert [s.value for s in board.Scalars(metric_names.LOSS)] == pytest.approx([1.0, 0.5, 1 / 3])
     assert b'"stage": 2' in board.Tensors("config")[0].tensor_proto.string_val[0]
 
 
@@ -152,7 +152,7 @@ def test_progress_knows_no_loss_before_one_is_reported() -> None:
     with m.span("engine/forward"):
         pass
     m.set_step(1)
-    m.gauge(names.LOSS, math.nan)
+    m.gauge(metric_names.LOSS, math.nan)
     m.set_step(2)
     lines = [line.split("  ")[:2] for line in out.getvalue().splitlines()]
     assert lines == [["step 0/3", "loss ?"], ["step 1/3", "loss nan"]]
@@ -214,7 +214,7 @@ def test_wandb_gets_one_row_a_step_on_its_own_axis(monkeypatch: pytest.MonkeyPat
     run = runs[0]
     assert run.options == {"project": "p", "entity": "team"}
     assert run.metrics == [("Train/samples", None), ("*", "Train/samples")]
-    assert run.logged[1] == {names.LOSS: 0.5, names.TOKENS: 200.0, "Train/samples": 16}
+    assert run.logged[1] == {metric_names.LOSS: 0.5, metric_names.TOKENS: 200.0, "Train/samples": 16}
     assert len(run.logged) == 3
     assert run.configured == {"config": {"stage": "2"}}
     assert run.finished
@@ -256,7 +256,7 @@ def test_comet_is_thinned_by_samples(monkeypatch: pytest.MonkeyPatch, interval: 
     assert options == {"project": "p"}
     assert experiment.name == "n"
     assert [step for step, _ in experiment.sent] == steps
-    assert experiment.sent[0][1] == {names.LOSS: 1.0, names.TOKENS: 100.0}
+    assert experiment.sent[0][1] == {metric_names.LOSS: 1.0, metric_names.TOKENS: 100.0}
     assert experiment.parameters == ("config", {"stage": "2"})
     assert experiment.ended
 

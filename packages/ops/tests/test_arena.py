@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ops.arena import HUGE_PAGE_BYTES, make_huge, trim, zeros_huge
+from ds_ops.host_arena import HUGE_PAGE_BYTES, make_huge, trim, zeros_huge
 
 
 def test_views_are_zero_disjoint_and_writable() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_config.errors import KernelError
-from ds_ops import cli_ops, places
-from ds_ops.build import Plan, build, first_error, missing_tools, plan
+from ds_ops import cli_ops, module_cache
+from ds_ops.build_native import Plan, build, first_error, missing_tools, plan
 from ds_ops.toolchain import Tool, find_tools
 
 _CMAKE = """
@@ -40,10 +40,10 @@ def small(tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DS_OPS_CACHE", str(tmp_path / "cache"))
     sources = tmp_path / "sources"
     sources.mkdir()
-    name = places.module_file("_cpu")
+    name = module_cache.module_file("_cpu")
     (sources / "CMakeLists.txt").write_text(_CMAKE.format(log=tmp_path / "log", name=name))
     (sources / "one.cpp").write_text("int one() { return 1; }\n")
-    monkeypatch.setattr(places, "source_dir", lambda: sources)
+    monkeypatch.setattr(module_cache, "source_dir", lambda: sources)
     return plan("cpu", sources, tools)
 
 
@@ -52,7 +52,7 @@ def test_a_build_is_made_once_and_found_again(small: Plan, tmp_path: Path) -> No
     first = build(small, say=said.append)
     assert first.fresh
     assert said == ["configuring", "compiling", "installing"]
-    assert places.built_modules("_cpu") == [first.module]
+    assert module_cache.built_modules("_cpu") == [first.module]
     assert not build(small).fresh
     assert build(small, force=True).fresh
     assert (tmp_path / "log").read_text() == "configured\n" * 2
@@ -61,11 +61,11 @@ def test_a_build_is_made_once_and_found_again(small: Plan, tmp_path: Path) -> No
 
 def test_a_build_of_other_sources_is_never_loaded(small: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(small).module
-    assert places.built_modules("_cpu") == [made]
+    assert module_cache.built_modules("_cpu") == [made]
     (tmp_path / "sources" / "one.cpp").write_text("int one() { return 2; }\n")
-    assert places.built_modules("_cpu") == []
-    monkeypatch.setattr(places, "source_dir", lambda: None)  # nothing says what it should be of
-    assert places.built_modules("_cpu") == [made]
+    assert module_cache.built_modules("_cpu") == []
+    monkeypatch.setattr(module_cache, "source_dir", lambda: None)  # nothing says what it should be of
+    assert module_cache.built_modules("_cpu") == [made]
 
 
 _NVCC = {
@@ -78,7 +78,7 @@ _NVCC = {
 
 @pytest.mark.parametrize("how", list(_NVCC))
 def test_an_nvcc_that_does_not_work_costs_no_cpu_kernel(how: str, tmp_path: Path, tools: dict[str, Tool]) -> None:
-    sources = places.source_dir()
+    sources = module_cache.source_dir()
     if sources is None:
         pytest.skip("this installation carries no native sources")
     nvcc = tmp_path / "bin" / "nvcc"
@@ -135,7 +135,7 @@ def test_a_compiler_that_does_not_work_is_named(small: Plan, monkeypatch: pytest
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from ds_ops.build import locked
+from ds_ops.build_native import locked
 with locked(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(60)
@@ -167,7 +167,7 @@ def test_a_killed_builder_leaves_nothing_that_blocks(small: Plan) -> None:
 _BUILDER = """
 import os, sys
 from pathlib import Path
-from ds_ops.build import build, plan
+from ds_ops.build_native import build, plan
 from ds_ops.toolchain import find_tools
 print(build(plan("cpu", Path(sys.argv[1]), find_tools(os.environ))).fresh)
 """

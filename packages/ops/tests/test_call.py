@@ -9,7 +9,7 @@ import torch
 
 from ds_config.errors import KernelError
 from ds_ops import UpdateSpec, UpdateTensors, convert, fill, sum_squares, update
-from ds_ops.rules import Rule
+from ds_ops.update_rules import Rule
 
 pytestmark = pytest.mark.usefixtures("native")
 SPEC = UpdateSpec(Rule.LION, (1.0, 0.9, 0.1, 0.99, 0.01, 0.1))

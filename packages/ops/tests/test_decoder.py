@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_config.errors import KernelError
-from ds_ops.decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, Packed, obstacle, pack
+from ds_ops.native_decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, Packed, obstacle, pack
 from ds_ops.formats import FP8_E4M3, INT4, INT8
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight

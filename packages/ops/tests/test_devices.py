@@ -25,7 +25,7 @@ from ds_ops import (
     sum_squares,
     update,
 )
-from ds_ops.catalog import every_op
+from ds_ops.all_ops import every_op
 from ds_ops.formats import (
     FP4_E2M1,
     FP6_E3M2,
@@ -44,8 +44,8 @@ from ds_ops.norms import add_rms_norm, rms_norm
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.reference import norms as norms_reference
 from ds_ops.reference import quant as quant_reference
-from ds_ops.reference import update as update_reference
-from ds_ops.rules import AdamHyper, adam_coefficients, lamb_coefficients, lion_coefficients, sgd_coefficients
+from ds_ops.reference import reference_update as update_reference
+from ds_ops.update_rules import AdamHyper, adam_coefficients, lamb_coefficients, lion_coefficients, sgd_coefficients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HYPER = AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_config.reporting import Report
-from ds_ops import machine, reporting, toolchain
+from ds_config.report_tables import Report
+from ds_ops import machine, ops_report, toolchain
 from ds_ops.doctor import Check, Diagnosis, OpRow, Verdict, diagnose
 from ds_ops.machine import Machine, Stage, parse_stages, read_machine, run_probe
-from ds_ops.reporting import report, report_of
+from ds_ops.ops_report import report, report_of
 from ds_ops.toolchain import Tool
 
 
@@ -222,7 +222,7 @@ def test_report_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_quick_report_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "read_machine", lambda: pytest.fail("looked at the machine"))
+    monkeypatch.setattr(ops_report, "read_machine", lambda: pytest.fail("looked at the machine"))
     assert report(quick=True) == Report()
 
 

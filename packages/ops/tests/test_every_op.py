@@ -24,31 +24,31 @@ from torch import Tensor
 
 import ds_ops
 from ds_config.errors import DsError
-from ds_ops import rules, updating
-from ds_ops.activations import bias_gelu, geglu, swiglu
+from ds_ops import update_rules, apply_update
+from ds_ops.activation_functions import bias_gelu, geglu, swiglu
 from ds_ops.attention import evoformer_attention, masked_softmax
-from ds_ops.catalog import every_op
-from ds_ops.decoder import Inputs, pack
+from ds_ops.all_ops import every_op
+from ds_ops.native_decoder import Inputs, pack
 from ds_ops.formats import INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
 from ds_ops.packed_linear import packed_linear
-from ds_ops.partials import View, partial_attention, partial_attention_grad
-from ds_ops.places import source_dir
+from ds_ops.partial_attention import View, partial_attention, partial_attention_grad
+from ds_ops.module_cache import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.quant_linear import quantize_weight, quantized_linear
 from ds_ops.rotary import rotary_tables, rotate
-from ds_ops.routing import Permutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
-from ds_ops.rows import gather_rows, gather_sum
+from ds_ops.moe_routing import Permutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
+from ds_ops.row_ops import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
 from ds_ops.stream import copy_ranges
-from ds_ops.summing import sum_sources
+from ds_ops.reduce import sum_sources
 from ds_ops.token_drop import gather_tokens, scatter_tokens
-from ds_ops.updating import UpdateSpec, UpdateTensors
+from ds_ops.apply_update import UpdateSpec, UpdateTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 4e-6, torch.float64: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-HYPER = rules.AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)
+HYPER = update_rules.AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ def same_shape(count: int) -> Callable[[Draw], Tensors]:
     return lambda d: tuple(d.tensor(d.rows, d.n, seed=i) for i in range(count))
 
 
-def stepped(rule: rules.Rule, coefficients: tuple[float, ...], states: int) -> Case:
+def stepped(rule: update_rules.Rule, coefficients: tuple[float, ...], states: int) -> Case:
     def make(d: Draw) -> Tensors:
         moments = [d.tensor(d.rows, d.n, dtype=torch.float32, seed=i).abs() for i in range(states)]
         return (d.tensor(d.rows, d.n), d.tensor(d.rows, d.n, seed=9), *moments)
 
     def call(p: Tensor, g: Tensor, *moments: Tensor) -> Sequence[Tensor]:
-        updating.update(UpdateSpec(rule, coefficients, 0.5), UpdateTensors([p], [g], tuple([m] for m in moments), ()))
+        apply_update.update(UpdateSpec(rule, coefficients, 0.5), UpdateTensors([p], [g], tuple([m] for m in moments), ()))
         return (p, *moments)
 
     return Case(make, call, grads=False)
@@ -105,14 +105,14 @@ def stepped(rule: rules.Rule, coefficients: tuple[float, ...], states: int) -> C
 
 def lamb(apply: bool, inside: bool = False) -> Case:
     def call(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
-        spec = UpdateSpec(rules.Rule.LAMB_MOMENTS, rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
+        spec = UpdateSpec(update_rules.Rule.LAMB_MOMENTS, update_rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
         tensors = UpdateTensors([p], [g], ([m], [v]), ())
         if not apply:
-            return (updating.lamb_moments(spec, tensors), m, v)
-        updating.lamb_apply(replace(spec, rule=rules.Rule.LAMB_APPLY), tensors, torch.full((1,), 0.7))
+            return (apply_update.lamb_moments(spec, tensors), m, v)
+        apply_update.lamb_apply(replace(spec, rule=update_rules.Rule.LAMB_APPLY), tensors, torch.full((1,), 0.7))
         return (p,)
 
-    return Case(stepped(rules.Rule.ADAM, (), 2).make, call, grads=False)
+    return Case(stepped(update_rules.Rule.ADAM, (), 2).make, call, grads=False)
 
 
 def quantized(d: Draw, spec: QuantSpec, rows: int) -> QuantTensor:
@@ -380,11 +380,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "unpermute": [with_permutation(unpermute, 2, weights=True)],
     "update": [
-        stepped(rules.Rule.ADAM, rules.adam_coefficients(HYPER, 3), 2),
-        stepped(rules.Rule.LION, rules.lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
-        stepped(rules.Rule.ADAGRAD, rules.adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
-        stepped(rules.Rule.SGD, rules.sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
-        stepped(rules.Rule.SGD_PLAIN, rules.sgd_plain_coefficients(1e-2, 0.1), 0),
+        stepped(update_rules.Rule.ADAM, update_rules.adam_coefficients(HYPER, 3), 2),
+        stepped(update_rules.Rule.LION, update_rules.lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
+        stepped(update_rules.Rule.ADAGRAD, update_rules.adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
+        stepped(update_rules.Rule.SGD, update_rules.sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
+        stepped(update_rules.Rule.SGD_PLAIN, update_rules.sgd_plain_coefficients(1e-2, 0.1), 0),
     ],
 }
 LEAST_N = {

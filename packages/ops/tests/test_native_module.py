@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from ds_config.errors import KernelError
-from ds_ops import _call, _native, places
+from ds_ops import _call, _native, module_cache
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_damaged_module_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder.mkdir(parents=True)
     (folder / f"_broken{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"not a library")
     monkeypatch.setenv("DS_OPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(places, "source_dir", lambda: None)  # no sources that it could not be of
+    monkeypatch.setattr(module_cache, "source_dir", lambda: None)  # no sources that it could not be of
     loaded = _native.load("_broken")
     assert loaded.module is None
     assert "does not load" in loaded.reason

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_config.errors import KernelError
-from ds_ops.partials import View, merge_partial, partial_attention, partial_attention_grad
+from ds_ops.partial_attention import View, merge_partial, partial_attention, partial_attention_grad
 from ds_ops.sparse_attention import Sparsity
 
 few = settings(max_examples=30, deadline=None)

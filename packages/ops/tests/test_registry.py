@@ -9,7 +9,7 @@ import torch
 
 from ds_config.errors import KernelError, UnsupportedError
 from ds_ops import _native, registry
-from ds_ops.catalog import every_op
+from ds_ops.all_ops import every_op
 from ds_ops.registry import Backend, Op
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops.capacity import padded_rows, within_capacity
-from ds_ops.routing import permute, pulls_of, regroup, sort_slots, unpermute
-from ds_ops.rows import gather_rows, gather_sum
+from ds_ops.moe_routing import permute, pulls_of, regroup, sort_slots, unpermute
+from ds_ops.row_ops import gather_rows, gather_sum
 
 few = settings(max_examples=40, deadline=None)
 

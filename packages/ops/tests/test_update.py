@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ops import Rule, UpdateSpec, UpdateTensors, _native, foreach, lamb_apply, lamb_moments, reference, update
-from ds_ops.rules import (
+from ds_ops.update_rules import (
     AdamHyper,
     adagrad_coefficients,
     adam_coefficients,
@@ -192,7 +192,7 @@ def test_copy_is_the_cast_of_the_stored_parameter(ulps: Callable[[Tensor, Tensor
 PROGRAM = """
 import hashlib, sys, torch
 from ds_ops import Rule, UpdateSpec, UpdateTensors, sum_squares, update, convert
-from ds_ops.rules import AdamHyper, adam_coefficients
+from ds_ops.update_rules import AdamHyper, adam_coefficients
 g = torch.Generator().manual_seed(3)
 h = hashlib.sha256()
 torch.set_num_threads(int(sys.argv[1]))

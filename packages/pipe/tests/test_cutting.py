@@ -19,7 +19,7 @@ from ds_pipe import (
     profile_layers,
 )
 from ds_pipe.partition import balanced, matching, uniform
-from ds_pipe.wire import Link, Signature, describe
+from ds_pipe.stage_link import Link, Signature, describe
 
 
 @pytest.mark.parametrize("seed", range(60))

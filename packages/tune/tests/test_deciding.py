@@ -15,7 +15,7 @@ from torch import nn
 from ds_config.errors import ConfigError
 from ds_engine import load_config, shapes_of
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.trials import LayerFacts, Link, Measured
+from ds_engine.trial_results import LayerFacts, Link, Measured
 from ds_tune import (
     Budget,
     Candidate,
@@ -32,10 +32,10 @@ from ds_tune import (
     halving,
     predict,
 )
-from ds_tune.asking import parse_setting
-from ds_tune.predicting import traffic_of
+from ds_tune.request import parse_setting
+from ds_tune.cost_model import traffic_of
 from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, STAGE
-from ds_tune.writing import best_text, explained, rows_of, summary_text
+from ds_tune.results_writer import best_text, explained, rows_of, summary_text
 
 CONFIG: Mapping[str, Any] = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 SPACE: Mapping[str, Sequence[Any]] = {MICRO: (1, 2, 4, 8), STAGE: (0, 1, 2, 3), CHECKPOINTED: ((), ("*",))}

@@ -13,12 +13,12 @@ from torch import nn
 
 from ds_config.errors import ConfigError, LaunchError
 from ds_engine import load_config, shapes_of
-from ds_engine.trials import Measured, write_json
+from ds_engine.trial_results import Measured, write_json
 from ds_launcher.cli import main as ds
 from ds_tune.autotuner import ResourceManager, get_val_by_key, set_val_by_key
 from ds_tune.cli import HELP
-from ds_tune.picture import draw
-from ds_tune.trials import Job, command_of, ended, script_words
+from ds_tune.tuning_plot import draw
+from ds_tune.trial_runner import Job, command_of, ended, script_words
 
 # What an engine does of a trial, without one: a step of this machine takes 1 ms, and 2 ms for each microbatch.
 SCRIPT = """
@@ -196,13 +196,13 @@ def test_bad_input_is_told(folder: Path, capsys: pytest.CaptureFixture[str], wor
 
 
 def test_no_space_for_results_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_tune import trials
+    from ds_tune import trial_runner
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trials, "write_json", full)
-    with pytest.raises(LaunchError, match="no space") as caught, trials._writing(folder):
+    monkeypatch.setattr(trial_runner, "write_json", full)
+    with pytest.raises(LaunchError, match="no space") as caught, trial_runner._writing(folder):
         full()
     assert caught.value.code == "tune-results"
 

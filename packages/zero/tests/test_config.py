@@ -12,7 +12,7 @@ from ds_ops.io import IOSettings
 from ds_zero import Nodes, Placement, ShardOptions, UnitPolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
-from ds_zero.policies.wire import EXACT, QGZ, QWZ, Correction, Wire
+from ds_zero.policies.quantized_comm import EXACT, QGZ, QWZ, Correction, Wire
 
 
 class Document(StrictModel):

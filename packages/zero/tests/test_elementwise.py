@@ -16,8 +16,8 @@ from torch import nn
 import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
-from ds_zero.update import inner, probe
-from ds_zero.update.inner import habits_of
+from ds_zero.update import wrapped_optimizer, probe
+from ds_zero.update.wrapped_optimizer import habits_of
 
 sys.path.append(str(Path(__file__).parent / "world"))
 import foreign
@@ -149,7 +149,7 @@ def test_few_tensors_of_bounded_size_are_stepped():
 
 
 def test_groups_that_differ_in_their_rates_only_are_asked_once():
-    with mock.patch.object(inner, "ask", wraps=probe.ask) as asked:
+    with mock.patch.object(wrapped_optimizer, "ask", wraps=probe.ask) as asked:
         groups = [{"params": params(), "lr": 1e-3 + i * 1e-4} for i in range(5)]
         groups += [{"params": params(), "lr": 1e-6}, {"params": params(), "weight_decay": 0.1}]
         found = habits_of(torch.optim.AdamW(groups, lr=1e-3), None)

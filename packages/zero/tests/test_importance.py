@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
 from ds_zero.config import ZenFlowConfig
-from ds_zero.policies.importance import Calendar, Importance, Votes, columns_of, top_columns
+from ds_zero.policies.zenflow import Calendar, Importance, Votes, columns_of, top_columns
 
 
 @settings(deadline=None)

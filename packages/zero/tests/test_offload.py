@@ -9,9 +9,9 @@ import pytest
 from ds_accel import HostMemory
 from ds_config.errors import PlanError
 from ds_zero import Placement, ShardOptions, plan
-from ds_zero.layout.options import placed_numel
+from ds_zero.layout.shard_options import placed_numel
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
-from ds_zero.runtime import sharding
+from ds_zero.runtime import sharded_model
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 
 def test_more_than_the_host_has_is_refused() -> None:
     few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
-    with mock.patch.object(sharding, "host_memory", return_value=few):
-        assert sharding.room_refusal(1 << 19, 2, what="nothing") == ""
-        assert "2 ranks of this host would keep 640 KiB each" in sharding.room_refusal(5 << 17, 2, what="the plan")
+    with mock.patch.object(sharded_model, "host_memory", return_value=few):
+        assert sharded_model.room_refusal(1 << 19, 2, what="nothing") == ""
+        assert "2 ranks of this host would keep 640 KiB each" in sharded_model.room_refusal(5 << 17, 2, what="the plan")

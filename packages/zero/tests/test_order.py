@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_zero.runtime.order import GatherOrder, ReduceOrder
+from ds_zero.runtime.gather_order import GatherOrder, ReduceOrder
 
 
 def run(order, needs):

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_comm.hosted import Slot
+from ds_comm.shm_units import Slot
 from ds_zero.layout.elements import plan_layout, plan_sums
-from ds_zero.layout.options import PLAIN
-from ds_zero.runtime.reduction import Posting
+from ds_zero.layout.shard_options import PLAIN
+from ds_zero.runtime.reduce_strategies import Posting
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from(["flat", "dim0", "whole"])
@@ -75,7 +75,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
     least = data.draw(st.integers(1, 20))
     postings, expected = [], torch.zeros(layout.numel)
     for rank in range(world):
-        with mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", least):
+        with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", least):
             posting = posting_of(layout, rows, rank)
         grads = {}
         for i, slot in enumerate(layout.slots):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_zero.layout.precision import LossScale, Precision, PrecisionRule, next_scale
+from ds_zero.layout.dtypes_plan import LossScale, Precision, PrecisionRule, next_scale
 
 
 def scales(rule, overflows):

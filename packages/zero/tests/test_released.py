@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero.runtime import released as answers
-from ds_zero.runtime.released import Placeholder, Released, keep, placeholder_of, release, restore, unkeep
+from ds_zero.runtime import sharded_parameter as answers
+from ds_zero.runtime.sharded_parameter import Placeholder, Released, keep, placeholder_of, release, restore, unkeep
 
 
 class Keeper(answers.Keeper):

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.arena import Arena, Wish
+from ds_comm.symmetric_arena import Arena, Wish
 from ds_comm.lossy.onebit import OnebitAdam
 from ds_comm.lossy.signs import SignErrors
 from ds_comm.watch.recorder import start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
-from ds_ops.arena import zeros_huge
-from ds_ops.shm import combine
+from ds_ops.host_arena import zeros_huge
+from ds_ops.shm_collectives import combine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "examples" / "train_gpt"))
 from data import Blocks, read_text

@@ -129,9 +129,9 @@ class Least(nn.Module):
         self.gate, self.places = layer.deepspeed_moe.gate, layer.deepspeed_moe.places
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from ds_moe.pulling import way_of
-        from ds_ops.routing import sort_slots
-        from ds_ops.rows import gather_sum
+        from ds_moe.shm_dispatch import way_of
+        from ds_ops.moe_routing import sort_slots
+        from ds_ops.row_ops import gather_sum
 
         with torch.no_grad():
             routed = self.gate(x)

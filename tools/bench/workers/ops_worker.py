@@ -50,7 +50,7 @@ def deepspeed_case(sizes: list[int]) -> Case:
 
 
 def ours_case(sizes: list[int], *, arena: bool) -> Case:
-    from ds_ops.arena import zeros_huge
+    from ds_ops.host_arena import zeros_huge
     from ds_ops.optim import AdamW
 
     if arena:
@@ -67,7 +67,7 @@ def ours_case(sizes: list[int], *, arena: bool) -> Case:
 def ours_fused() -> Case:
     """bf16 gradients in, bf16 parameters out: norm, then unscale + clip + step + cast + zero in one pass."""
     from ds_ops import grad_norm
-    from ds_ops.arena import zeros_huge
+    from ds_ops.host_arena import zeros_huge
     from ds_ops.optim import AdamW, Fusion
 
     (master,), (grad,), (low,) = (zeros_huge([N], d, stream=s) for d, s in
@@ -106,7 +106,7 @@ def sequence(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
 
 def triad(streaming: bool) -> Case:
     from ds_ops import _call
-    from ds_ops.arena import zeros_huge
+    from ds_ops.host_arena import zeros_huge
 
     a, b, c = (zeros_huge([N], torch.float32, stream=s)[0].fill_(1.0) for s in range(3))
     run, where = _call.native().triad, [_call.address(t) for t in (a, b, c)]
@@ -117,7 +117,7 @@ def triad(streaming: bool) -> Case:
 def one_way(op: str) -> Case:
     """Nothing but reading, or writing, N elements in huge pages."""
     import ds_ops
-    from ds_ops.arena import zeros_huge
+    from ds_ops.host_arena import zeros_huge
 
     x = zeros_huge([N], torch.float32)[0].fill_(0.5)
     return (lambda: ds_ops.sum_squares(x)) if op == "read" else (lambda: ds_ops.fill(x, 0.5))
@@ -126,7 +126,7 @@ def one_way(op: str) -> Case:
 def pass_case(op: str) -> Case:
     """One pass of ours over N elements in huge pages."""
     import ds_ops
-    from ds_ops.arena import zeros_huge
+    from ds_ops.host_arena import zeros_huge
 
     (x,), (y,), (low,) = (zeros_huge([N], d, stream=s) for d, s in
                           ((torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 2)))  # fmt: skip

@@ -2,11 +2,11 @@
 
 from ds_accel.accelerator import Accelerator
 from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
-from ds_accel.facts import TABLE, Backend, Facts, Rule, Verdict
-from ds_accel.memory import HostMemory, MemoryStats, host_memory
+from ds_accel.device_facts import TABLE, Backend, Facts, Rule, Verdict
+from ds_accel.device_memory import HostMemory, MemoryStats, host_memory
 from ds_accel.pinned import PinnedBuffer, PinnedMemoryError, PinnedPool, PoolStats
 from ds_accel.rng import RngError, RngStreams, derive_seed
-from ds_accel.timing import Timer
+from ds_accel.device_timer import Timer
 
 __all__ = [
     "TABLE",

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ds_accel.accelerator import Accelerator
-from ds_accel.facts import DETECTION_ORDER, TABLE, Facts, Verdict
+from ds_accel.device_facts import DETECTION_ORDER, TABLE, Facts, Verdict
 from ds_accel.probes import present
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_config.names import nearest
+from ds_config.did_you_mean import nearest
 
 __all__ = [
     "ENTRY_POINTS",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ds_accel.facts import Backend, Facts, Rule, Verdict
+from ds_accel.device_facts import Backend, Facts, Rule, Verdict
 
 __all__ = [
     "comm_backend",

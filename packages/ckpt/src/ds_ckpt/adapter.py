@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ds_ckpt.catalog import inspect
+from ds_ckpt.checkpoint_list import inspect
 from ds_ckpt.jsontext import Json
-from ds_ckpt.loading import load
-from ds_ckpt.saving import Saved, save
-from ds_ckpt.storage import At
-from ds_ckpt.tensors import byte_view, dtype_name, whole
+from ds_ckpt.checkpoint_loader import load
+from ds_ckpt.save_job import Saved, save
+from ds_ckpt.local_storage import At
+from ds_ckpt.shard_tensors import byte_view, dtype_name, whole
 from ds_config.errors import CheckpointError
 
 __all__ = ["base_hash", "load_adapter", "save_adapter"]

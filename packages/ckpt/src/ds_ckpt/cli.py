@@ -14,7 +14,7 @@ from ds_config.errors import CheckpointError, DsError
 from ds_config.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from ds_ckpt.convert.tensors import Source
+    from ds_ckpt.convert.tensor_source import Source
     from ds_ckpt.records import Manifest
 
 __all__ = ["HELP", "main", "register"]
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ds_ckpt.catalog import inspect, list_tags  # here and below: they import torch; `ds ckpt --help` must not
+    from ds_ckpt.checkpoint_list import inspect, list_tags  # here and below: they import torch; `ds ckpt --help` must not
     from ds_ckpt.format import MANIFEST
 
     if "://" not in args.path and not (Path(args.path) / MANIFEST).is_file() and list_tags(args.path):
@@ -151,10 +151,10 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ds_ckpt.catalog import find_latest
+    from ds_ckpt.checkpoint_list import find_latest
     from ds_ckpt.convert.fp32 import weights
-    from ds_ckpt.convert.hf import write_hf
-    from ds_ckpt.convert.tensors import cast, open_checkpoint
+    from ds_ckpt.convert.huggingface import write_hf
+    from ds_ckpt.convert.tensor_source import cast, open_checkpoint
     from ds_ckpt.format import MANIFEST
 
     path = args.path
@@ -173,11 +173,11 @@ def _export(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from ds_ckpt.convert.dcp import write_dcp
-    from ds_ckpt.convert.deepspeed import write_universal
+    from ds_ckpt.convert.deepspeed_layout import write_universal
     from ds_ckpt.convert.fp32 import weights
-    from ds_ckpt.convert.hf import write_hf
+    from ds_ckpt.convert.huggingface import write_hf
     from ds_ckpt.convert.regular import Regular, write_regular
-    from ds_ckpt.convert.tensors import write_checkpoint
+    from ds_ckpt.convert.tensor_source import write_checkpoint
 
     source = _open(args.source, args.source_format, args.allow_pickle)
     if args.out_format == "ds":
@@ -204,9 +204,9 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _open(path: str, form: str, allow_pickle: bool) -> Source:
     from ds_ckpt.convert.dcp import open_dcp
-    from ds_ckpt.convert.deepspeed import open_deepspeed
-    from ds_ckpt.convert.hf import open_hf
-    from ds_ckpt.convert.tensors import open_checkpoint, renamed
+    from ds_ckpt.convert.deepspeed_layout import open_deepspeed
+    from ds_ckpt.convert.huggingface import open_hf
+    from ds_ckpt.convert.tensor_source import open_checkpoint, renamed
 
     if form == "ds":
         return open_checkpoint(path)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ds_ckpt.engines import Asynchronous, Checkpointer, Synchronous
-from ds_ckpt.near import Draining, NearCopies
-from ds_ckpt.packing import Recipe
+from ds_ckpt.local_checkpoints import Draining, NearCopies
+from ds_ckpt.block_packing import Recipe
 from ds_config import Dead, StrictModel, Unbuilt
 
 __all__ = [

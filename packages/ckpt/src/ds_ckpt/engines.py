@@ -20,14 +20,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import ds_monitor
-from ds_ckpt.agree import Ranks
-from ds_ckpt.catalog import prune
+from ds_ckpt.coordinator import Ranks
+from ds_ckpt.checkpoint_list import prune
 from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
-from ds_ckpt.packing import Packing, Recipe
-from ds_ckpt.saving import Gathered, Job, PlanCache, Saved, prepare, publish
-from ds_ckpt.storage import At
-from ds_ckpt.tensors import Local, copier
+from ds_ckpt.block_packing import Packing, Recipe
+from ds_ckpt.save_job import Gathered, Job, PlanCache, Saved, prepare, publish
+from ds_ckpt.local_storage import At
+from ds_ckpt.shard_tensors import Local, copier
 from ds_ckpt.writer import Copy, Pool, Stream
 from ds_config.errors import CheckpointError, UnsupportedError
 

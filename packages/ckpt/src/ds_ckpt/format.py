@@ -20,7 +20,7 @@ from typing import Final
 
 from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import CODE, ITEMSIZE
-from ds_ckpt.fields import CRC, FILE_NAME, LINE, MAX_DIMS, MAX_NUMEL, Reader, damaged, invalid
+from ds_ckpt.json_reader import CRC, FILE_NAME, LINE, MAX_DIMS, MAX_NUMEL, Reader, damaged, invalid
 from ds_ckpt.jsontext import Json, dump, parse
 from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
 from ds_comm.placement import Box

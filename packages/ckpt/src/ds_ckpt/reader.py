@@ -21,8 +21,8 @@ from typing import Final
 
 from ds_ckpt.codecs import decode
 from ds_ckpt.crc import copy_crc32, crc32, shifted
-from ds_ckpt.files import DIRECT_BYTES, Files
-from ds_ckpt.plan import BlockRead, Run
+from ds_ckpt.file_reads import DIRECT_BYTES, Files
+from ds_ckpt.save_plan import BlockRead, Run
 from ds_config.errors import CheckpointError
 
 __all__ = ["Partial", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]

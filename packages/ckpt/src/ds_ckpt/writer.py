@@ -27,7 +27,7 @@ from typing import Final
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.format import BLOCK_BYTES
-from ds_ckpt.plan import Item
+from ds_ckpt.save_plan import Item
 from ds_ckpt.protocols import Draft, WriteFile
 from ds_ckpt.records import FileRecord
 from ds_config.errors import CheckpointError

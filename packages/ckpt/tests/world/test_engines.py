@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt.planning import plan_save
+from ds_ckpt.save_planner import plan_save
 from ds_config.errors import CheckpointError
 from ds_testing import world
 
@@ -38,7 +38,7 @@ def test_a_plan_is_made_again_only_when_a_layout_changes(tmp_path, model, monkey
         made.append(1)
         return plan_save(*args, **options)
 
-    monkeypatch.setattr(ds_ckpt.planning, "plan_save", counted)
+    monkeypatch.setattr(ds_ckpt.save_planner, "plan_save", counted)
     engine = ds_ckpt.Synchronous()
     for step, style in enumerate(("flat", "flat", "replica", "replica", "flat")):
         # In step 2 only rank 1 changes: rank 0 must notice.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt.peers import _both
+from ds_ckpt.peer_reads import _both
 from ds_config.errors import CheckpointError
 from ds_testing import world
 

@@ -25,7 +25,7 @@ from ds_comm.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from ds_comm.family import Assignment, Family, assign, assignment_of
+from ds_comm.reduction_group import Assignment, Family, assign, assignment_of
 from ds_comm.grid import Grid
 from ds_comm.groups import (
     Group,
@@ -38,11 +38,11 @@ from ds_comm.groups import (
     twin_group,
     world_group,
 )
-from ds_comm.init import destroy_process_group, ensure_world, init_distributed, local_rank
+from ds_comm.process_group import destroy_process_group, ensure_world, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
 from ds_comm.metadata import all_gather_json, broadcast_json, exchange_counts
-from ds_comm.notes import hear, tell
-from ds_comm.objects import (
+from ds_comm.notices import hear, tell
+from ds_comm.object_collectives import (
     all_gather_object,
     broadcast_object_list,
     gather_object,

@@ -13,7 +13,7 @@ import ds_monitor
 from ds_comm.groups import Group
 from ds_comm.transports import Started, Transport
 from ds_comm.watch.recorder import current
-from ds_comm.watch.ring import MESSAGES
+from ds_comm.watch.stamp_ring import MESSAGES
 from ds_comm.work import DONE, Pending, Work, failed
 from ds_config.errors import CommError
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ds_comm.call import Call
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.moves import AllGather, Copy, Cut, Exchange, Move, Reduce, ReduceScatter, Rows, Split
+from ds_comm.differentiable_ops import AllGather, Copy, Cut, Exchange, Move, Reduce, ReduceScatter, Rows, Split
 from ds_comm.work import DONE
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 from ds_comm.bandwidth import bandwidth, message_bytes
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.objects import all_gather_object
+from ds_comm.object_collectives import all_gather_object
 from ds_comm.work import time_device_operations
 from ds_config.sizes import bytes_text
 from ds_monitor import Kind, Record, tell

@@ -10,11 +10,11 @@ import time
 import torch
 
 import ds_comm
-from ds_comm.arena import Arena
+from ds_comm.symmetric_arena import Arena
 from ds_comm.channels import Channels
-from ds_comm.neighbours import neighbours
-from ds_comm.tally import Tally
-from ds_ops.shm import Segment
+from ds_comm.node_topology import neighbours
+from ds_comm.shm_sequence import Tally
+from ds_ops.shm_collectives import Segment
 
 
 def shared_memory(world: ds_comm.Group, case: str, deadline_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm
+from ds_comm import shm_group
 from ds_comm.watch.watchdog import EXIT_CODE
 
 DEADLINE_S = 2.0  # from the end of a warm-up, so that it is for Python code only and not for making connections
@@ -167,7 +167,7 @@ FINE = ["asks for patience", "finishes early", "shared memory, slow"]
 @pytest.fixture(scope="module")
 def outcomes(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     cases = [Case("sleeps", world=4), *map(Case, [*MATRIX, *FINE])]
-    if not shm.available():
+    if not shm_group.available():
         cases += [Case(name, "shm") for name in [*MATRIX, *FINE]]
     return dict(zip(cases, diverge(forked, cases, tmp_path_factory.mktemp("dumps")), strict=True))
 
@@ -182,7 +182,7 @@ def test_both_ranks_end_and_name_each_other(outcomes: dict[Case, Outcome], case:
             assert re.search(expected, outcome.outputs[rank]), outcome.outputs[rank]
 
 
-@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")
 @pytest.mark.parametrize("case", MATRIX)
 def test_on_shared_memory_they_do_as_well(outcomes: dict[Case, Outcome], case: str) -> None:
     outcome = outcomes[Case(case, "shm")]
@@ -227,7 +227,7 @@ ISSUE = ["skips a submodule", "one forward fewer", "shorter loader", "raises", "
 @pytest.mark.timeout(3000)
 def test_no_repeat_hangs(forked: Run, tmp_path: Path) -> None:
     """The recorded 100 repeats are DS_COMM_DIVERGENCE_REPEATS=100; `-s` shows how soon they ended."""
-    cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm.available() else ["gloo", "shm"])]
+    cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm_group.available() else ["gloo", "shm"])]
     times = []
     for repeat in range(REPEATS):
         for case, outcome in zip(cases, diverge(forked, cases, tmp_path), strict=True):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_comm import single_group, world_group
-from ds_comm.arena import Arena, Wish, arena_refusal
+from ds_comm.symmetric_arena import Arena, Wish, arena_refusal
 from ds_testing import world
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_left_open() -> None:
 
 @world(2)
 def test_ranks_that_cannot_share_memory_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_comm import neighbours as module
+    from ds_comm import node_topology as module
 
     assert arena_refusal(world_group()) == ""
     monkeypatch.setattr(module, "neighbourhood", lambda: f"host {dist.get_rank()}")

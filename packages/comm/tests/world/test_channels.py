@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.channels import Channels
-from ds_comm.channels.ring import plan_ring
+from ds_comm.channels.shm_ring import plan_ring
 from ds_comm.channels.signature import Signature
 from ds_config.errors import CommError
 from ds_testing import world

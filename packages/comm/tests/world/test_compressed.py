@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import ReduceOp, shm
+from ds_comm import ReduceOp, shm_group
 from ds_comm.lossy.compressed import Feedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import CommError
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused() -> None:
         Quantized().reduce_scatter_single(x, x)
 
 
-@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")
 @world(4)
 def test_shared_memory_inside_nodes_and_gloo_across() -> None:
     group = ds_comm.world_group()

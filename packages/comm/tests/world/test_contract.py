@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm
-from ds_comm import ReduceOp, shm
-from ds_ops.shm import ChannelSettings
+from ds_comm import ReduceOp, shm_group
+from ds_ops.shm_collectives import ChannelSettings
 from ds_testing import world
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
@@ -29,7 +29,7 @@ SLOT_BYTES = 8 << 10
 SIZES = [0, 1, 7, 9001]  # the last fills a slot also with booleans
 BACKENDS = [
     "gloo",
-    pytest.param("shm", marks=pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")),
+    pytest.param("shm", marks=pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")),
 ]
 
 
@@ -280,7 +280,7 @@ def check_all(group: ds_comm.Group, sizes: Sequence[int], dtypes: Sequence[torch
 
 
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "SETTINGS", ChannelSettings(SLOT_BYTES, 4 << 10))
+    monkeypatch.setattr(shm_group, "SETTINGS", ChannelSettings(SLOT_BYTES, 4 << 10))
 
 
 def test_a_group_of_one_needs_no_process_group() -> None:

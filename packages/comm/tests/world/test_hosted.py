@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import ds_comm as comm
-from ds_comm.hosted import HostMemory
-from ds_ops.summing import sum_sources
+from ds_comm.shm_units import HostMemory
+from ds_ops.reduce import sum_sources
 from ds_testing import world
 
 

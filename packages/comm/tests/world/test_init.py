@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import init, shm
+from ds_comm import process_group, shm_group
 from ds_comm.watch.recorder import current
 from ds_testing import world
 
@@ -116,7 +116,7 @@ def test_a_forgotten_watchdog_ends_with_the_process_group() -> None:
         assert watchdogs() == 0
 
 
-@pytest.mark.skipif(bool(shm.available()), reason=f"no shm: {shm.available()}")
+@pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")
 @pytest.mark.parametrize(("variable", "expected"), [("", "shm"), ("gloo", "gloo")])
 @world(2, backend=None)
 def test_cpu_ranks_of_one_host_share_memory_by_default(
@@ -137,8 +137,8 @@ def test_ranks_that_cannot_share_memory_agree_on_gloo_and_one_says_why(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     rank = int(os.environ["RANK"])
     told: list[str] = []
-    monkeypatch.setattr(init, "available", lambda: "a sandbox" if rank == 1 else "")
-    monkeypatch.setattr(init._log, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(process_group, "available", lambda: "a sandbox" if rank == 1 else "")
+    monkeypatch.setattr(process_group._log, "warning", lambda text, *values: told.append(text % values))
     ds_comm.init_distributed()
     assert dist.get_backend() == "gloo"
     assert told == (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_comm import differentiable, exchange_counts, single_group, world_group
 from ds_comm.groups import Group
-from ds_comm.pull import Window
+from ds_comm.shm_window import Window
 from ds_config.errors import CommError
 from ds_testing import world
 

@@ -7,8 +7,8 @@ import torch
 from ds_comm import drop_group, world_group
 from ds_comm.collectives import all_gather_single
 from ds_comm.groups import node_groups
-from ds_comm.pool import Pool
-from ds_comm.route import Route
+from ds_comm.buffer_pool import Pool
+from ds_comm.hierarchical import Route
 from ds_testing import world
 
 

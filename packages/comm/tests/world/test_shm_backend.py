@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm import shm
+from ds_comm import shm_group
 from ds_config.errors import CommError, UnsupportedError
 from ds_testing import world
 
-pytestmark = pytest.mark.skipif(bool(shm.available()), reason=f"no shm backend here: {shm.available()}")
+pytestmark = pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm backend here: {shm_group.available()}")
 
 
 def on(backend: str, meet: Path, body: Callable[[], object]) -> object:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm.groups import Group
-from ds_comm.neighbours import neighbours
-from ds_comm.tally import Tally
+from ds_comm.node_topology import neighbours
+from ds_comm.shm_sequence import Tally
 from ds_config.errors import CommError
-from ds_ops.shm import Segment
+from ds_ops.shm_collectives import Segment
 from ds_testing import world
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ds_comm import all_to_all, differentiable, world_group
 from ds_config.errors import CommError
-from ds_ops.shm import rows_of
+from ds_ops.shm_collectives import rows_of
 from ds_testing import world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed._ours import activations
+from deepspeed._ours import activation_checkpointing_api
 
 from ds_testing import world
 
@@ -15,8 +15,8 @@ from ds_testing import world
 @world(2)
 def test_inputs_are_cut_over_the_ranks_of_the_mpu():
     mpu = SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD)
-    checkpointing, before = deepspeed.checkpointing, activations._process
-    activations._process = activations._Process()
+    checkpointing, before = deepspeed.checkpointing, activation_checkpointing_api._process
+    activation_checkpointing_api._process = activation_checkpointing_api._Process()
     try:
         checkpointing.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
         weight = torch.arange(1.0, 8.0, requires_grad=True)
@@ -25,12 +25,12 @@ def test_inputs_are_cut_over_the_ranks_of_the_mpu():
             form(torch.sin, form(torch.cos, weight * 1)).sum().backward()
             expected = -torch.sin(weight) * torch.cos(torch.cos(weight))
             assert torch.allclose(weight.grad, expected)
-            assert activations._process.policy.account.peak_device == 2 * 4 * 4  # ceil(7 / 2) elements of each
+            assert activation_checkpointing_api._process.policy.account.peak_device == 2 * 4 * 4  # ceil(7 / 2) elements of each
         checkpointing.model_parallel_cuda_manual_seed(100)
         with checkpointing.get_cuda_rng_tracker().fork():
             drawn = torch.rand(1)
         generator = torch.Generator().manual_seed(100 + 2718 + dist.get_rank())
         assert torch.equal(drawn, torch.rand(1, generator=generator))
     finally:
-        activations._process = before
+        activation_checkpointing_api._process = before
         checkpointing.get_cuda_rng_tracker().reset()

@@ -350,7 +350,7 @@ def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
     import deepspeed
 
     from ds_ckpt.convert.regular import Regular, write_regular
-    from ds_ckpt.convert.tensors import open_checkpoint
+    from ds_ckpt.convert.tensor_source import open_checkpoint
 
     linear = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 6, "warmup_type": "linear"}
     engine, *_ = start(stage, scheduler={"type": "WarmupLR", "params": linear}, gradient_accumulation_steps=2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_testing import world
-from ds_zero.runtime.reduction import Rows
+from ds_zero.runtime.reduce_strategies import Rows
 
 
 @pytest.mark.parametrize("asked", [False, True])

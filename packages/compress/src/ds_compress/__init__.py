@@ -13,7 +13,7 @@ from ds_compress.compress import (
 from ds_compress.distillation import Distillation, Distiller, TeacherCache, attention_loss, hidden_loss, logit_loss
 from ds_compress.divergence import Divergence, generalized_divergence
 from ds_compress.eigenvalues import Curvature, block_eigenvalues, slow_down
-from ds_compress.exporting import export_compressed_tensors, export_gguf, export_gptq
+from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq
 from ds_compress.posttraining import Codes, Scheme, codes_of_training, gptq, round_to_nearest
 from ds_compress.smoothing import folds_of, scale_salient, smooth
 from ds_compress.students import convert_conv1d_to_linear, student_initialization

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ds_compress.compress import compressed_layers, is_compressed
 from ds_compress.config import CompressionConfig, compression_of
-from ds_compress.layer import Compression, attach, detach
+from ds_compress.layer_compression import Compression, attach, detach
 from ds_compress.recipe import LayerRecipe
 from ds_config.errors import PlanError
-from ds_config.reading import Source
+from ds_config.config_file import Source
 
 __all__ = ["fit_to", "redundancy_clean"]
 

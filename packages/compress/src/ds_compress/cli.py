@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ds_compress.report import picture, report_of, table_of
+    from ds_compress.sparsity_report import picture, report_of, table_of
     from ds_config.errors import DsError
 
     try:

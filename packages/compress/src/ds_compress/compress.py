@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
-from ds_compress.layer import Compression, attach, attached, detach
+from ds_compress.layer_compression import Compression, attach, attached, detach
 from ds_compress.quantised import refuse_quantised
 from ds_compress.recipe import Kind, Layer, Recipe, make_recipe
 from ds_compress.students import student_initialization
 from ds_config.errors import PlanError, UnsupportedError
-from ds_config.reading import Source
+from ds_config.config_file import Source
 
 __all__ = [
     "CompressionScheduler",

@@ -12,10 +12,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_compress.groups import ActivationGroup, Bits, DensityGroup, Group, Share, WeightGroup, WeightParams
+from ds_compress.layer_groups import ActivationGroup, Bits, DensityGroup, Group, Share, WeightGroup, WeightParams
 from ds_config import Alias, Dead, StrictModel, validate
 from ds_config.errors import UnsupportedError
-from ds_config.reading import Source, read_all
+from ds_config.config_file import Source, read_all
 
 __all__ = [
     "ActivationQuantizationConfig",

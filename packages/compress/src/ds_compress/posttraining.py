@@ -157,7 +157,7 @@ def round_to_nearest(
     """Quantise linear layers by their weights alone. The model gets the values that the codes stand for.
 
     Returns:
-        By name of the layer, for the functions of `ds_compress.exporting`.
+        By name of the layer, for the functions of `ds_compress.model_export`.
     """
     scheme, made = scheme or Scheme(), {}
     layers = linears_of(model, exclude)

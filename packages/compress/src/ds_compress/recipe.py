@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ds_compress.config import CompressionConfig, SparseShared
-from ds_compress.groups import Group
+from ds_compress.layer_groups import Group
 from ds_compress.quantizers import Grid, Symmetry, grid_of
 from ds_config.errors import PlanError
 

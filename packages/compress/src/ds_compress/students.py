@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_compress.config import CompressionConfig, compression_of
 from ds_config.errors import PlanError
-from ds_config.reading import Source
+from ds_config.config_file import Source
 
 __all__ = ["convert_conv1d_to_linear", "is_student", "student_initialization"]
 

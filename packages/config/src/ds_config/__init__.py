@@ -10,18 +10,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_config.checking import USE_DEFAULT, examine, load, validate
+    from ds_config.file_check import USE_DEFAULT, examine, load, validate
     from ds_config.classifying import KeyReport, classify
     from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
     from ds_config.explaining import explain
-    from ds_config.fields import Alias, Dead, Deprecated, Unbuilt
+    from ds_config.schema_fields import Alias, Dead, Deprecated, Unbuilt
     from ds_config.issues import Issue
-    from ds_config.model import StrictModel
-    from ds_config.names import nearest
+    from ds_config.strict_model import StrictModel
+    from ds_config.did_you_mean import nearest
     from ds_config.origin import Origin, Provenance
     from ds_config.parse import KeyPath, dotted
-    from ds_config.reading import Document, read
-    from ds_config.schema import json_schema
+    from ds_config.config_file import Document, read
+    from ds_config.key_schema import json_schema
     from ds_config.shape import Key, keys
 
 __all__ = [
@@ -55,18 +55,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checking": ("USE_DEFAULT", "examine", "load", "validate"),
+    "file_check": ("USE_DEFAULT", "examine", "load", "validate"),
     "classifying": ("KeyReport", "classify"),
     "errors": ("ConfigError", "DsError", "UnsupportedConfigError", "UnsupportedError"),
     "explaining": ("explain",),
-    "fields": ("Alias", "Dead", "Deprecated", "Unbuilt"),
+    "schema_fields": ("Alias", "Dead", "Deprecated", "Unbuilt"),
     "issues": ("Issue",),
-    "model": ("StrictModel",),
-    "names": ("nearest",),
+    "strict_model": ("StrictModel",),
+    "did_you_mean": ("nearest",),
     "origin": ("Origin", "Provenance"),
     "parse": ("KeyPath", "dotted"),
-    "reading": ("Document", "read"),
-    "schema": ("json_schema",),
+    "config_file": ("Document", "read"),
+    "key_schema": ("json_schema",),
     "shape": ("Key", "keys"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ds_config.fields import Dead, Deprecated, Unbuilt
+from ds_config.schema_fields import Dead, Deprecated, Unbuilt
 from ds_config.issues import shown
 from ds_config.shape import Model, aliases, coerce, of_field, retired
 

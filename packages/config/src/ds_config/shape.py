@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from ds_config.fields import Alias, Dead, Deprecated, Retired, Unbuilt
+from ds_config.schema_fields import Alias, Dead, Deprecated, Retired, Unbuilt
 from ds_config.issues import shown
 from ds_config.parse import KeyPath
 

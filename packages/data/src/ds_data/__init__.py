@@ -1,16 +1,16 @@
 """Token files, and an order of samples that survives any restart; curricula and what they read, batches by length, random-LTD."""
 
 from ds_data.analyzing import DataAnalyzer, DistributedDataAnalyzer, Metrics, map_chunks, reduce_chunks
-from ds_data.checking import Report, check_tokens
+from ds_data.file_checks import Report, check_tokens
 from ds_data.codes import fitting
 from ds_data.curriculum import Admission, Curriculum, Metric, make_metrics
-from ds_data.index import Index, pack_index, parse_index
-from ds_data.loading import Batches, TokenLoader
+from ds_data.token_index import Index, pack_index, parse_index
+from ds_data.token_loader import Batches, TokenLoader
 from ds_data.mixing import Mixed
-from ds_data.order import Lane, Mixture, Rows, Stream, splits
-from ds_data.packing import IGNORED, FillInMiddle, Packed
+from ds_data.sample_order import Lane, Mixture, Rows, Stream, splits
+from ds_data.packed_sequences import IGNORED, FillInMiddle, Packed
 from ds_data.permutation import Permutation, mix, uniform
-from ds_data.routing import (
+from ds_data.token_dropping import (
     RandomLayerTokenDrop,
     Router,
     RouterConfig,
@@ -20,7 +20,7 @@ from ds_data.routing import (
     start_routing,
     stop_routing,
 )
-from ds_data.schedules import make_schedule
+from ds_data.difficulty_schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
 from ds_data.tokenizing import Source, Tokenized, open_tokenizer, tokenize
 from ds_data.tokens import TokenFile
@@ -32,7 +32,7 @@ from ds_data.variable import (
     lr_scheduler_for_variable_batch_size,
     seqlens_of,
 )
-from ds_data.writing import TokenWriter, write_items
+from ds_data.token_writer import TokenWriter, write_items
 
 __all__ = [
     "IGNORED",

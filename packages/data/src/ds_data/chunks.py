@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from ds_config.errors import ConfigError
 from ds_data.codes import fitting
-from ds_data.writing import TokenWriter
+from ds_data.token_writer import TokenWriter
 
 __all__ = ["MetricType", "Metrics", "map_chunks", "reduce_chunks"]
 

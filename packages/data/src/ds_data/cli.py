@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from ds_data.checking import check_tokens
+    from ds_data.file_checks import check_tokens
 
     reports = [check_tokens(file, vocabulary=args.vocabulary, table=args.table) for file in args.files]
     print(json.dumps([asdict(report) for report in reports], indent=1) if args.json else "\n\n".join(map(str, reports)))

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from ds_config import StrictModel
 from ds_config.errors import ConfigError
-from ds_config.fields import Dead, Unbuilt
-from ds_data.schedules import Schedule, make_schedule
+from ds_config.schema_fields import Dead, Unbuilt
+from ds_data.difficulty_schedules import Schedule, make_schedule
 
 __all__ = [
     "CurriculumConfig",
@@ -35,7 +35,7 @@ class CurriculumConfig(StrictModel):
     min_difficulty: int = Field(default=1, ge=1, description="Length at the beginning, in tokens.")
     max_difficulty: int = Field(default=1, ge=1, description="Length at the end.")
     schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root"] = Field(
-        default="fixed_linear", description="How it grows; see `ds_data.schedules`."
+        default="fixed_linear", description="How it grows; see `ds_data.difficulty_schedules`."
     )
     schedule_config: Mapping[str, Any] = Field(
         default_factory=dict,
@@ -48,7 +48,7 @@ class CurriculumConfig(StrictModel):
             raise ConfigError(
                 f"curriculum_type {self.curriculum_type!r}: only the length of sequences (seqlen) is told to a forward",
                 code="data-schedule",
-                fix="Use seqlen; what else makes a sample hard is for a sampler, see ds_data.schedules.",
+                fix="Use seqlen; what else makes a sample hard is for a sampler, see ds_data.difficulty_schedules.",
             )
         return make_schedule(self.schedule_type, self.min_difficulty, self.max_difficulty, self.schedule_config)
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data.config import CurriculumMetricConfig, SamplingCurriculumConfig
-from ds_data.order import Lane
+from ds_data.sample_order import Lane
 from ds_data.permutation import Permutation, mix, uniform
-from ds_data.schedules import Schedule, make_schedule
+from ds_data.difficulty_schedules import Schedule, make_schedule
 from ds_data.tokens import TokenFile
-from ds_data.writing import write_items
+from ds_data.token_writer import write_items
 
 __all__ = ["Admission", "Cluster", "Curriculum", "Metric", "Row", "cluster_name", "make_metrics"]
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.order import Mixture, Stream
-from ds_data.packing import Packed
+from ds_data.sample_order import Mixture, Stream
+from ds_data.packed_sequences import Packed
 from ds_data.permutation import mix
 
 __all__ = ["Mixed"]

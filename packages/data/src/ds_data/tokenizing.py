@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_config.errors import ConfigError
 from ds_data.codes import Table, fitting
-from ds_data.writing import TokenWriter
+from ds_data.token_writer import TokenWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds_config.errors import ConfigError
 from ds_data.codes import DType, Table
-from ds_data.index import Index, parse_index
+from ds_data.token_index import Index, parse_index
 
 __all__ = ["TokenFile", "prefix_of"]
 

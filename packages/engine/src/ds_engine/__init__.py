@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_engine.arguments import add_config_arguments
     from ds_engine.batch import Batch, BatchRequest, resolve_batch
-    from ds_engine.build import Parts, build, initialize, shapes_of
+    from ds_engine.builder import Parts, build, initialize, shapes_of
     from ds_engine.config import Config, explain_config, load_config
     from ds_engine.engine import Engine
     from ds_engine.generating import HybridEngine
-    from ds_engine.losses import SumLoss
+    from ds_engine.loss_total import SumLoss
     from ds_engine.plan import Plan, Shapes
-    from ds_engine.planning import make_plan
+    from ds_engine.planner import make_plan
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
-    from ds_engine.schedules import Scheduler
+    from ds_engine.lr_schedules import Scheduler
     from ds_engine.transforms.sparse import SparseSelfAttention
-    from ds_engine.uneven import Share, even
+    from ds_engine.uneven_inputs import Share, even
 
 __all__ = [
     "Batch",
@@ -57,17 +57,17 @@ __all__ = [
 _HOMES = {
     "arguments": ("add_config_arguments",),
     "batch": ("Batch", "BatchRequest", "resolve_batch"),
-    "build": ("Parts", "build", "initialize", "shapes_of"),
+    "builder": ("Parts", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
-    "uneven": ("Share", "even"),
+    "uneven_inputs": ("Share", "even"),
     "generating": ("HybridEngine",),
-    "losses": ("SumLoss",),
+    "loss_total": ("SumLoss",),
     "plan": ("Plan", "Shapes"),
-    "planning": ("make_plan",),
+    "planner": ("make_plan",),
     "result": ("StepResult",),
     "rollout": ("Rollout",),
-    "schedules": ("Scheduler",),
+    "lr_schedules": ("Scheduler",),
     "transforms.sparse": ("SparseSelfAttention",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -25,7 +25,7 @@ import ds_monitor
 from ds_ckpt import LoadOptions, NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
-from ds_comm.family import assignment_of, logical_of
+from ds_comm.reduction_group import assignment_of, logical_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 from ds_engine.plan import Plan

@@ -111,7 +111,7 @@ def _problem(error: DsError) -> dict[str, Any]:
 def _problems(file: str, world: int | None) -> tuple[DsError | None, list[DsError]]:
     """What is wrong with a file's keys and values, and what the right ones do not go together with."""
     from ds_engine.config import examine_config
-    from ds_engine.rules import AXES, broken_rules, lasting_problems
+    from ds_engine.config_rules import AXES, broken_rules, lasting_problems
 
     config, wrong = examine_config(file)
     broken: list[DsError] = []

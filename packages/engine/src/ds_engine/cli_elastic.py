@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
 def _told(file: str, world: int) -> dict[str, Any]:
     from ds_config.errors import ConfigError
     from ds_engine.config import load_config
-    from ds_engine.elastic import elastic_batch, elastic_counts
+    from ds_engine.elastic_batch import elastic_batch, elastic_counts
 
     section = load_config(file).elasticity
     if not section.enabled:

@@ -34,10 +34,10 @@ def main(args: argparse.Namespace) -> int:
     # Planning a model needs torch; `ds --help` must not.
     from ds_config.errors import DsError
     from ds_engine.config import load_config
-    from ds_engine.fitting import cluster_of, fit_table, fits_of, numel_of, shapes_of_numbers
+    from ds_engine.memory_fit import cluster_of, fit_table, fits_of, numel_of, shapes_of_numbers
     from ds_engine.models import shapes_from
     from ds_engine.plan import Shapes
-    from ds_engine.planning import make_plan
+    from ds_engine.planner import make_plan
 
     try:
         if args.fit:

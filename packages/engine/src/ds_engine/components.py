@@ -13,11 +13,11 @@ from ds_ckpt import NearCopies
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_engine.compiling import Shares
-from ds_engine.executing import Executor
+from ds_engine.executor import Executor
 from ds_engine.health import HealthWatch
 from ds_engine.loader import ResumableLoader
-from ds_engine.parts import Follower
-from ds_engine.telemetry import Telemetry
+from ds_engine.init_args import Follower
+from ds_engine.step_telemetry import Telemetry
 from ds_engine.transforms import Applied
 from ds_parallel import ActivationCheckpointing
 from ds_zero import ShardedOptimizer, Sharding

@@ -20,22 +20,22 @@ from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
 from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
 from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, examine, explain, keys, validate
-from ds_config.checking import Auto
+from ds_config.file_check import Auto
 from ds_config.errors import ConfigError
-from ds_config.reading import Source, read, read_all
+from ds_config.config_file import Source, read, read_all
 from ds_data.config import CurriculumConfig, DataEfficiencyConfig
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import BatchRequest
 from ds_engine.compiling.config import CompileConfig
-from ds_engine.features import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
+from ds_engine.feature_table import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
 from ds_engine.model_sections import (
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
     WeightQuantizationConfig,
 )
-from ds_engine.orders import laid_over, order_here
-from ds_engine.sections import OptimizerSection, SchedulerSection
+from ds_engine.trial_spec import laid_over, order_here
+from ds_engine.config_sections import OptimizerSection, SchedulerSection
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig

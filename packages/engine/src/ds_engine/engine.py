@@ -24,17 +24,17 @@ import ds_monitor
 from ds_config.errors import PlanError
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import keep_near
-from ds_engine.executing import Passes
+from ds_engine.executor import Passes
 from ds_engine.loader import ResumableLoader, Route, loader_of
-from ds_engine.losses import Ledger, SumLoss, loss_of
-from ds_engine.placing import to_device
-from ds_engine.planning import rebatched
+from ds_engine.loss_total import Ledger, SumLoss, loss_of
+from ds_engine.device_placement import to_device
+from ds_engine.planner import rebatched
 from ds_engine.result import StepResult
-from ds_engine.schedules import advance, momentum_of
-from ds_engine.state import EngineState
-from ds_engine.telemetry import Standing
-from ds_engine.uneven import Share
-from ds_engine.updating import settle, totals_after
+from ds_engine.lr_schedules import advance, momentum_of
+from ds_engine.engine_state import EngineState
+from ds_engine.step_telemetry import Standing
+from ds_engine.uneven_inputs import Share
+from ds_engine.optimizer_step import settle, totals_after
 from ds_pipe import Action
 
 __all__ = ["Engine"]

@@ -22,7 +22,7 @@ import ds_monitor
 from ds_comm import Group, all_gather_json
 from ds_config.errors import TrainingError
 from ds_engine.result import StepResult
-from ds_monitor import names
+from ds_monitor import metric_names
 from ds_zero import NonfiniteSearch
 
 __all__ = ["Health", "HealthWatch", "LossTrend", "Seen", "SkipRun", "finding_text"]
@@ -189,7 +189,7 @@ class HealthWatch:
         if self._finding is not None and self._group.rank == 0:
             _log.warning(self._finding)
         self._told += 1
-        ds_monitor.counter(names.NONFINITE, 1)
+        ds_monitor.counter(metric_names.NONFINITE, 1)
         return policy != "warn"
 
     def step(self, result: StepResult) -> None:
@@ -213,7 +213,7 @@ class HealthWatch:
             return
         loss = result.loss
         deviations, self._trend = self._trend.deviations(loss), self._trend.after(loss)
-        ds_monitor.gauge(names.LOSS_JUMP, deviations)
+        ds_monitor.gauge(metric_names.LOSS_JUMP, deviations)
         if limit is not None and deviations > limit:
             raise TrainingError(
                 f"the loss {loss:.6g} lies {deviations:.1f} standard deviations above its running mean {self._trend.mean:.6g}; "

@@ -1,6 +1,6 @@
 """The engine's loader: microbatches of this rank from any map-style dataset; it can stop and go on anywhere.
 
-Its order is that of `ds_data.order`, or of a curriculum.
+Its order is that of `ds_data.sample_order`, or of a curriculum.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ds_comm import Group
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_data.curriculum import Curriculum, Row, make_metrics
-from ds_data.loading import check_state
-from ds_data.order import Lane, Stream
+from ds_data.token_loader import check_state
+from ds_data.sample_order import Lane, Stream
 from ds_data.seqlens import Packing, pack_by_seqlens
 from ds_data.variable import Joined, PackedDataset, seqlens_of
 from ds_engine.plan import Plan
-from ds_engine.reading import Order
+from ds_engine.data_plan import Order
 
 __all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "Route", "loader_of", "make_loader"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import ds_comm
 from ds_config.errors import UnsupportedError
 from ds_engine.engine import Engine
-from ds_engine.losses import Ledger
+from ds_engine.loss_total import Ledger
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
 from ds_pipe import StagedModel

@@ -11,23 +11,23 @@ import torch
 from ds_comm import MeshSpec
 from ds_comm.config import CommsLoggerConfig
 from ds_config.sizes import bytes_text
-from ds_data.schedules import Schedule
+from ds_data.difficulty_schedules import Schedule
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import Batch
-from ds_engine.compiling.compiling import Compiling
+from ds_engine.compiling.backends import Compiling
 from ds_engine.config import Config
-from ds_engine.features import FlopsProfilerConfig, LayerDropConfig
+from ds_engine.feature_table import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.health import Health
-from ds_engine.optimizers import reduces_itself
-from ds_engine.precision import Casting, precision_text
-from ds_engine.reading import Reading
+from ds_engine.optimizer_table import reduces_itself
+from ds_engine.mixed_precision import Casting, precision_text
+from ds_engine.data_plan import Reading
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import Program, Staging
 from ds_zero import Placement, Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
 from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
-from ds_zero.policies.wire import EXACT, Wire, certificates
+from ds_zero.policies.quantized_comm import EXACT, Wire, certificates
 
 __all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
 

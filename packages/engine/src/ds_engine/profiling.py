@@ -1,12 +1,12 @@
-"""What counted operations say of a model: the report of `flops_profiler`. What is counted, and how: `ds_engine.counting`."""
+"""What counted operations say of a model: the report of `flops_profiler`. What is counted, and how: `ds_engine.flops`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_engine.counting import ModuleFlops
-from ds_engine.features import FlopsProfilerConfig
+from ds_engine.flops import ModuleFlops
+from ds_engine.feature_table import FlopsProfilerConfig
 
 __all__ = ["Profile", "profile_text"]
 

@@ -22,7 +22,7 @@ from ds_config.errors import PlanError
 from ds_engine.compiling.session import Session
 from ds_testing import world
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.reducing import Reducing
+from ds_zero.runtime.reduce_runtime import Reducing
 
 WIDTH = 12
 torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test

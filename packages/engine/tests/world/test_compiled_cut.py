@@ -16,7 +16,7 @@ import ds_engine
 from ds_comm import differentiable, world_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling import _torch
-from ds_engine.compiling.moves import MOVES, substitute_moves
+from ds_engine.compiling.graph_moves import MOVES, substitute_moves
 from ds_testing import world
 
 torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test

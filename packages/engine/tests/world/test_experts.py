@@ -16,7 +16,7 @@ from ds_comm import Mesh, MeshSpec
 from ds_config.errors import CommError, ConfigError, PlanError
 from ds_moe import MoE, place
 from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
-from ds_parallel.tensor.rules import Kind, Rule
+from ds_parallel.tensor.layer_rules import Kind, Rule
 from ds_testing import world
 
 WIDTH, EXPERTS = 8, 4

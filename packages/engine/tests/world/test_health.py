@@ -15,7 +15,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import PlanError, TrainingError
 from ds_engine import Engine
-from ds_monitor import names
+from ds_monitor import metric_names
 from ds_testing import world
 
 BAD = 20
@@ -87,7 +87,7 @@ def test_warned_once_with_the_cause(stage: int, clip: float) -> None:
         for word in (f"step {bad}:", str(BAD), "the model: input in forward", "first.weight", "'warn'"):
             assert word in text
         assert text.count("rank ") == 1
-    assert sum(r.value for r in memory.records if r.name == names.NONFINITE) >= 1
+    assert sum(r.value for r in memory.records if r.name == metric_names.NONFINITE) >= 1
     engine.close()
 
 

@@ -87,7 +87,7 @@ def train(stage, limit, monkeypatch, *, steps=3, kind="plain"):
 @world(2)
 def test_one_message_for_several_units_has_the_same_bits(monkeypatch, stage, anywhere):
     if not anywhere:  # as on a device: gradients are summed by reduce-scatter of an arena
-        monkeypatch.setattr("ds_zero.runtime.seat.sends_from_anywhere", lambda group, device: False)
+        monkeypatch.setattr("ds_zero.runtime.unit_groups.sends_from_anywhere", lambda group, device: False)
     expected, alone = train(stage, 0, monkeypatch)
     found, together = train(stage, 10**6, monkeypatch)
     for name, value in expected.items():

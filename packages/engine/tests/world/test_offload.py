@@ -19,8 +19,8 @@ from ds_config.errors import PlanError
 from ds_engine import Engine
 from ds_testing import world
 from ds_zero import safe_get_full_optimizer_state, safe_set_full_fp32_param
-from ds_zero.runtime import sharding
-from ds_zero.update.early import Ledger, State
+from ds_zero.runtime import sharded_model
+from ds_zero.update.overlap_plan import Ledger, State
 
 WIDTH = 24
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_refused_with_the_plan() -> None:
         with pytest.raises(PlanError, match=f"super_offload with optimizer {kind}"):
             start(2, zero=early, optimizer={"type": kind, "params": {"lr": 0.02}})
     few = HostMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
-    with mock.patch.object(sharding, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
+    with mock.patch.object(sharded_model, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
         start(2, zero={"offload_optimizer": CPU})
     assert caught.value.code == "offload-host-memory"
     assert "units on 2 ranks" in caught.value.message

@@ -72,7 +72,7 @@ def reference(steps: int, summed: bool) -> tuple[list[float], dict[str, Tensor]]
     model, data = Model(summed), Data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     from ds_data import Stream
-    from ds_engine.schedules import Scheduler, WarmupDecayLR
+    from ds_engine.lr_schedules import Scheduler, WarmupDecayLR
 
     scheduler = Scheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)
     stream, losses = Stream(SAMPLES), []
@@ -436,7 +436,7 @@ class Sequences(ds_engine_transforms.Transform[bool, None]):
 
 def _with_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [transform for transform in ds_engine_transforms.TRANSFORMS if transform.name != Sequences.name]
-    for place in ("ds_engine.planning.TRANSFORMS", "ds_engine.build.TRANSFORMS"):
+    for place in ("ds_engine.planner.TRANSFORMS", "ds_engine.builder.TRANSFORMS"):
         monkeypatch.setattr(place, (Sequences(), *others))
 
 

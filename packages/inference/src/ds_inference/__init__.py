@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_inference.config import InferenceConfig, RaggedConfig
     from ds_inference.embedding import Embedder, load_embedder
-    from ds_inference.engine import Answer, Event, Generator, Tokenizer
+    from ds_inference.llm_engine import Answer, Event, Generator, Tokenizer
     from ds_inference.injection import InferenceEngine, init_inference
-    from ds_inference.loading import load
+    from ds_inference.model_loader import load
     from ds_inference.quantize import Quantize
     from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
     from ds_inference.sampling import Sampling
@@ -43,9 +43,9 @@ __all__ = [
 _HOMES = {
     "config": ("InferenceConfig", "RaggedConfig"),
     "embedding": ("Embedder", "load_embedder"),
-    "engine": ("Answer", "Event", "Generator", "Tokenizer"),
+    "llm_engine": ("Answer", "Event", "Generator", "Tokenizer"),
     "injection": ("InferenceEngine", "init_inference"),
-    "loading": ("load",),
+    "model_loader": ("load",),
     "quantize": ("Quantize",),
     "ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"),
     "sampling": ("Sampling",),

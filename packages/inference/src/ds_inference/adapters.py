@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_inference.families import Sources
 from ds_inference.spec import Experts, Mlp, Source, Spec
-from ds_inference.weights import Prefixed, arranged
+from ds_inference.decoder_weights import Prefixed, arranged
 
 __all__ = ["Adapter", "read_adapter"]
 

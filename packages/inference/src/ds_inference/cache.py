@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_config.errors import UnsupportedError
 from ds_inference.spec import Layer, Spec
-from ds_ops.arena import zeros_huge
+from ds_ops.host_arena import zeros_huge
 
 __all__ = ["Cache", "States"]
 

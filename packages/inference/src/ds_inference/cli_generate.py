@@ -41,7 +41,7 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     """The generator, with its tokenizer, and the sampling that the options ask for."""
     import torch
 
-    from ds_inference.loading import load
+    from ds_inference.model_loader import load
     from ds_inference.sampling import Sampling
     from ds_inference.text import read_tokenizer
 

@@ -52,8 +52,8 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     import ds_comm
-    from ds_inference.loading import load
-    from ds_inference.ranks import follow, leading
+    from ds_inference.model_loader import load
+    from ds_inference.rank_worker import follow, leading
     from ds_inference.scheduler import Budget
     from ds_inference.serve.app import Limits, make_app
     from ds_inference.serve.worker import Worker

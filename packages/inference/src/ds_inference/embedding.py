@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_config.errors import CheckpointError, PlanError
-from ds_inference.engine import Tokenizer
+from ds_inference.llm_engine import Tokenizer
 
 __all__ = ["Embedder", "Pooling", "load_embedder"]
 

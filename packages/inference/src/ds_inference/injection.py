@@ -23,12 +23,12 @@ import ds_comm
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
-from ds_inference.cutting import ranks_of
-from ds_inference.engine import Generator
+from ds_inference.tensor_parallel import ranks_of
+from ds_inference.llm_engine import Generator
 from ds_inference.families import FAMILIES
-from ds_inference.loading import load
+from ds_inference.model_loader import load
 from ds_inference.quantize import Quantize
-from ds_inference.replay import Recorded, cuda_graph
+from ds_inference.cuda_graphs import Recorded, cuda_graph
 from ds_inference.sampling import Sampling
 from ds_parallel.config import LayerSpecConfig
 from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan

@@ -1,4 +1,4 @@
-"""A spec and its weights as a program of the native layer loop (`ds_ops.decoder`), where the loop has all that the spec asks for."""
+"""A spec and its weights as a program of the native layer loop (`ds_ops.native_decoder`), where the loop has all that the spec asks for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_comm.arena import Arena
-from ds_inference.attention import Batch, alibi_slopes
+from ds_comm.symmetric_arena import Arena
+from ds_inference.paged_attention import Batch, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
 from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
-from ds_ops.decoder import (
+from ds_ops.native_decoder import (
     Activation,
     Chunk,
     DecoderExperts,

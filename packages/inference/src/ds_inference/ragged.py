@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import PlanError
-from ds_inference.attention import make_batch
+from ds_inference.paged_attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
-from ds_inference.cutting import ranks_of
-from ds_inference.loading import read_decoder
-from ds_inference.model import Cache, Runner
+from ds_inference.tensor_parallel import ranks_of
+from ds_inference.model_loader import read_decoder
+from ds_inference.decoder_model import Cache, Runner
 from ds_inference.quantize import Quantize
 from ds_inference.scheduler import Chunk
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import CheckpointError
-from ds_inference.engine import Tokenizer
+from ds_inference.llm_engine import Tokenizer
 
 __all__ = ["HfTokenizer", "TextStream", "read_tokenizer"]
 

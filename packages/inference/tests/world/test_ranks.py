@@ -12,7 +12,7 @@ import torch
 import ds_comm
 from ds_config.errors import PlanError
 from ds_inference import Budget, Quantize, RaggedConfig, Sampling, build_hf_engine, init_inference, load
-from ds_inference.ranks import follow, leading
+from ds_inference.rank_worker import follow, leading
 from ds_testing import world
 
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ds_config.errors import ConfigError
 from ds_launcher.exports import split_secrets
 from ds_launcher.inventory import Inventory, encode
-from ds_launcher.plan import Process
+from ds_launcher.launch_plan import Process
 
 __all__ = ["BACKENDS", "Backend", "Job", "node_command"]
 

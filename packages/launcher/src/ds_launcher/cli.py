@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ds_config.errors import DsError
-from ds_config.names import nearest
+from ds_config.did_you_mean import nearest
 from ds_launcher.discovery import ALIASES, commands, help_line, load_command, parser_of
 
 __all__ = ["main"]

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from ds_launcher.plan import Process
+from ds_launcher.launch_plan import Process
 
 __all__ = ["BecomeRank", "Forks", "become", "forkable", "imports_of", "shared_env"]
 

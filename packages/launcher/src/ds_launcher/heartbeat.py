@@ -18,7 +18,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_launcher.plan import Watch
+from ds_launcher.launch_plan import Watch
 
 __all__ = ["CENTRE", "LAUNCHER", "Heartbeats", "Line", "Message", "Told", "decode_message", "encode_message"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_config.errors import ConfigError
-from ds_config.names import nearest
+from ds_config.did_you_mean import nearest
 
 __all__ = [
     "Host",

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from ds_config.errors import ConfigError
 from ds_launcher.backends import BACKENDS, Job
-from ds_launcher.cores import parse_ranges, share_cores
+from ds_launcher.cpu_binding import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
 from ds_launcher.heartbeat import LAUNCHER
 from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select, slurm_gpus
-from ds_launcher.options import RunOptions, node_options, parse_nnodes
-from ds_launcher.plan import Launch, Process, Watch
-from ds_launcher.ranks import World, node_rank_from, omp_threads, rank_env
+from ds_launcher.launch_options import RunOptions, node_options, parse_nnodes
+from ds_launcher.launch_plan import Launch, Process, Watch
+from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
 
 __all__ = ["MANY_HOSTS_PORT", "SECRET", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
 
@@ -297,4 +297,4 @@ def _elastic(options: RunOptions, facts: Facts) -> Process:
     env = {"DS_RUN_ID": facts.run_id, **(_secret(facts) if high <= 1 else {})}
     if nproc > 1 and "OMP_NUM_THREADS" not in facts.env:
         env["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, nproc))
-    return Process("the elastic agent", (facts.python, "-P", "-m", "ds_launcher.elastic", json.dumps(spec)), env)
+    return Process("the elastic agent", (facts.python, "-P", "-m", "ds_launcher.elastic_launch", json.dumps(spec)), env)

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from ds_launcher.blame import Ending, closing_lines, exit_status, explain, first_failure
+from ds_launcher.failures import Ending, closing_lines, exit_status, explain, first_failure
 from ds_launcher.child import HANDLED, Child, Stream, start_child
 from ds_launcher.forked import BecomeRank, Forks, become
 from ds_launcher.heartbeat import CENTRE, Line, Message, Told
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
-from ds_launcher.plan import Launch
+from ds_launcher.launch_plan import Launch
 from ds_launcher.procfs import Proc, adopt_orphans, descendants, kill_descendants, send
 
 __all__ = ["Keeper", "main"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from ds_launcher.plan import Launch, from_json, to_json
+from ds_launcher.launch_plan import Launch, from_json, to_json
 
 __all__ = ["receive_launch", "send_launch"]
 

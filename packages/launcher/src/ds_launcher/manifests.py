@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_launcher.exports import is_secret
-from ds_launcher.options import RunOptions, own_options, parse_nnodes
+from ds_launcher.launch_options import RunOptions, own_options, parse_nnodes
 
 __all__ = ["KINDS", "Wanted", "as_yaml", "manifest", "register", "wanted_of"]
 

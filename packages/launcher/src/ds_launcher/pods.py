@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ds_config.errors import ConfigError, LaunchError
-from ds_launcher.options import RunOptions, parse_nnodes
+from ds_launcher.launch_options import RunOptions, parse_nnodes
 
 __all__ = ["await_name", "in_pod", "pod_options"]
 

@@ -2,17 +2,17 @@
 
 from ds_moe.autoep import Cut, cut_experts
 from ds_moe.experts import Experts
-from ds_moe.files import load_experts, whole_state
+from ds_moe.expert_files import load_experts, whole_state
 from ds_moe.gates import GateRule, gate, top1gating, top2gating, topkgating
-from ds_moe.layer import MoE, MOELayer, TopKGate
+from ds_moe.moe_layer import MoE, MOELayer, TopKGate
 from ds_moe.load import LayerLoad, expert_load, report_load
 from ds_moe.lora import attach_lora
-from ds_moe.losses import balance_bias, balance_loss, z_loss
+from ds_moe.balancing_losses import balance_bias, balance_loss, z_loss
 from ds_moe.noise import Stream, gumbel, jitter
-from ds_moe.places import Places, make_places, place_ranks
-from ds_moe.placing import Placed, place
-from ds_moe.replay import Tape, record, replay
-from ds_moe.routed import Routed, capacity_of
+from ds_moe.expert_groups import Places, make_places, place_ranks
+from ds_moe.attach_experts import Placed, place
+from ds_moe.router_replay import Tape, record, replay
+from ds_moe.router_output import Routed, capacity_of
 from ds_moe.selection import Selection, select
 
 __all__ = [

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ds_comm import Assignment, Mesh, assign, assignment_of, broadcast
 from ds_config.errors import UnsupportedConfigError
 from ds_moe.config import ExpertParallelConfig
-from ds_moe.held import HeldBlock
-from ds_moe.listed import ListedBlock
-from ds_moe.packed import PackedExperts, gather_experts
-from ds_moe.places import Places, alone, make_places
-from ds_moe.recognise import Found, recognise
+from ds_moe.packed_block import HeldBlock
+from ds_moe.module_list_block import ListedBlock
+from ds_moe.packed_experts import PackedExperts, gather_experts
+from ds_moe.expert_groups import Places, alone, make_places
+from ds_moe.detect import Found, recognise
 from ds_moe.selection import weigh
 
 __all__ = ["Cut", "cut_experts"]

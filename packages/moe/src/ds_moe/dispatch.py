@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group, all_to_all_single, differentiable
-from ds_moe.places import Places
-from ds_moe.pulling import check_alike, pull_home, pull_rows, pull_tokens, way_of
-from ds_moe.routed import Routed
-from ds_ops.routing import Permutation, permute, sort_slots, unpermute
+from ds_moe.expert_groups import Places
+from ds_moe.shm_dispatch import check_alike, pull_home, pull_rows, pull_tokens, way_of
+from ds_moe.router_output import Routed
+from ds_ops.moe_routing import Permutation, permute, sort_slots, unpermute
 
 __all__ = ["Compute", "Exchange", "Rows", "exchange_of", "through_experts"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
-from ds_moe.losses import balance_loss
+from ds_moe.balancing_losses import balance_loss
 from ds_moe.noise import Stream, gumbel
-from ds_moe.routed import Routed, bad_routing, capacity_of, positions, probabilities
+from ds_moe.router_output import Routed, bad_routing, capacity_of, positions, probabilities
 
 __all__ = ["GateRule", "Noise", "gate", "top1gating", "top2gating", "topkgating"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import ds_monitor
 from ds_moe._torch import in_backward
-from ds_moe.losses import entropy
-from ds_moe.routed import Routed
+from ds_moe.balancing_losses import entropy
+from ds_moe.router_output import Routed
 
 __all__ = ["LayerLoad", "Load", "expert_load", "loads", "report_load"]
 

@@ -16,7 +16,7 @@ from ds_accel import derive_seed
 from ds_comm import Assignment, Box, assign, assignment_of
 from ds_config.errors import PlanError
 from ds_moe.dispatch import Rows
-from ds_moe.packed import PackedExperts
+from ds_moe.packed_experts import PackedExperts
 from ds_ops.grouped import grouped_matmul
 
 __all__ = ["ExpertLora", "attach_lora"]

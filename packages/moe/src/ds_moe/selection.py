@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_moe.routed import Routed, bad_routing, probabilities, wide
+from ds_moe.router_output import Routed, bad_routing, probabilities, wide
 
 __all__ = ["GroupScore", "Score", "Selection", "select", "weigh"]
 

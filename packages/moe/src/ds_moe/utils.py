@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_config.errors import PlanError
-from ds_moe.layer import MOELayer
+from ds_moe.moe_layer import MOELayer
 
 __all__ = [
     "configure_moe_param_groups",

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_comm
 from ds_config.errors import CommError, PlanError
 from ds_moe import GateRule, MoE, expert_load, place, record, replay
-from ds_moe.layer import TopKGate
+from ds_moe.moe_layer import TopKGate
 from ds_testing import world
 
 KINDS = ["even", "uneven", "none", "one", "few"]

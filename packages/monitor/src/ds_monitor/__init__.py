@@ -6,7 +6,7 @@ Importing this reads no configuration library and no torch. The models of the co
 
 from __future__ import annotations
 
-from ds_monitor.api import (
+from ds_monitor.recording import (
     Sink,
     active,
     attach,

@@ -79,7 +79,7 @@ def _numbers(values: Sequence[float]) -> list[float | str]:
 
 def _trace(args: argparse.Namespace) -> int:
     from ds_monitor.tracing import lateness, match, offsets, read_ranks, straggler, write_perfetto
-    from ds_monitor.tracing.picture import draw, report
+    from ds_monitor.tracing.trace_plot import draw, report
 
     ranks = read_ranks(args.folder)
     calls = match(ranks)

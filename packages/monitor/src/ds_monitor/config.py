@@ -17,9 +17,9 @@ from pydantic import Field, SecretStr, field_validator
 
 from ds_config import StrictModel
 from ds_config.errors import DsError
-from ds_monitor.api import Sink
+from ds_monitor.recording import Sink
 from ds_monitor.sinks import AsideSink, CometSink, CsvSink, TensorBoardSink, WandbSink
-from ds_monitor.sinks.registry import make_sink, takes_rank
+from ds_monitor.sinks.sink_registry import make_sink, takes_rank
 
 __all__ = [
     "CometConfig",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import ConfigError
-from ds_monitor.sinks.base import require
+from ds_monitor.sinks.sink import require
 
 __all__ = ["Curve", "page", "plot_curves", "plot_grid", "read_curve", "smooth"]
 

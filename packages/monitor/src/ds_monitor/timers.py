@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ds_monitor.api import gauge
+from ds_monitor.recording import gauge
 from ds_monitor.stats import trimmed_mean
 
 __all__ = ["Timers", "Timing"]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_ops import optim, reference, registry
     from ds_ops.grouped import grouped_matmul, grouped_outer
-    from ds_ops.rules import Rule, UpdateSpec, UpdateTensors
+    from ds_ops.update_rules import Rule, UpdateSpec, UpdateTensors
     from ds_ops.stream import convert, fill, grad_norm, sum_squares
-    from ds_ops.updating import lamb_apply, lamb_moments, update
+    from ds_ops.apply_update import lamb_apply, lamb_moments, update
 
 __all__ = [
     "Rule",
@@ -37,9 +37,9 @@ __all__ = [
 _MODULES = ("optim", "reference", "registry")
 _HOMES = {
     "grouped": ("grouped_matmul", "grouped_outer"),
-    "rules": ("Rule", "UpdateSpec", "UpdateTensors"),
+    "update_rules": ("Rule", "UpdateSpec", "UpdateTensors"),
     "stream": ("convert", "fill", "grad_norm", "sum_squares"),
-    "updating": ("lamb_apply", "lamb_moments", "update"),
+    "apply_update": ("lamb_apply", "lamb_moments", "update"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
-from ds_ops.routing import sort_slots
+from ds_ops.moe_routing import sort_slots
 
 __all__ = ["padded_rows", "within_capacity"]
 

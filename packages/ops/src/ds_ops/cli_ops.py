@@ -8,8 +8,8 @@ import os
 import sys
 
 from ds_config.errors import DsError, KernelError
-from ds_ops.build import Built, Kind, build, missing_tools, plan
-from ds_ops.places import source_dir
+from ds_ops.build_native import Built, Kind, build, missing_tools, plan
+from ds_ops.module_cache import source_dir
 from ds_ops.toolchain import find_tools
 
 __all__ = ["HELP", "main", "register"]

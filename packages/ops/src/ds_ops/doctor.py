@@ -1,6 +1,6 @@
 """Judges a machine: facts in, findings out. Pure; `ds_ops.machine` reads the facts, `ds report` shows the findings.
 
-Words: a *check* is one fact with its verdict (`ds_config.reporting`); an *op row* says which backend runs an op for a kind of tensors
+Words: a *check* is one fact with its verdict (`ds_config.report_tables`); an *op row* says which backend runs an op for a kind of tensors
 and why better ones do not.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_config.reporting import Check, Verdict
+from ds_config.report_tables import Check, Verdict
 from ds_ops.machine import Machine, Stage
 from ds_ops.toolchain import Tool
 

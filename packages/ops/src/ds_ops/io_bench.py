@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ds_ops.arena import zeros_huge
+from ds_ops.host_arena import zeros_huge
 from ds_ops.io import AsyncIO, Backend, IOSettings
 
 __all__ = ["Case", "Grid", "Measured", "aligned_bytes", "best_section", "cases", "measure", "table", "uncached"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_ops.places import source_dir
+from ds_ops.module_cache import source_dir
 from ds_ops.toolchain import Tool, find_tools
 
 __all__ = ["Machine", "Pair", "Stage", "parse_stages", "read_machine", "run_probe"]

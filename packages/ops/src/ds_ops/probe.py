@@ -69,9 +69,9 @@ def _trial() -> dict[str, Any]:
     import torch
 
     import ds_ops.registry as registry
-    from ds_ops.reference import update as reference
-    from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients
-    from ds_ops.updating import update
+    from ds_ops.reference import reference_update as reference
+    from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients
+    from ds_ops.apply_update import update
 
     (op,) = [each for each in registry.ops() if each.name == "update"]
     spec = UpdateSpec(Rule.ADAM, adam_coefficients(AdamHyper(1e-3, (0.9, 0.999), 1e-8, 0.01), 1))
@@ -96,7 +96,7 @@ def _ops() -> dict[str, Any]:
     """Which backend runs each op, per device and dtype."""
     import torch
 
-    from ds_ops.catalog import every_op
+    from ds_ops.all_ops import every_op
 
     catalog = every_op()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
 from ds_ops import segment as segments
-from ds_ops.shm import Channel, ChannelSettings, Counters, Op, Segment, Verb, combine
+from ds_ops.shm_collectives import Channel, ChannelSettings, Counters, Op, Segment, Verb, combine
 from ds_testing import world
 
 SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)

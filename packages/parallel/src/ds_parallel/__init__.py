@@ -4,9 +4,9 @@
 """
 
 from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current
-from ds_parallel.keeping import Account, Keeping
+from ds_parallel.activation_store import Account, Keeping
 from ds_parallel.modules import Checkpointed, checkpoint_modules, matching
-from ds_parallel.rng import TENSOR_PARALLEL, RngTracker, tensor_seed
+from ds_parallel.rng_tracker import TENSOR_PARALLEL, RngTracker, tensor_seed
 
 __all__ = [
     "TENSOR_PARALLEL",

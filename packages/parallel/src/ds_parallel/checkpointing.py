@@ -30,8 +30,8 @@ import ds_monitor
 from ds_accel import Accelerator
 from ds_comm import Group
 from ds_config.errors import PlanError
-from ds_parallel.keeping import Account, Keeper, Keeping
-from ds_parallel.rng import RngTracker
+from ds_parallel.activation_store import Account, Keeper, Keeping
+from ds_parallel.rng_tracker import RngTracker
 from ds_parallel.trees import flatten, tensors_in
 
 __all__ = ["ActivationCheckpointing", "checkpoint", "checkpoint_reentrant", "current"]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ds_config import Alias, StrictModel, Unbuilt
-from ds_parallel.keeping import Keeping
-from ds_parallel.tensor.plan import TensorOptions
-from ds_parallel.tensor.rules import Kind
+from ds_parallel.activation_store import Keeping
+from ds_parallel.tensor.tp_plan import TensorOptions
+from ds_parallel.tensor.layer_rules import Kind
 
 __all__ = [
     "ActivationCheckpointingConfig",

@@ -14,7 +14,7 @@ from ds_comm import Mesh, MeshSpec, world_group
 from ds_config.errors import PlanError, UnsupportedError, set_place
 from ds_parallel.heads import spread
 from ds_parallel.sequence import DistributedAttention, SequenceDataLoader, sequence_part, token_weighted_loss
-from ds_parallel.sequence.hf import SequenceRanks, UlyssesAttention, document_mask, register_with_transformers
+from ds_parallel.sequence.hf_attention import SequenceRanks, UlyssesAttention, document_mask, register_with_transformers
 from ds_testing import world
 
 Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]

@@ -9,13 +9,13 @@ layers and module cut them, a stage runs one part of one, links carry values bet
 """
 
 from ds_pipe.actions import Action, Op, Program
-from ds_pipe.api import Pipeline, pipeline, split_batch
+from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
 from ds_pipe.costs import Costs
-from ds_pipe.decoder import DecoderStages
-from ds_pipe.layers import LayerSpec, TiedLayerSpec
+from ds_pipe.decoder_stages import DecoderStages
+from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 from ds_pipe.module import PipelineModule
-from ds_pipe.passes import add_comms, add_gathers, add_reduces, mark_reduce
-from ds_pipe.placement import looped, vee
+from ds_pipe.program_passes import add_comms, add_gathers, add_reduces, mark_reduce
+from ds_pipe.stage_placement import looped, vee
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import (
     SCHEDULES,
@@ -33,10 +33,10 @@ from ds_pipe.programs import (
     zb_h2,
     zbv,
 )
-from ds_pipe.reduction import clip_grad_norm, global_norm
+from ds_pipe.gradient_reduction import clip_grad_norm, global_norm
 from ds_pipe.runner import Handler, run
 from ds_pipe.staged import StagedModel, Tie
-from ds_pipe.timing import Timing, simulate
+from ds_pipe.schedule_timing import Timing, simulate
 from ds_pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,

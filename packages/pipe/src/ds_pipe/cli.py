@@ -15,7 +15,7 @@ from ds_config.errors import DsError, PlanError
 if TYPE_CHECKING:
     from ds_pipe.actions import Program
     from ds_pipe.costs import Costs
-    from ds_pipe.timing import Span
+    from ds_pipe.schedule_timing import Span
     from ds_pipe.trace import Trace
 
 __all__ = ["HELP", "NAMES", "main", "register"]
@@ -70,10 +70,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> None:
     from ds_pipe.costs import Costs
-    from ds_pipe.passes import add_comms, mark_reduce
+    from ds_pipe.program_passes import add_comms, mark_reduce
     from ds_pipe.programs import placement_of
     from ds_pipe.show import as_gantt, as_table
-    from ds_pipe.timing import simulate
+    from ds_pipe.schedule_timing import simulate
     from ds_pipe.trace import Trace
     from ds_pipe.verify import verify
 

@@ -20,8 +20,8 @@ from ds_pipe._torch import tree_leaves
 from ds_pipe.actions import Action, Op
 from ds_pipe.stage import Stage
 from ds_pipe.staged import StagedModel
-from ds_pipe.timing import Span
-from ds_pipe.wire import Link, Signature
+from ds_pipe.schedule_timing import Span
+from ds_pipe.stage_link import Link, Signature
 
 __all__ = ["Criterion", "Executor", "Feed", "Reduction"]
 

@@ -14,7 +14,7 @@ import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
 from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.building import broadcast_ties, tell, tie
-from ds_pipe.layers import LayerSpec, TiedLayerSpec, class_name, parameters_of
+from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import Staging, placement_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_comm
 from ds_pipe._torch import tree_leaves, tree_map
-from ds_pipe.layers import LayerSpec, TiedLayerSpec
+from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 
 __all__ = ["profile_layers"]
 

@@ -1,6 +1,6 @@
 """The schedules by name: each is a placement, a memory cap and a rule for the one generator in `listing.py`.
 
-They give only what computes. Transfers, reductions and gathers are added by `ds_pipe.passes`. Memory is counted in microbatches
+They give only what computes. Transfers, reductions and gathers are added by `ds_pipe.program_passes`. Memory is counted in microbatches
 that a stage holds; `p` ranks, `m` microbatches, forward F, input gradient I, weight gradient W.
 
 | name | stages | bubble of a step when F = I = W | rank r holds at most | |
@@ -25,8 +25,8 @@ from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
 from ds_pipe.costs import Costs
 from ds_pipe.listing import Problem, Rule, generate
-from ds_pipe.placement import check_size, looped, vee
-from ds_pipe.timing import simulate
+from ds_pipe.stage_placement import check_size, looped, vee
+from ds_pipe.schedule_timing import simulate
 
 __all__ = [
     "SCHEDULES",

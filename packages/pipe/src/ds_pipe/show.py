@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_config.errors import UnsupportedError
 from ds_pipe.actions import Op
-from ds_pipe.timing import Span
+from ds_pipe.schedule_timing import Span
 
 __all__ = ["as_gantt", "as_table"]
 

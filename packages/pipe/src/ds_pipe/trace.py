@@ -25,9 +25,9 @@ from typing import Any
 import ds_comm
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
-from ds_pipe.api import Pipeline
+from ds_pipe.pipeline_api import Pipeline
 from ds_pipe.costs import Costs
-from ds_pipe.timing import Span, Timing, simulate
+from ds_pipe.schedule_timing import Span, Timing, simulate
 
 __all__ = ["Trace", "tracing"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, Op, Program
 from ds_pipe.costs import Costs
-from ds_pipe.timing import simulate
+from ds_pipe.schedule_timing import simulate
 
 __all__ = ["Report", "ScheduleError", "verify"]
 

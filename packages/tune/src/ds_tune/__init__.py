@@ -12,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_tune.asking import Asked, asked_by_section, asked_of
-    from ds_tune.deciding import Budget, Result, Step, chosen, following, halving, standing
-    from ds_tune.predicting import Calibration, Prediction, Trial, calibrate, predict
+    from ds_tune.request import Asked, asked_by_section, asked_of
+    from ds_tune.search import Budget, Result, Step, chosen, following, halving, standing
+    from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predict
     from ds_tune.space import Candidate, LeftOut, Limits, Task, candidates_of
 
 __all__ = [
@@ -41,9 +41,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "asking": ("Asked", "asked_by_section", "asked_of"),
-    "deciding": ("Budget", "Result", "Step", "chosen", "following", "halving", "standing"),
-    "predicting": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
+    "request": ("Asked", "asked_by_section", "asked_of"),
+    "search": ("Budget", "Result", "Step", "chosen", "following", "halving", "standing"),
+    "cost_model": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
     "space": ("Candidate", "LeftOut", "Limits", "Task", "candidates_of"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

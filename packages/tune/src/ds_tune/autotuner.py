@@ -10,9 +10,9 @@ from typing import Any
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_engine import Shapes
-from ds_tune.deciding import Result, Step, value_of
+from ds_tune.search import Result, Step, value_of
 from ds_tune.space import Limits, Task, candidates_of
-from ds_tune.trials import Job, run_trial
+from ds_tune.trial_runner import Job, run_trial
 from ds_tune.upstream import autotune, section_of
 
 __all__ = ["Autotuner", "ResourceManager", "get_val_by_key", "set_val_by_key"]

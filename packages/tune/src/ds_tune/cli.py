@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_tune.asking import Asked
-    from ds_tune.deciding import Result, Step
-    from ds_tune.trials import Job
+    from ds_tune.request import Asked
+    from ds_tune.search import Result, Step
+    from ds_tune.trial_runner import Job
     from ds_tune.tuning import Found, Tuning
 
 __all__ = ["HELP", "devices_here", "main", "register", "show", "teller"]
@@ -66,10 +66,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Tune, or explain what is known."""
-    from ds_config.reading import read
+    from ds_config.config_file import read
     from ds_engine.models import shapes_from
-    from ds_tune.asking import asked_of, parse_setting
-    from ds_tune.deciding import Budget
+    from ds_tune.request import asked_of, parse_setting
+    from ds_tune.search import Budget
     from ds_tune.tuning import Tuning
 
     words, file = _config_words(args)
@@ -111,7 +111,7 @@ def _tune(tuning: Tuning, asked: Asked, how: tuple[bool, bool]) -> int:
 
 def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, ...]]) -> Job:
     from ds_config.errors import LaunchError
-    from ds_tune.trials import Job
+    from ds_tune.trial_runner import Job
 
     config, words, launch = what
     if "--module" not in launch and "-m" not in launch and not Path(args.script).is_file():
@@ -168,7 +168,7 @@ def _range_of(text: str) -> tuple[int, int]:
 
 
 def _bytes_of(text: str | None) -> int | None:
-    from ds_engine.fitting import size_of
+    from ds_engine.memory_fit import size_of
 
     return None if text is None else size_of(text)
 
@@ -208,8 +208,8 @@ def teller() -> Callable[[Step, Result | None], None]:
 
 def show(found: Found, files: dict[str, str], asked: Asked, as_json: bool) -> None:
     from ds_config.errors import UnsupportedError
-    from ds_tune.picture import draw
-    from ds_tune.writing import left_text, rows_of
+    from ds_tune.tuning_plot import draw
+    from ds_tune.results_writer import left_text, rows_of
 
     rows = rows_of(found.candidates, found.results, found.known, asked.metric)
     try:
@@ -266,8 +266,8 @@ def _cell(value: float | None, scale: float) -> str:
 def _explain(tuning: Tuning, name: str, as_json: bool, job: Job) -> int:
     """What is known without starting anything."""
     from ds_config.errors import ConfigError
-    from ds_config.names import nearest
-    from ds_tune.writing import explained, left_text
+    from ds_config.did_you_mean import nearest
+    from ds_tune.results_writer import explained, left_text
 
     tuning.resume()
     found = tuning.found()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from ds_config.errors import LaunchError, PlanError
 from ds_engine import Shapes
-from ds_engine.trials import Measured, write_json
-from ds_tune.asking import Asked
-from ds_tune.deciding import Result, Standing, Step, chosen, following, standing
+from ds_engine.trial_results import Measured, write_json
+from ds_tune.request import Asked
+from ds_tune.search import Result, Standing, Step, chosen, following, standing
 from ds_tune.space import Candidate, LeftOut, Task, candidates_of
-from ds_tune.trials import Job, command_of, results_on_disk, run_trial
-from ds_tune.writing import best_text, rows_of, summary_text, tuned
+from ds_tune.trial_runner import Job, command_of, results_on_disk, run_trial
+from ds_tune.results_writer import best_text, rows_of, summary_text, tuned
 
 __all__ = ["Found", "Tuning"]
 

@@ -1,8 +1,8 @@
 """One core for ZeRO 0, 1, 2 and 3, usable alone in a plain PyTorch loop."""
 
-from ds_zero.access.init import Init, MiCS_Init, load_pretrained
+from ds_zero.access.sharded_init import Init, MiCS_Init, load_pretrained
 from ds_zero.access.nonfinite import Nonfinite, NonfiniteSearch
-from ds_zero.access.tensors import (
+from ds_zero.access.gathered_access import (
     GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
@@ -22,16 +22,16 @@ from ds_zero.access.tensors import (
     unwrap_model_for_generation,
 )
 from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.options import Habits, Nodes, Placement, ShardOptions
-from ds_zero.layout.plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
-from ds_zero.layout.precision import LossScale, Precision, PrecisionRule
+from ds_zero.layout.shard_options import Habits, Nodes, Placement, ShardOptions
+from ds_zero.layout.unit_plan import Ranks, Reduction, Storage, UnitBytes, UnitPlan, ZeroPlan, plan, plan_unit
+from ds_zero.layout.dtypes_plan import LossScale, Precision, PrecisionRule
 from ds_zero.layout.units import STAGES, Residency, UnitPolicy, UnitSpec, plan_units
-from ds_zero.policies.layers import TiledLinear
-from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
+from ds_zero.policies.tiled_layers import TiledLinear
+from ds_zero.policies.quantized_comm import QGZ, QWZ, Correction, Wire
 from ds_zero.runtime.attributes import ShardedGradient
-from ds_zero.runtime.released import Released
-from ds_zero.runtime.sharding import Sharding
-from ds_zero.update.optimizer import ShardedOptimizer, StepReport, shard
+from ds_zero.runtime.sharded_parameter import Released
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.update.sharded_optimizer import ShardedOptimizer, StepReport, shard
 
 __all__ = [
     "QGZ", "QWZ", "STAGES", "Correction", "GatheredParameters", "Habits", "Init", "LossScale", "MiCS_Init", "Nodes", "Nonfinite",

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 
 from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
 from ds_ops.io import IOSettings
-from ds_zero.layout.options import Placement
-from ds_zero.policies.importance import Importance, bad
+from ds_zero.layout.shard_options import Placement
+from ds_zero.policies.zenflow import Importance, bad
 
 __all__ = [
     "BF16Config",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ds_zero
 from ds_comm import all_reduce
 from ds_testing import world
-from ds_zero.policies.wire import EXACT, LIMIT, QGZ, QWZ, Correction, Wire, certificates
+from ds_zero.policies.quantized_comm import EXACT, LIMIT, QGZ, QWZ, Correction, Wire, certificates
 
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "train_gpt"
 FILE = Path(ds_zero.__file__).with_name("certificates.json")
@@ -53,7 +53,7 @@ def one_loss(wire, dtype, seed):
     inner = torch.optim.AdamW(net.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     every = {mode: {dtype: {}} for mode in wire.modes}
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
-    with mock.patch("ds_zero.policies.wire.certificates", return_value=every):
+    with mock.patch("ds_zero.policies.quantized_comm.certificates", return_value=every):
         optimizer = ds_zero.shard(
             net, inner, stage=3, precision=precision, clip=1.0, memory="private", wire=wire,
             policy=ds_zero.UnitPolicy(max_numel=60_000, persist_numel=0),

@@ -73,8 +73,8 @@ def train(bench, example, options):
     net = bench.model(kind, torch.float64 if options["precision"] is None else torch.float32)
     least = example["least"]
     with (
-        mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", least),
-        mock.patch("ds_zero.runtime.reduction.LEAST_SENT", least),
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", least),
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", least),
     ):
         optimizer = ds_zero.shard(net, maker(example["optimizer"])(net), **options)
     try:

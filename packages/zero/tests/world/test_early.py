@@ -16,8 +16,8 @@ import ds_zero
 from ds_config.errors import KernelError, PlanError
 from ds_testing import world
 from ds_zero import Placement
-from ds_zero.policies.importance import Importance
-from ds_zero.update.early import Outlook, State
+from ds_zero.policies.zenflow import Importance
+from ds_zero.update.overlap_plan import Outlook, State
 
 LATE, EARLY = Placement("host"), Placement("host", early=1.0)
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_comm
 import ds_zero
-from ds_comm.pool import Pool
+from ds_comm.buffer_pool import Pool
 from ds_testing import world
 from ds_zero.layout.elements import plan_layout
-from ds_zero.layout.options import PLAIN
-from ds_zero.runtime.reduction import Exchange
-from ds_zero.runtime.seat import sends_from_anywhere
+from ds_zero.layout.shard_options import PLAIN
+from ds_zero.runtime.reduce_strategies import Exchange
+from ds_zero.runtime.unit_groups import sends_from_anywhere
 
 
 def drawn(seed, rank, layout, kind):
@@ -80,13 +80,13 @@ def check_sums(layout_kind):
 @pytest.mark.parametrize("layout_kind", ["flat", "dim0", "whole"])
 @world(2)
 def test_shards_are_the_sums_whatever_is_absent_odd_or_flat(monkeypatch, layout_kind):
-    monkeypatch.setattr("ds_zero.runtime.reduction.LEAST_SENT", 6)
+    monkeypatch.setattr("ds_zero.runtime.reduce_strategies.LEAST_SENT", 6)
     check_sums(layout_kind)
 
 
 @world(3)
 def test_three_ranks_sum_in_their_order(monkeypatch):
-    monkeypatch.setattr("ds_zero.runtime.reduction.LEAST_SENT", 6)
+    monkeypatch.setattr("ds_zero.runtime.reduce_strategies.LEAST_SENT", 6)
     check_sums("flat")
 
 

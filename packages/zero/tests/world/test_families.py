@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_comm
 import ds_zero
-from ds_comm.family import Assignment, Family, assign
+from ds_comm.reduction_group import Assignment, Family, assign
 from ds_comm.placement import Box
 from ds_config.errors import PlanError, UnsupportedError
 from ds_testing import world
@@ -198,7 +198,7 @@ def check(found, expected):
 
 def run(kind, stage, memory, overlap=True, policy=SMALL, clip=0.5):
     net, groups = MAKE[kind]()
-    with mock.patch("ds_zero.runtime.reduction.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduction.LEAST_SENT", 8):
+    with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8):
         optimizer = ds_zero.shard(
             net, adamw(net), stage=stage, clip=clip, policy=policy, memory=memory, overlap=overlap, **groups
         )

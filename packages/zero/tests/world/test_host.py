@@ -109,7 +109,7 @@ def test_private_is_the_default_on_gloo_and_shared_on_one_rank_is_refused_by_not
 
 @world(2)
 def test_what_cannot_be_shared_is_told(monkeypatch):
-    monkeypatch.setattr("ds_zero.runtime.seat.host_refusal", lambda group: "the ranks are on 2 hosts")
+    monkeypatch.setattr("ds_zero.runtime.unit_groups.host_refusal", lambda group: "the ranks are on 2 hosts")
     net = nn.Linear(4, 4)
     with pytest.raises(UnsupportedError, match="2 hosts"):
         ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, memory="shared")

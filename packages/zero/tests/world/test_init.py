@@ -14,7 +14,7 @@ from torch import nn
 import ds_zero
 from ds_config.errors import CheckpointError, PlanError, ShardedAccessError
 from ds_testing import world
-from ds_zero.runtime.scattered import chunk_of
+from ds_zero.runtime.init_shards import chunk_of
 
 SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=8)
 

@@ -16,7 +16,7 @@ import ds_ops.optim
 import ds_zero
 from ds_testing import world
 from ds_zero import Placement
-from ds_zero.runtime import storage
+from ds_zero.runtime import param_storage
 
 WHOLE_UNITS = ds_zero.UnitPolicy(max_numel=256, persist_numel=0)
 
@@ -100,7 +100,7 @@ def places(folder):
 
 def late(lag, options, *, frozen, honest=True):
     device = Late(lag, honest)
-    with mock.patch.object(storage, "to_device", device.to_device):
+    with mock.patch.object(param_storage, "to_device", device.to_device):
         weights = train(frozen, **options)
     while device.queue:
         device.run()

@@ -13,7 +13,7 @@ from ds_comm import world_group
 from ds_config.errors import PlanError
 from ds_ops.formats import FP8_E4M3
 from ds_testing import world
-from ds_zero.policies.layers import LoRALinear
+from ds_zero.policies.tiled_layers import LoRALinear
 
 
 def make(quantized=None, group=None, base=None):

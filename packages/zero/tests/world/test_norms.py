@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_comm
 import ds_zero
-from ds_comm.family import Assignment, Family, assign
+from ds_comm.reduction_group import Assignment, Family, assign
 from ds_testing import world
 
 REPLICATED = frozenset({"1.weight", "1.bias"})

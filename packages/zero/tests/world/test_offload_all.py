@@ -12,7 +12,7 @@ import ds_ops.optim
 import ds_zero
 from ds_testing import world
 from ds_zero import Placement
-from ds_zero.layout.precision import Precision
+from ds_zero.layout.dtypes_plan import Precision
 
 POLICY = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
 SKIPPING = Precision(skip_nonfinite=True)

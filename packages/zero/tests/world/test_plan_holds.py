@@ -13,9 +13,9 @@ from torch import nn
 import ds_comm
 import ds_monitor
 import ds_zero
-from ds_comm.family import Assignment, Family, assign
+from ds_comm.reduction_group import Assignment, Family, assign
 from ds_testing import world
-from ds_zero.layout.plan import Reduction, Storage
+from ds_zero.layout.unit_plan import Reduction, Storage
 
 
 def draw(seed):

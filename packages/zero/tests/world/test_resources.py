@@ -93,7 +93,7 @@ class Copies(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes = {}
-        self._counting = mock.patch("ds_zero.runtime.reduction.copy_ranges", self._copy_ranges)
+        self._counting = mock.patch("ds_zero.runtime.reduce_strategies.copy_ranges", self._copy_ranges)
 
     def __enter__(self):
         self._counting.start()
@@ -211,7 +211,7 @@ def test_the_plan_is_what_is_kept(stage, precision, memory):
 @world(2)
 def test_live_bytes_stay_within_the_budget(monkeypatch):
     """Stage 3 holds the unit in use and at most one more, unless a wait for another rank lasts long."""
-    monkeypatch.setattr("ds_zero.runtime.reducing._PATIENCE_S", 1e9)  # on a busy machine they do
+    monkeypatch.setattr("ds_zero.runtime.reduce_runtime._PATIENCE_S", 1e9)  # on a busy machine they do
     net, most = even(), [0]
     optimizer = ds_zero.shard(net, sgd(net), stage=3, policy=EVEN)
     units = optimizer.sharding.units

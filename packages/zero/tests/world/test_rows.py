@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_monitor
 import ds_zero
-from ds_comm.rows import Table, by_rows
+from ds_comm.sparse_rows import Table, by_rows
 from ds_config.errors import PlanError
 from ds_monitor.sinks import MemorySink
 from ds_testing import world

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_zero
 from ds_config.errors import PlanError
 from ds_testing import world
-from ds_zero.offload.tiers import TIERS, Tier
+from ds_zero.offload.state_stores import TIERS, Tier
 
 
 class Narrow(Tier):

@@ -15,7 +15,7 @@ import ds_zero
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT8, QuantSpec
 from ds_testing import world
-from ds_zero.policies.wire import QGZ, QWZ, Correction, Wire
+from ds_zero.policies.quantized_comm import QGZ, QWZ, Correction, Wire
 
 FINE = QuantSpec(INT8, 16)  # so that three steps of a small model tell a mistake from a rounding
 ANY = {"float32": {}, "bfloat16": {}, "float16": {}}
@@ -45,7 +45,7 @@ def uncertified():
     """What is tested here is not what is certified."""
     fine = Wire(FINE, FINE, FINE, Correction()), Wire(gradients=FINE)
     every = {mode: ANY for wire in (*WIRES.values(), *fine) for mode in wire.modes}
-    return mock.patch("ds_zero.policies.wire.certificates", return_value=every)
+    return mock.patch("ds_zero.policies.quantized_comm.certificates", return_value=every)
 
 
 def trained(wire, steps=4, dtype=torch.float32, inspect=lambda optimizer, step: None, **options):

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensors import Entry, Source
-from ds_ckpt.tensors import dtype_name
+from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.shard_tensors import dtype_name
 from ds_config.errors import CheckpointError
 
 __all__ = ["open_dcp", "write_dcp"]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ds_ckpt.catalog import find_latest
-from ds_ckpt.convert.deepspeed import open_deepspeed
-from ds_ckpt.convert.hf import Exported, write_hf
-from ds_ckpt.convert.tensors import Source, cast, open_checkpoint, renamed
+from ds_ckpt.checkpoint_list import find_latest
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed
+from ds_ckpt.convert.huggingface import Exported, write_hf
+from ds_ckpt.convert.tensor_source import Source, cast, open_checkpoint, renamed
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
 from ds_ckpt.convert.regular_plan import EXPERT, Flat, Piece, Regular, _own, _owner, plan_flats
-from ds_ckpt.convert.tensors import Source
+from ds_ckpt.convert.tensor_source import Source
 from ds_ckpt.jsontext import Json
-from ds_ckpt.tensors import torch_dtype
+from ds_ckpt.shard_tensors import torch_dtype
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["EXPERT", "Flat", "Piece", "Regular", "plan_flats", "write_regular"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensors import Source
+from ds_ckpt.convert.tensor_source import Source
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
 

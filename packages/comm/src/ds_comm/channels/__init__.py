@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_comm.channels.messages import MessageReceiver, MessageSender
 from ds_comm.channels.rings import Rings
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.neighbours import neighbours
+from ds_comm.node_topology import neighbours
 from ds_comm.work import Work
 from ds_config.errors import CommError
 

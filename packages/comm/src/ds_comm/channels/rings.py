@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ds_comm._torch import second_connection
 from ds_comm.call import Call
-from ds_comm.channels.ring import End, Plan, RingReceiver, RingSender, plan_ring
+from ds_comm.channels.shm_ring import End, Plan, RingReceiver, RingSender, plan_ring
 from ds_comm.channels.signature import Signature
 from ds_comm.groups import Group
-from ds_comm.neighbours import Neighbour
+from ds_comm.node_topology import Neighbour
 from ds_comm.watch.recorder import current
 from ds_comm.work import Work
-from ds_ops.shm import Segment
+from ds_ops.shm_collectives import Segment
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_comm.watch.ring import Stamp
+from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import differs, rank_names
 from ds_config.errors import CommError
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ds_comm._torch import second_connection
 from ds_comm.groups import Order
-from ds_comm.watch.frames import error_place
-from ds_comm.watch.ring import Ring
+from ds_comm.watch.call_sites import error_place
+from ds_comm.watch.stamp_ring import Ring
 from ds_comm.watch.secret import job_secret
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.verdict import Finding

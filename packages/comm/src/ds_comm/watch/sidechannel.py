@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm.watch.ring import Stamp
+from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.secret import seal
 from ds_comm.watch.verdict import Report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_comm.watch.ring import UNEVEN, Stamp
+from ds_comm.watch.stamp_ring import UNEVEN, Stamp
 
 __all__ = ["Finding", "Report", "differs", "judge", "judge_wait", "rank_names"]
 

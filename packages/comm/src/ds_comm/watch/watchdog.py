@@ -33,9 +33,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_comm.watch.dumps import dump_name, new_job
-from ds_comm.watch.frames import user_frame
-from ds_comm.watch.peers import Peer, open_peer
-from ds_comm.watch.ring import Ring, Stamp
+from ds_comm.watch.call_sites import user_frame
+from ds_comm.watch.side_channel import Peer, open_peer
+from ds_comm.watch.stamp_ring import Ring, Stamp
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.verdict import Finding, Report, differs, judge, judge_wait
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed._ours import groups
-from deepspeed._ours.layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer, dress
+from deepspeed._ours import group_getters
+from deepspeed._ours.tp_layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer, dress
 from deepspeed._ours.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
@@ -283,9 +283,9 @@ def get_head_shard_sizes(num_heads: int, num_kv_heads: int | None = None) -> lis
 
 
 def _ranks() -> tuple[int, int]:
-    size = groups.get_tensor_model_parallel_world_size()
+    size = group_getters.get_tensor_model_parallel_world_size()
     if size > 1:
-        return groups.get_tensor_model_parallel_rank(), size
+        return group_getters.get_tensor_model_parallel_rank(), size
     return world_group().rank, world_group().size
 
 

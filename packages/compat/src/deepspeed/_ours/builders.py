@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours._torch import flatten, unflatten
-from deepspeed._ours.files import functions as file_functions
+from deepspeed._ours.aio_handles import functions as file_functions
 from ds_config.errors import UnsupportedError
-from ds_ops.rules import (
+from ds_ops.update_rules import (
     AdamHyper,
     Rule,
     UpdateSpec,
@@ -26,7 +26,7 @@ from ds_ops.rules import (
     dither_of,
     lion_coefficients,
 )
-from ds_ops.updating import update
+from ds_ops.apply_update import update
 
 __all__ = [
     "ALL_OPS",

@@ -21,7 +21,7 @@ from deepspeed._ours.raising import also
 from ds_accel import get_accelerator
 from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list
 from ds_comm.config import CommsLoggerConfig
-from ds_comm.init import DEFAULT_TIMEOUT
+from ds_comm.process_group import DEFAULT_TIMEOUT
 from ds_config.errors import CommError
 
 __all__ = [

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import PlanError, UnsupportedError
-from ds_engine.compiling.passes import BUILTIN as OURS
-from ds_engine.compiling.passes import Contract, Entry, Pass, check_schedule, named
+from ds_engine.compiling.schedule_passes import BUILTIN as OURS
+from ds_engine.compiling.schedule_passes import Contract, Entry, Pass, check_schedule, named
 
 __all__ = [
     "BUILTIN",

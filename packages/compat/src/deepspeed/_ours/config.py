@@ -1,4 +1,4 @@
-"""The configuration as clients give it, and `DeepSpeedConfig`. What is left of upstream's laxness: `deepspeed._ours.accepting`."""
+"""The configuration as clients give it, and `DeepSpeedConfig`. What is left of upstream's laxness: `deepspeed._ours.accepted_keys`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deepspeed._ours.accepting import accepted, section_of
+from deepspeed._ours.accepted_keys import accepted, section_of
 from deepspeed._ours.raising import raising
-from deepspeed._ours.sections import get_bfloat16_config, get_float16_config, get_monitor_config, get_zero_config
+from deepspeed._ours.section_models import get_bfloat16_config, get_float16_config, get_monitor_config, get_zero_config
 from ds_comm import world_group
 from ds_config import read
 from ds_config.errors import ConfigError
-from ds_config.reading import Source
+from ds_config.config_file import Source
 from ds_engine import Config, Plan, load_config, resolve_batch
 from ds_engine.batch import Batch, BatchRequest
 from ds_engine.config import source_of
-from ds_engine.rules import asked_batch
+from ds_engine.config_rules import asked_batch
 
 __all__ = [
     "DeepSpeedConfig",

@@ -9,8 +9,8 @@ from typing import Any
 from deepspeed._ours.raising import also
 from ds_config import validate
 from ds_config.errors import ConfigError, PlanError
-from ds_engine.elastic import elastic_batch, elastic_counts
-from ds_engine.features import ElasticityConfig
+from ds_engine.elastic_batch import elastic_batch, elastic_counts
+from ds_engine.feature_table import ElasticityConfig
 
 __all__ = [
     "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",

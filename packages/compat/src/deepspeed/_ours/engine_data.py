@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from deepspeed._ours.data import CurriculumScheduler, RandomLTDScheduler
+from deepspeed._ours.data_pipeline import CurriculumScheduler, RandomLTDScheduler
 from deepspeed._ours.raising import out_of_order
 from ds_compress import CompressionScheduler
 from ds_config.errors import UnsupportedError
 from ds_engine import Engine
 from ds_engine.loader import CurriculumLoader, ResumableLoader
-from ds_engine.transforms.routing import RandomLTD
+from ds_engine.transforms.token_routing import RandomLTD
 
 __all__ = ["DeepSpeedDataLoader", "ReadsData"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed._ours.grids import check_layers, cut_layers
 from deepspeed._ours.raising import out_of_order
-from deepspeed._ours.saving import (
+from deepspeed._ours.checkpoint_api import (
     decode,
     encode,
     get_model_ckpt_name_for_rank,
@@ -22,12 +22,12 @@ from deepspeed._ours.saving import (
     name_of_tag,
     same_everywhere,
 )
-from deepspeed._ours.tools import logger
+from deepspeed._ours.offline_tools import logger
 from deepspeed._ours.version import version
 from ds_comm import all_gather_object, barrier
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine import Engine
-from ds_engine.foreign import translated
+from ds_engine.deepspeed_checkpoints import translated
 
 __all__ = ["SavesAndLoads"]
 

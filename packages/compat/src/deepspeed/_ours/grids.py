@@ -15,8 +15,8 @@ from torch import nn
 
 from deepspeed._surface.constants import CHECKPOINT
 from ds_config.errors import CheckpointError, PlanError
-from ds_moe.listed import ListedBlock
-from ds_moe.packed import PackedExperts
+from ds_moe.module_list_block import ListedBlock
+from ds_moe.packed_experts import PackedExperts
 
 __all__ = [
     "DeepSpeedCheckpoint", "ZeROCheckpoint", "check_layers", "cut_layers", "expert_layers", "expert_parallel_ranks", "fragment_path", "get_model_3d_descriptor",

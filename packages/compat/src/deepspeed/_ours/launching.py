@@ -20,8 +20,8 @@ from typing import Any
 
 from ds_launcher.backends import BACKENDS, Job
 from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
-from ds_launcher.options import joined, options_of, register
-from ds_launcher.plan import Process
+from ds_launcher.launch_options import joined, options_of, register
+from ds_launcher.launch_plan import Process
 
 __all__ = [
     "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",

@@ -18,7 +18,7 @@ from ds_config.errors import ConfigError, PlanError
 from ds_ops.formats import QuantSpec, QuantTensor
 from ds_ops.fp_quant import float_format
 from ds_ops.quant import dequantize, quantize
-from ds_zero.policies.layers import LoRALinear
+from ds_zero.policies.tiled_layers import LoRALinear
 
 __all__ = [
     "Init", "LoRAConfig", "LoRAOptimizedLinear", "OptimizedLinear", "QuantizationConfig", "QuantizedLinear",
@@ -59,7 +59,7 @@ class QuantizationConfig:
 
 
 class LoRAOptimizedLinear(LoRALinear):
-    """`ds_zero.policies.layers.LoRALinear`, made of upstream's configuration objects.
+    """`ds_zero.policies.tiled_layers.LoRALinear`, made of upstream's configuration objects.
 
     Attributes:
         lora_weight_1, lora_weight_2: The update's matrices as layers.

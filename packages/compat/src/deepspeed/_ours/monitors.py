@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_comm import world_group
 from ds_monitor.sinks import CsvSink, WandbSink
-from ds_monitor.sinks.base import require
+from ds_monitor.sinks.sink import require
 
 __all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
 

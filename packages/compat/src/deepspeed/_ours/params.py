@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from deepspeed._ours.reading import reads
+from deepspeed._ours.config_translation import reads
 from ds_zero import Released, Sharding, safe_get_local_fp32_param
-from ds_zero.runtime.scattered import chunk_of
+from ds_zero.runtime.init_shards import chunk_of
 
 __all__ = [
     "Status", "ZeroParamStatus", "ZeroParamType", "get_allgather_dtype", "is_zero_param", "mark", "mark_scattered", "unmark",

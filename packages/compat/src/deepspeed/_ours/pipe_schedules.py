@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed._ours.reading import reads
+from deepspeed._ours.config_translation import reads
 
 __all__ = [
     "BackwardPass", "BufferOpInstruction", "ForwardPass", "InferenceSchedule",

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import ds_pipe
-from deepspeed._ours.engine import DeepSpeedEngine
-from deepspeed._ours.small import prime_factors
+from deepspeed._ours.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.runtime_utils import prime_factors
 from ds_comm import as_group, world_group
 from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.reading import reads
-from ds_zero.layout.precision import LossScale, ScaleState, next_scale
+from deepspeed._ours.config_translation import reads
+from ds_zero.layout.dtypes_plan import LossScale, ScaleState, next_scale
 
 __all__ = ["CreateLossScaler", "DynamicLossScaler", "EngineLossScaler", "LossScaler", "LossScalerBase"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed._surface.core import CORE
-from deepspeed._surface.features import FEATURES
+from deepspeed._surface.feature_rows import FEATURES
 from deepspeed._surface.refusals import MISSING_ATTRIBUTES
-from deepspeed._surface.rows import Constant, Missing, Rows
+from deepspeed._surface.surface_rows import Constant, Missing, Rows
 
 __all__ = ["MISSING_ATTRIBUTES", "SURFACE", "Constant", "Missing", "Rows"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepspeed._surface import refusals as r
-from deepspeed._surface.rows import Missing
+from deepspeed._surface.surface_rows import Missing
 
 __all__ = ["ABSENT"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import deepspeed._surface.groups as g
+import deepspeed._surface.group_rows as g
 from deepspeed._surface.constants import CHECKPOINT, DATA_PIPELINE, ELASTICITY, LAUNCHER, RUNTIME
 from deepspeed._surface.constants import CONFIG as CONFIG_NAMES
 from deepspeed._surface.constants import SCHEDULES as SCHEDULE_NAMES
@@ -16,20 +16,20 @@ from deepspeed._surface.refusals import (
     TIERS,
     TRANSFORMER,
 )
-from deepspeed._surface.rows import Missing, Rows, from_, not_, values
+from deepspeed._surface.surface_rows import Missing, Rows, from_, not_, values
 
 __all__ = ["CORE"]
 
 CORE: Mapping[str, Rows] = {
     "deepspeed": {
-        **from_("deepspeed._ours.start", "add_config_arguments", "initialize", "tp_model_init"),
+        **from_("deepspeed._ours.initialize", "add_config_arguments", "initialize", "tp_model_init"),
         **from_(g.COMM, "init_distributed"),
         **g.ENGINE,
-        **from_("deepspeed._ours.optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
-        **from_("deepspeed._ours.start", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.zero_optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
+        **from_("deepspeed._ours.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
         **from_("deepspeed._ours.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
         **from_("deepspeed._ours.engine_data", "DeepSpeedDataLoader"),
-        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
         **from_(g.TOOLS, "OnDevice", "log_dist", "logger"),
         **from_(g.SCHEDULES, "add_tuning_arguments"),
         **from_(
@@ -43,7 +43,7 @@ CORE: Mapping[str, Rows] = {
         "dist": "deepspeed.comm:",
         **from_(g.HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
-        **from_("deepspeed._ours.start", "default_inference_config"),
+        **from_("deepspeed._ours.initialize", "default_inference_config"),
         **from_("deepspeed._ours.pipeline", "PipelineEngine", "PipelineModule"),
         **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
         **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
@@ -56,7 +56,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero": g.ZERO_ROWS,
     "deepspeed.runtime.zero.config": {
         **from_(g.SECTIONS, "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig", "get_zero_config"),
-        **from_("deepspeed._ours.tiers", "OffloadDeviceEnum", "ZeroStageEnum"),
+        **from_("deepspeed._ours.offload_enums", "OffloadDeviceEnum", "ZeroStageEnum"),
         **g.OFFLOAD,
         **not_(Missing("sections are read together", "DeepSpeedConfig"), "read_zero_config_deprecated"),
         **from_("ds_zero.config", "ZenFlowConfig"),
@@ -70,7 +70,7 @@ CORE: Mapping[str, Rows] = {
             InsertPostInitMethodToModuleSubClasses="Init", _contradicting_single_rank_pg_error="single_rank_error",
         ),
         **values({"partitioned_param_data_shape": [0]}),
-        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
         **from_(g.TOOLS, "see_memory_usage"),
         **from_(g.TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
         **not_(
@@ -92,15 +92,15 @@ CORE: Mapping[str, Rows] = {
         **from_("deepspeed._ours.config", ZeRORuntimeException="DeepSpeedConfigError"),
     },
     "deepspeed.runtime.zero.mics": {**from_(g.ZERO, "MiCS_Init"), **not_(MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
-    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optimizers", "muon_update"),
+    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optimizer_classes", "muon_update"),
     "deepspeed.runtime.zero.muon": {**not_(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
     # -- engine
     "deepspeed.runtime.engine": {
         **g.ENGINE,
         **from_(g.GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
-        **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+        **from_("deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
-        **from_("deepspeed._ours.start", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": g.ZERO_OPTIMIZER,
@@ -126,7 +126,7 @@ CORE: Mapping[str, Rows] = {
         **values(CONFIG_NAMES),
         **values(RUNTIME),
         **from_(g.CONFIG, "DeepSpeedConfig", "DeepSpeedConfigError", "get_gradient_clipping", "get_log_level"),
-        **from_("deepspeed._ours.accepting", "get_gradient_allreduce_op"),
+        **from_("deepspeed._ours.accepted_keys", "get_gradient_allreduce_op"),
     },
     "deepspeed.runtime.config_utils": {
         **from_(g.CONFIG, "dict_raise_error_on_duplicate_keys"),
@@ -180,8 +180,8 @@ CORE: Mapping[str, Rows] = {
         get_checkpoint_hidden_states_offloading_ctx_manager="CheckpointHiddenStatesOffload",
     ),
     "deepspeed.checkpointing": g.CHECKPOINTING,
-    "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.saving", "TorchCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
     # -- optimizers and operations
     "deepspeed.ops": {
         **from_(g.BUILDERS, __compatible_ops__="COMPATIBLE"),
@@ -235,9 +235,9 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.utils": {
         **g.ACCESS, **g.LEAVES, **g.LOGGING, **g.GROUP_GETTERS, **g.FRAGMENTS, **not_(MOE, "initialize"),
         **from_(g.TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
-        **from_("deepspeed._ours.accelerator", "get_accelerator"),
+        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
         "dist": "deepspeed.comm:",
-        **from_("deepspeed._ours.cores", "get_numactl_cmd"),
+        **from_("deepspeed._ours.core_binding", "get_numactl_cmd"),
     },
     "deepspeed.utils.groups": {**from_(g.GRIDS, _get_expert_parallel_ranks="expert_parallel_ranks"), **g.GROUP_GETTERS, **g.PRIVATE_GROUP_GETTERS, **g.EXPERT_GROUPS, **from_(g.GROUPS, "mpu")},
     "deepspeed.utils.init_on_device": from_(g.TOOLS, "OnDevice"),
@@ -246,13 +246,13 @@ CORE: Mapping[str, Rows] = {
         "deepspeed._ours.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
     ),
     "deepspeed.utils.numa": from_(
-        "deepspeed._ours.cores", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
-    ) | from_("ds_launcher.cores", "parse_range"),
+        "deepspeed._ours.core_binding", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
+    ) | from_("ds_launcher.cpu_binding", "parse_range"),
     "deepspeed.utils.nvtx": from_(g.TOOLS, "instrument_w_nvtx"),
     "deepspeed.utils.tensor_fragment": {**g.ACCESS, **g.FRAGMENTS, **not_(INTERNAL, "tensor_fragment")},
     "deepspeed.utils.timer": {
         **from_(
-            "deepspeed._ours.timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",
+            "deepspeed._ours.wall_clock_timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",
             "BACKWARD_MICRO_TIMER", "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER",
             "FORWARD_MICRO_TIMER", "NoopTimer", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer",
             "ThroughputTimer", "trim_mean",
@@ -268,12 +268,12 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.utils.zero_to_fp32": g.FP32,
     "deepspeed.checkpoint": {
         **values(CHECKPOINT),
-        **from_("deepspeed._ours.saving", "clone_tensors_for_torch_save"),
+        **from_("deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.GRIDS, "DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_2d_descriptor", "model_3d_desc"),
     },
     "deepspeed.checkpoint.deepspeed_checkpoint": from_(g.GRIDS, "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.ds_to_universal": {
-        **from_("deepspeed._ours.commands", main="to_universal", parse_arguments="universal_arguments"),
+        **from_("deepspeed._ours.command_line", main="to_universal", parse_arguments="universal_arguments"),
         **from_(g.GRIDS, _aggregate_autoep_zero12_metadata="expert_layers"),
     },
     "deepspeed.checkpoint.autoep_universal": from_(
@@ -283,21 +283,21 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.checkpoint.reshape_meg_2d": from_(g.GRIDS, meg_2d_parallel_map="model_2d_descriptor"),
     "deepspeed.checkpoint.zero_checkpoint": from_(g.GRIDS, "ZeROCheckpoint"),
     "deepspeed.checkpoint.utils": from_(
-        "deepspeed._ours.saving", "clone_tensors_for_torch_save", "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank",
+        "deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save", "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank",
         "get_zero_ckpt_name_for_rank",
     ),
     "deepspeed.git_version_info": from_(g.VERSION, "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"),
     "deepspeed.constants": from_(g.COMM, "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
-    "deepspeed.env_report": from_("deepspeed._ours.commands", "cli_main", main="report"),
+    "deepspeed.env_report": from_("deepspeed._ours.command_line", "cli_main", main="report"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
-        **from_("deepspeed._ours.commands", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
+        **from_("deepspeed._ours.command_line", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
         **from_(
             g.LAUNCHING, "decode_world_info", "encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion",
             "parse_resource_filter", _parse_hostfile="hosts_of",
         ),
     },
-    "deepspeed.launcher.launch": from_("deepspeed._ours.commands", main="launch"),
+    "deepspeed.launcher.launch": from_("deepspeed._ours.command_line", main="launch"),
     "deepspeed.launcher.multinode_runner": {
         **from_(
             g.LAUNCHING, "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner", "IMPIRunner", "MPICHRunner",

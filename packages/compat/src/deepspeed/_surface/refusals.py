@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deepspeed._surface.rows import Missing
+from deepspeed._surface.surface_rows import Missing
 
 INFERENCE = Missing(
     "layers are not replaced by class", "deepspeed.init_inference(model, replace_with_kernel_inject=True)"

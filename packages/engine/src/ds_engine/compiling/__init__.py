@@ -8,9 +8,9 @@ moves, cutting, sequences  layers and sequences that are cut: collectives as ope
 frames, session            pieces of a model's forward as they are captured; the run
 """
 
-from ds_engine.compiling.compiling import Compiling, Shares, compiling_of
+from ds_engine.compiling.backends import Compiling, Shares, compiling_of
 from ds_engine.compiling.graph import Action, Graph, Known, Node, Verb
-from ds_engine.compiling.passes import BUILTIN, Contract, Entry, Pass, check_schedule, default_schedule, resolve
+from ds_engine.compiling.schedule_passes import BUILTIN, Contract, Entry, Pass, check_schedule, default_schedule, resolve
 
 __all__ = [
     "BUILTIN",

@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from ds_engine.compiling import reading, rewriting
+from ds_engine.compiling import graph_reader, rewriting
 from ds_engine.compiling._torch import captured
 from ds_engine.compiling.ops import OPS
 
@@ -80,7 +80,7 @@ class _Last(CustomGraphPass):
     def uuid(self) -> Any:
         """What compiled graphs are kept under; None, as of a plain function, keeps none."""
         given = "" if self._given is None else getattr(self._given, "uuid", lambda: None)()
-        return None if given is None else (get_hash_for_files((rewriting.__file__, reading.__file__)), given)
+        return None if given is None else (get_hash_for_files((rewriting.__file__, graph_reader.__file__)), given)
 
 
 def mode_options(mode: str) -> dict[str, Any]:

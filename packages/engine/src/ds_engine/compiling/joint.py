@@ -21,7 +21,7 @@ import ds_comm as comm
 from ds_comm import Work
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.runtime.gradients import Gradients, Pieces
-from ds_zero.runtime.seat import Seat
+from ds_zero.runtime.unit_groups import Seat
 
 __all__ = ["Joint", "Member", "buckets_of", "reduce_together"]
 

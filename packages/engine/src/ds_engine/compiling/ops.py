@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_accel import get_accelerator
-from ds_engine.compiling.compiling import Syncs
+from ds_engine.compiling.backends import Syncs
 from ds_engine.compiling.verbs import Graphs
 
 __all__ = ["OPS", "Target", "register_target"]

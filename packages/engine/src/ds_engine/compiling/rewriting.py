@@ -9,7 +9,7 @@ from torch import fx
 
 from ds_engine.compiling.graph import Action, Graph, Verb
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.reading import Placed, base_of, is_view
+from ds_engine.compiling.graph_reader import Placed, base_of, is_view
 
 __all__ = ["put_ends_last", "rewrite"]
 

@@ -24,16 +24,16 @@ import ds_comm as comm
 from ds_comm import Group
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.compiling import _torch
-from ds_engine.compiling.compiling import BACKENDS, Compiling
-from ds_engine.compiling.cutting import EDITS
-from ds_engine.compiling.deciding import choose_kept
-from ds_engine.compiling.frames import Frame, Lowered
+from ds_engine.compiling.backends import BACKENDS, Compiling
+from ds_engine.compiling.graph_split import EDITS
+from ds_engine.compiling.pass_choice import choose_kept
+from ds_engine.compiling.captured_graphs import Frame, Lowered
 from ds_engine.compiling.graph import Graph, Known, Verb
-from ds_engine.compiling.moves import substitute_moves
+from ds_engine.compiling.graph_moves import substitute_moves
 from ds_engine.compiling.ops import Target, register_target
-from ds_engine.compiling.passes import Entry
-from ds_engine.compiling.reading import Placed
-from ds_engine.compiling.sequences import SharedBatch
+from ds_engine.compiling.schedule_passes import Entry
+from ds_engine.compiling.graph_reader import Placed
+from ds_engine.compiling.sequence_sharding import SharedBatch
 from ds_engine.compiling.verbs import Graphs
 from ds_parallel.tensor import cut_of
 from ds_zero import Sharding

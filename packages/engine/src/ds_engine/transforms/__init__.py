@@ -6,18 +6,18 @@ add-a-transform.md` says how to add one.
 
 from typing import Any
 
-from ds_engine.transforms.activations import Activations
-from ds_engine.transforms.base import Applied, Asked, Site, Transform, apply_all, decide_all
+from ds_engine.transforms.activation_checkpointing import Activations
+from ds_engine.transforms.transform import Applied, Asked, Site, Transform, apply_all, decide_all
 from ds_engine.transforms.compression import Compression
-from ds_engine.transforms.experts import Experts
-from ds_engine.transforms.own_layers import OwnTensor
-from ds_engine.transforms.routing import Routing
-from ds_engine.transforms.sequence import Sequence
+from ds_engine.transforms.expert_parallel import Experts
+from ds_engine.transforms.megatron_layers import OwnTensor
+from ds_engine.transforms.token_routing import Routing
+from ds_engine.transforms.sequence_parallel import Sequence
 from ds_engine.transforms.sparse import SparseAttention
 from ds_engine.transforms.stages import Stages
-from ds_engine.transforms.tensor import Tensor
-from ds_engine.transforms.weights import QuantizedWeights
-from ds_engine.transforms.zero import Zero
+from ds_engine.transforms.tensor_parallel import Tensor
+from ds_engine.transforms.quantized_weights import QuantizedWeights
+from ds_engine.transforms.zero_stage import Zero
 
 __all__ = ["TRANSFORMS", "Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
 

@@ -14,7 +14,7 @@ from ds_compress.config import CompressionConfig, EigenvalueConfig
 from ds_compress.recipe import Recipe, make_recipe
 from ds_compress.students import is_student
 from ds_config.errors import PlanError, UnsupportedError
-from ds_engine.transforms.base import Asked, Site, Transform
+from ds_engine.transforms.transform import Asked, Site, Transform
 
 __all__ = ["Compression"]
 

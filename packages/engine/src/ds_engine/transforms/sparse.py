@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.model_sections import SparseAttentionConfig
-from ds_engine.transforms.base import Asked, Site, Transform
+from ds_engine.transforms.transform import Asked, Site, Transform
 from ds_ops.sparse_attention import (
     Pattern,
     Sparsity,

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_engine.executing import Passes
-from ds_engine.losses import SumLoss, loss_of
+from ds_engine.executor import Passes
+from ds_engine.loss_total import SumLoss, loss_of
 from ds_engine.model_sections import PipelineConfig
-from ds_engine.transforms.base import Asked, Site, Transform
-from ds_engine.uneven import Share
+from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.uneven_inputs import Share
 from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
 from ds_pipe.executor import Feed
-from ds_pipe.reduction import StageReduction
+from ds_pipe.gradient_reduction import StageReduction
 
 __all__ = ["StagedExecutor", "Stages"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_inference.families.parts import (
+from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
     Config,

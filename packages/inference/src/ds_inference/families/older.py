@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_config.errors import UnsupportedError
-from ds_inference.families.parts import Config, Family, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
+from ds_inference.families.family_spec import Config, Family, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
 from ds_inference.spec import Alibi, Attention, Layer, Mlp, Norm, Rope, Source, Spec
 
 __all__ = ["OLDER"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_inference.families.llama import FOUR_NORMS, PHI3
-from ds_inference.families.parts import (
+from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
     Config,

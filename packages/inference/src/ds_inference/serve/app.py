@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ds_config.errors import DsError, PlanError
-from ds_inference.engine import Event
+from ds_inference.llm_engine import Event
 from ds_inference.sampling import Sampling, separate
 from ds_inference.serve.body import BodyLimit, Receive, Scope, Send
-from ds_inference.serve.schema import ChatRequest, CompletionRequest
+from ds_inference.serve.protocol import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Worker
 from ds_inference.text import HfTokenizer, TextStream
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import DsError
-from ds_inference.engine import Event, Generator
+from ds_inference.llm_engine import Event, Generator
 from ds_inference.sampling import Sampling
 
 __all__ = ["Load", "Worker"]

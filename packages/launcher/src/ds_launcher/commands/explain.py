@@ -12,7 +12,7 @@ import re
 import sys
 from importlib.resources import files
 
-from ds_config.names import nearest
+from ds_config.did_you_mean import nearest
 
 __all__ = ["HELP", "explanations", "main", "register"]
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_config.reporting import Check, Report, Verdict
-from ds_launcher.reporting import as_dict, gather, merged, torch_here
+from ds_config.report_tables import Check, Report, Verdict
+from ds_launcher.launch_report import as_dict, gather, merged, torch_here
 
 if TYPE_CHECKING:
     import rich.table

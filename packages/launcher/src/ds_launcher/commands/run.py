@@ -20,16 +20,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_config.errors import LaunchError
-from ds_config.names import nearest
+from ds_config.did_you_mean import nearest
 from ds_launcher import manifests
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
 from ds_launcher.exports import changes, collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
 from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
-from ds_launcher.options import RunOptions, joined, options_of, without_option
-from ds_launcher.options import register as register_options
-from ds_launcher.plan import Launch, describe, without_secrets
+from ds_launcher.launch_options import RunOptions, joined, options_of, without_option
+from ds_launcher.launch_options import register as register_options
+from ds_launcher.launch_plan import Launch, describe, without_secrets
 from ds_launcher.pods import await_name, in_pod, pod_options
 from ds_launcher.ports import hold_port
 from ds_launcher.supervise import supervise

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 
-from ds_monitor.api import Sink
+from ds_monitor.recording import Sink
 from ds_monitor.record import Kind, Record
 
 __all__ = ["AsideSink"]

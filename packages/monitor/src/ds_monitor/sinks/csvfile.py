@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import IO, Any
 
-from ds_monitor.sinks.base import Axis, ScalarSink, folder_of_rank
+from ds_monitor.sinks.sink import Axis, ScalarSink, folder_of_rank
 
 __all__ = ["CsvSink"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import Axis, ScalarSink, require
+from ds_monitor.sinks.sink import Axis, ScalarSink, require
 
 __all__ = ["MlflowSink"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import file_of_rank
+from ds_monitor.sinks.sink import file_of_rank
 
 __all__ = ["JsonlSink"]
 

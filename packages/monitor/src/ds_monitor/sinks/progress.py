@@ -6,9 +6,9 @@ import sys
 import time
 from typing import IO, Any
 
-from ds_monitor.names import LOSS, TOKENS
+from ds_monitor.metric_names import LOSS, TOKENS
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import require
+from ds_monitor.sinks.sink import require
 
 __all__ = ["ProgressSink", "duration"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_config.errors import ConfigError
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import file_of_rank, require
+from ds_monitor.sinks.sink import file_of_rank, require
 
 __all__ = ["PrometheusSink", "metric_name"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import ScalarSink, require
+from ds_monitor.sinks.sink import ScalarSink, require
 
 __all__ = ["OpenTelemetrySink"]
 

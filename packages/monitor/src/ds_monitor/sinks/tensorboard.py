@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ds_monitor.record import Kind, Record
-from ds_monitor.sinks.base import Axis, ScalarSink, folder_of_rank, position, require
+from ds_monitor.sinks.sink import Axis, ScalarSink, folder_of_rank, position, require
 
 __all__ = ["TensorBoardSink"]
 

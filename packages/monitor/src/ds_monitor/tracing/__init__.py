@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ds_monitor.tracing.matching import Collective, Lateness, lateness, match, offsets, straggler
 from ds_monitor.tracing.perfetto import write_perfetto
-from ds_monitor.tracing.reading import Rank, Span, read_ranks
+from ds_monitor.tracing.trace_reader import Rank, Span, read_ranks
 
 __all__ = [
     "Collective",

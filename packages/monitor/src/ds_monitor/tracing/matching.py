@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_monitor.tracing.reading import Rank, Span
+from ds_monitor.tracing.trace_reader import Rank, Span
 
 __all__ = ["Collective", "Lateness", "lateness", "match", "offsets", "straggler"]
 

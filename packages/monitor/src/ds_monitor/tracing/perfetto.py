@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_monitor.tracing.matching import Collective
-from ds_monitor.tracing.reading import Rank, Span
+from ds_monitor.tracing.trace_reader import Rank, Span
 
 __all__ = ["lanes", "write_perfetto"]
 

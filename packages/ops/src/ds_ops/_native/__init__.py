@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch  # noqa: F401  (its OpenMP runtime must be the first one loaded)
 
-from ds_ops.places import built_modules
+from ds_ops.module_cache import built_modules
 
 __all__ = ["Loaded", "build_info", "load"]
 

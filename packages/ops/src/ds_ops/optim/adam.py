@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_ops.optim.base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
-from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
-from ds_ops.updating import update
+from ds_ops.optim.optimizer_base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
+from ds_ops.apply_update import update
 
 __all__ = ["Adam", "AdamW"]
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_ops.optim.base import OpsOptimizer, Params, require_rate
-from ds_ops.reference import update as reference
-from ds_ops.rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, lamb_coefficients
-from ds_ops.updating import lamb_apply, lamb_moments
+from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.reference import reference_update as reference
+from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, lamb_coefficients
+from ds_ops.apply_update import lamb_apply, lamb_moments
 
 __all__ = ["Lamb"]
 

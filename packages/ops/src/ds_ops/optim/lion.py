@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_ops.optim.base import OpsOptimizer, Params, require_rate
-from ds_ops.rules import Rule, UpdateSpec, lion_coefficients
+from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import Rule, UpdateSpec, lion_coefficients
 
 __all__ = ["Lion"]
 

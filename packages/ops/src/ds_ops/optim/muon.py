@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import ConfigError
-from ds_ops.optim.base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
-from ds_ops.rules import AdamHyper, Rule, UpdateSpec, adam_coefficients
+from ds_ops.optim.optimizer_base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, adam_coefficients
 
 __all__ = ["Muon", "orthogonalize"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import ConfigError
-from ds_ops.optim.base import OpsOptimizer, Params, require_rate
-from ds_ops.rules import Rule, UpdateSpec, sgd_coefficients, sgd_plain_coefficients
+from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import Rule, UpdateSpec, sgd_coefficients, sgd_plain_coefficients
 
 __all__ = ["SGD"]
 

@@ -2,7 +2,7 @@
 
 Yao et al., arXiv:2408.16978 (fully pipelined distributed transformer). A *chunk* is a stretch of the sequence. Forward makes the
 queries, keys and values of one chunk at a time, sends them to the host, and lets the chunk's queries see the chunks before it, one
-after the other, merged by their log-sum-exp (`ds_ops.partials`). Backward walks the same pairs and adds up what each chunk's keys
+after the other, merged by their log-sum-exp (`ds_ops.partial_attention`). Backward walks the same pairs and adds up what each chunk's keys
 and values get; then it makes every chunk's queries, keys and values again, this time with a graph, for the gradients of the input and
 of the projection. The device holds the input, the output, and of the rest two chunks at a time: one that is used, one that comes.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_accel import get_accelerator
 from ds_config.errors import PlanError
-from ds_ops.partials import View, merge_partial, partial_attention, partial_attention_grad
+from ds_ops.partial_attention import View, merge_partial, partial_attention, partial_attention_grad
 
 __all__ = ["Chunking", "HostChunks", "chunked_attention"]
 

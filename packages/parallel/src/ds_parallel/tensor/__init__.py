@@ -2,13 +2,13 @@
 
 from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.apply import CutModel, cut_model, cut_of, whole_params
-from ds_parallel.tensor.cuts import Cut, Part, Unit
-from ds_parallel.tensor.facts import ModelFacts, facts_of
-from ds_parallel.tensor.layers import kind_of
-from ds_parallel.tensor.losses import causal_loss, vocabulary_cross_entropy
-from ds_parallel.tensor.plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
-from ds_parallel.tensor.rules import Kind, Rule
-from ds_parallel.tensor.weights import load_parts
+from ds_parallel.tensor.dim_shards import Cut, Part, Unit
+from ds_parallel.tensor.module_info import ModelFacts, facts_of
+from ds_parallel.tensor.parallel_layers import kind_of
+from ds_parallel.tensor.parallel_losses import causal_loss, vocabulary_cross_entropy
+from ds_parallel.tensor.tp_plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
+from ds_parallel.tensor.layer_rules import Kind, Rule
+from ds_parallel.tensor.sharded_loading import load_parts
 
 __all__ = [
     "Cut",

@@ -21,11 +21,11 @@ from ds_comm import Assignment, Box, Family, Group, assign, assignment_of
 from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
-from ds_parallel.tensor.cuts import Cut
-from ds_parallel.tensor.following import InputsAgree, follow_heads, sum_over
-from ds_parallel.tensor.layers import Fan, Part, cut_class, part_names
-from ds_parallel.tensor.plan import Decision, TensorPlan
-from ds_parallel.tensor.rules import Kind
+from ds_parallel.tensor.dim_shards import Cut
+from ds_parallel.tensor.head_updates import InputsAgree, follow_heads, sum_over
+from ds_parallel.tensor.parallel_layers import Fan, Part, cut_class, part_names
+from ds_parallel.tensor.tp_plan import Decision, TensorPlan
+from ds_parallel.tensor.layer_rules import Kind
 
 __all__ = ["CutModel", "Held", "cut_model", "cut_of", "whole_params"]
 

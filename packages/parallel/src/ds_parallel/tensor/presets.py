@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ds_config import nearest
 from ds_config.errors import PlanError
-from ds_parallel.tensor.cuts import Part, Unit
-from ds_parallel.tensor.rules import Kind, Rule
+from ds_parallel.tensor.dim_shards import Part, Unit
+from ds_parallel.tensor.layer_rules import Kind, Rule
 
 __all__ = ["PRESETS", "Preset", "preset_for", "preset_named"]
 

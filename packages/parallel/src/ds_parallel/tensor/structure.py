@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from ds_parallel.tensor.rules import Kind, Rule
+from ds_parallel.tensor.layer_rules import Kind, Rule
 
 __all__ = ["rules_of_structure"]
 

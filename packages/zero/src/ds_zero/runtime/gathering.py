@@ -26,9 +26,9 @@ from torch.nn.parameter import Parameter
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, Call
-from ds_zero.runtime.order import Arrivals, GatherOrder
-from ds_zero.runtime.released import Keeper, keep, placeholder_of, unkeep
-from ds_zero.runtime.scattered import Copier
+from ds_zero.runtime.gather_order import Arrivals, GatherOrder
+from ds_zero.runtime.sharded_parameter import Keeper, keep, placeholder_of, unkeep
+from ds_zero.runtime.init_shards import Copier
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Gathering"]

@@ -27,9 +27,9 @@ import ds_comm as comm
 from ds_comm import Group, Work
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.elements import UnitLayout
-from ds_zero.layout.plan import UnitPlan
-from ds_zero.offload.tiers import nothing
-from ds_zero.runtime.seat import Seat
+from ds_zero.layout.unit_plan import UnitPlan
+from ds_zero.offload.state_stores import nothing
+from ds_zero.runtime.unit_groups import Seat
 
 __all__ = ["Gradients", "Joint", "Pieces", "Way"]
 

@@ -26,15 +26,15 @@ from torch.utils import swap_tensors
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
 from ds_zero.layout.elements import Piece, UnitLayout
-from ds_zero.layout.plan import Storage, UnitPlan
-from ds_zero.layout.precision import Dtypes
+from ds_zero.layout.unit_plan import Storage, UnitPlan
+from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitSpec
-from ds_zero.offload.tiers import Part, made
+from ds_zero.offload.state_stores import Part, made
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.reduction import way_of
-from ds_zero.runtime.scattered import whole
-from ds_zero.runtime.seat import Seat
-from ds_zero.runtime.storage import clear_gaps, storage_of
+from ds_zero.runtime.reduce_strategies import way_of
+from ds_zero.runtime.init_shards import whole
+from ds_zero.runtime.unit_groups import Seat
+from ds_zero.runtime.param_storage import clear_gaps, storage_of
 
 __all__ = ["Full", "Part", "Unit"]
 

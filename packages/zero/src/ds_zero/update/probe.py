@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ds_config.errors import UnsupportedError
 from ds_zero._torch import plain_step
-from ds_zero.layout.options import Habits
+from ds_zero.layout.shard_options import Habits
 
 __all__ = ["CannotStepError", "Shapes", "ask", "devices_of", "shapes_of"]
 

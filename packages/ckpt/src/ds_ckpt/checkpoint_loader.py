@@ -1,0 +1,169 @@
+"""Fill tensors from a checkpoint that any layout wrote.
+
+`load`, on every rank of the group: 1. read the index; 2. check names, shapes, dtypes; 3. read the leaves, then the byte ranges, that
+this rank needs; 4. check the blocks that were read in parts, each by one rank. Between steps the ranks agree: an error on one is raised on all. An
+error leaves the tensors partly filled: load again before using them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+import ds_monitor
+from ds_ckpt.coordinator import TRANSFER_S, Ranks
+from ds_ckpt.checkpoint_list import read_top, resolve
+from ds_ckpt.crc import crc32
+from ds_ckpt.file_reads import Files
+from ds_ckpt.checkpoint_index import Index
+from ds_ckpt.manifest_merge import join
+from ds_ckpt.jsontext import Json, from_json
+from ds_ckpt.load_validation import LoadOptions, check_load
+from ds_ckpt.save_plan import BlockRead, all_blocks, of_shards, plan_load
+from ds_ckpt.reader import Partial, check_block, missing_bytes, read_blocks, unproven
+from ds_ckpt.records import FileRecord, Manifest
+from ds_ckpt.local_storage import At, locate
+from ds_ckpt.shard_tensors import Local, byte_view, check_local, staged_groups, staging
+from ds_config.errors import CheckpointError
+
+__all__ = ["load"]
+
+_SHARED: Final = 1.25  # times each byte is read, by all ranks, from which on the page cache is worth its cost
+_STAGING_BYTES: Final = 2**28  # host memory for tensors that cannot be read into where they are
+
+
+def load(
+    path: str | os.PathLike[str] | At,
+    shards: Iterable[Local],
+    *,
+    group: Any = None,
+    options: LoadOptions | None = None,
+) -> dict[str, Json]:
+    """Fill `shards` in place from a checkpoint, whatever layout wrote it, and return its meta. Collective over `group`.
+
+    Every block that any rank touches is proven by its checksum; each rank reads only the bytes it holds.
+
+    Raises:
+        CheckpointError: on every rank when it is raised on one: "ckpt-not-found", "ckpt-mismatch" (missing, unexpected,
+            other shape or dtype; all of them listed), "ckpt-block-damaged" (names file, bytes and tensor), and those of
+            `format.decode`. The tensors are then partly filled.
+    """
+    ranks = Ranks.of(group)
+    chosen = options or LoadOptions()
+    with ds_monitor.span("ckpt.load", checkpoint=str(path)):
+        at = locate(path)
+        over = at.storage.hold(at.tag, TRANSFER_S) if ranks.rank == 0 else None
+        try:
+            return _load(ranks, at, shards, chosen)
+        finally:
+            if over is not None:
+                over()
+
+
+def _load(ranks: Ranks, at: At, shards: Iterable[Local], options: LoadOptions) -> dict[str, Json]:
+    local: list[Local] = []
+    found: list[Manifest | Index] = []
+
+    def look() -> None:
+        local.extend(check_local(shards))
+        found.append(read_top(at))
+
+    ranks.settle(look)
+    top = found[0]
+    if ranks.spread(top.crc32, lambda mine, theirs: mine if mine == theirs else None) is None:
+        raise CheckpointError(
+            f"ranks see different checkpoints at {at.storage.where(at.tag)}",
+            code="ckpt-not-shared",
+            fix="Load from a directory that all ranks share, and do not overwrite it meanwhile.",
+        )
+    known = {**{name: name for name in top.tensors}, **top.aliases}
+    order = sorted(known)
+    asked = _asked(ranks, order, {item.shard.name for item in local})
+    manifests: list[Manifest] = []
+    reads: list[BlockRead] = []
+    own = [item.shard for item in local]
+
+    def plan() -> None:
+        # Names first: leaves are read for what is there.
+        present = [shard for shard in own if shard.name in known]  # the others have no elements
+        bare = top if isinstance(top, Manifest) else join(top, [], whole=False)
+        check_load(own, asked, bare, options)
+        manifests.append(resolve(at, top, present))
+        reads.extend(plan_load(present, manifests[0]))
+
+    ranks.settle(plan)
+    manifest, local = manifests[0], [item for item in local if item.shard.name in known]
+    wanted = sum(run.nbytes for read in reads for run in read.runs)
+    most = ranks.spread(wanted, max) * ranks.size
+    stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in asked})
+    with Files(at.storage, at.tag, manifest.files, direct=most <= _SHARED * stored) as files:
+        partials: list[Partial] = []
+        ranks.settle(lambda: partials.extend(_read(files, manifest, local, reads)), patience_s=TRANSFER_S)
+        _prove(ranks, at, manifest, partials)
+    return dict(from_json(top.meta))
+
+
+def _asked(ranks: Ranks, order: Sequence[str], own: set[str]) -> set[str]:
+    """Names of the checkpoint that any rank asks for: one bit a name travels."""
+    mask = sum(1 << i for i, name in enumerate(order) if name in own)
+    merged = int(ranks.spread(f"{mask:x}", lambda a, b: f"{int(a, 16) | int(b, 16):x}"), 16)
+    bits = f"{merged:b}"[::-1]
+    return {name for name, bit in zip(order, bits, strict=False) if bit == "1"}
+
+
+def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Sequence[BlockRead]) -> list[Partial]:
+    """Fill the shards, as many at a time as `_STAGING_BYTES` are enough for; what is not proven yet."""
+    out: list[Partial] = []
+    dtypes = [manifest.tensors[manifest.aliases.get(i.shard.name, i.shard.name)].dtype for i in local]
+    for chosen in staged_groups(local, dtypes, _STAGING_BYTES):
+        targets = [staging(local[i], dtypes[i]) if i in chosen else (torch.empty(0), False) for i in range(len(local))]
+        buffers = [byte_view(target) for target, _ in targets]
+        now = reads if len(chosen) == len(local) else of_shards(reads, chosen)
+        if any(missing_bytes(now, [b.nbytes for b in buffers])):
+            lacking = [local[i].shard.name for i, n in enumerate(missing_bytes(now, [b.nbytes for b in buffers])) if n]
+            raise CheckpointError(
+                f"the manifest has no place for all elements of {', '.join(lacking[:10])}",
+                code="ckpt-manifest-invalid",
+                fix="The checkpoint is damaged; `ds ckpt verify` says more. Use another one.",
+            )
+        out += read_blocks(files, now, buffers)
+        for i in sorted(chosen):
+            target, staged = targets[i]
+            if staged:
+                local[i].data.detach().copy_(target.reshape(local[i].data.shape))
+    return out
+
+
+def _prove(ranks: Ranks, at: At, manifest: Manifest, partials: Sequence[Partial]) -> None:
+    """Each block that ranks read in parts is checked by one of them, which receives the checksums of all parts. Collective."""
+    touched = {(p.file, p.at) for p in partials}
+    blocks = {(b.file, b.at): b for b in all_blocks(manifest) if (b.file, b.at) in touched}
+    messages: dict[int, list[Json]] = {}
+    for p in partials:
+        record, block = manifest.files[p.file], blocks[(p.file, p.at)]
+        file = [record.name, record.nbytes, record.header_nbytes, record.header_crc32, record.shared]
+        row = [file, p.at, block.name, block.nbytes, block.crc32, p.ranges, p.crc]
+        messages.setdefault(crc32(f"{record.name}@{p.at}".encode()) % ranks.size, []).append(row)
+    came = ranks.route({rank: json.dumps(rows).encode() for rank, rows in messages.items()})
+
+    def prove() -> None:
+        rows = [row for data in came.values() for row in json.loads(data)]
+        names = sorted({row[0][0] for row in rows})
+        numbers = {name: i for i, name in enumerate(names)}
+        records = {row[0][0]: FileRecord(*row[0]) for row in rows}
+        expected = {}
+        parts = []
+        for file, byte, name, nbytes, crc, ranges, got in rows:
+            key = (numbers[file[0]], byte)
+            expected[key] = BlockRead(name, *key, nbytes, crc, ())
+            parts.append(Partial(*key, tuple((low, high) for low, high in ranges), got))
+        left = unproven(parts, {key: (b.nbytes, int(b.crc32, 16)) for key, b in expected.items()})
+        with Files(at.storage, at.tag, [records[name] for name in names], direct=False) as files:
+            for key in left:
+                check_block(files, expected[key])
+
+    ranks.settle(prove, patience_s=TRANSFER_S)

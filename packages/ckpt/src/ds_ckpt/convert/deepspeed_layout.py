@@ -1,0 +1,445 @@
+"""DeepSpeed's layouts as logical tensors: regular (ZeRO 1, 2, 3) and universal, read; universal, written (`regular`: the other).
+
+Regular, ZeRO 1 and 2: each data-parallel rank's file has one flat fp32 slice per optimizer group; the slices of all ranks,
+end to end, are the group's parameters in the order of `param_shapes` (padding at the end). ZeRO 3: each rank's flat groups,
+end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states have exactly the layout of the fp32 slices.
+Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
+on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
+Universal: one folder per parameter with whole tensors.
+
+Names become `param/<name>` (fp32 master, or what the module file has for frozen ones), `buffer/<name>`,
+`optim/<name>/<state>`. Scalars and counters become meta as `ds_engine` keeps it, so the result can be resumed from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.convert.pickled import load_pt, require_pickle
+from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.convert.universal import write_universal
+from ds_ckpt.jsontext import Json, to_json
+from ds_ckpt.shard_tensors import dtype_name
+from ds_config.errors import CheckpointError, UnsupportedError
+
+__all__ = ["open_deepspeed", "write_universal"]
+
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-(.*)model_states\.pt")
+_EXPERT_NAME = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+_INTERNAL = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+        "ds_autoep_layers",
+    ]
+)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What has been collected while the files of a checkpoint are walked through."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+    groups: list[Json] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+    scale: Json = None
+    left_out: list[str] = field(default_factory=list)
+
+
+def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> Source:
+    """A DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as logical tensors.
+
+    Raises:
+        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
+            the regular layout (convert to the universal one with DeepSpeed first).
+        CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up.
+    Cost: files are mapped; a tensor is assembled when it is read.
+    """
+    require_pickle(allow_pickle, f"the DeepSpeed checkpoint {path}")
+    folder = _tag_folder(Path(path), tag)
+    found = _Found()
+    models = _files(folder, _MODEL)
+    if not models:
+        raise CheckpointError(
+            f"{folder} has no *_model_states.pt file", code="ckpt-not-found", fix="Give the folder of a tag."
+        )
+    by_mp: dict[int, list[dict[str, Any]]] = {}
+    for (dp, mp), file in sorted(models.items()):
+        del dp
+        by_mp.setdefault(mp, []).append(load_pt(file))
+    universal = (folder / "zero").is_dir()
+    if not universal:
+        _refuse_other_layouts(folder, by_mp)
+    optims = _files(folder, _OPTIM)
+    _layers_and_experts(found, folder, [states[0] for states in by_mp.values()])
+    for mp, states in sorted(by_mp.items()):
+        _module(found, states)
+        ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
+        if ranks and not universal:
+            _optimizer(found, states, [rank["optimizer_state_dict"] for rank in ranks])
+        elif not universal and states[0].get("optimizer") is not None:
+            found.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
+    if universal:
+        _universal(found, folder / "zero", by_mp[min(by_mp)])
+    return Source(found.entries, found.aliases, _meta(found, by_mp[min(by_mp)][0]))
+
+
+def _tag_folder(path: Path, tag: str | None) -> Path:
+    for pointer in ("latest", "latest_universal"):
+        if tag is None and (path / pointer).is_file():
+            tag = (path / pointer).read_text()[:1000].strip()
+            break
+    folder = path / tag if tag is not None else path
+    if tag is not None and (Path(tag).name != tag or tag in (".", "..")):
+        raise CheckpointError(f"the tag {tag!r} leaves the directory {path}", code="ckpt-foreign", fix="Do not use it.")
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no directory {folder}", code="ckpt-not-found", fix="Give the folder of a tag.")
+    return folder
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    out = {}
+    for file in folder.iterdir():
+        match = pattern.fullmatch(file.name)
+        if match:
+            out[(int(match.group(1) or 0), int(match.group(2)))] = file
+    return out
+
+
+_TIED = "tied_modules."
+
+
+def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+    reasons = []
+    first = by_mp[min(by_mp)][0]
+    if first.get("ds_autoep_layers"):
+        reasons.append("experts of AutoEP")
+    slices = {match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))}
+    if any(
+        int(number) for own in slices for number in re.findall(r"_(\d+)-", own)
+    ):  # model_00 alone is the whole layer
+        reasons.append("layers cut by tensor parallelism")
+    degrees = first.get("checkpoint_parallel_dimensions") or {}
+    if int(degrees.get("tp_degree", 1)) > 1:
+        reasons.append(f"tensor parallelism of degree {degrees['tp_degree']}")
+    names: set[str] = set()
+    for states in by_mp.values():
+        own = {name for group in states[0].get("param_shapes") or [] for name in group}
+        own -= {name for name in own if name.startswith(_TIED)}  # each stage that has them has all of them
+        if names & own:
+            reasons.append(f"the parameter {min(names & own)!r} in several model-parallel ranks")
+        names |= own
+    if reasons:
+        raise UnsupportedError(
+            f"{folder} has {', '.join(reasons)}; how the parts join is not in the regular layout",
+            code="ckpt-foreign-layout",
+            fix="Convert it with DeepSpeed's ds_to_universal.py, and read the result.",
+        )
+
+
+def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
+    """Buffers, frozen parameters, tied names; parameters too, until the optimizer's master copy replaces them."""
+    first = states[0]
+    buffers = set(first.get("buffer_names") or ())
+    shared = dict(first.get("shared_params") or {})
+    known = {
+        *(first.get("frozen_param_shapes") or ()),
+        *(n for group in first.get("param_shapes") or () for n in group),
+    }
+    for name, tensor in (first.get("module") or {}).items():
+        # At stage 3 an empty tensor keeps the place of one that is elsewhere.
+        if (
+            isinstance(tensor, Tensor)
+            and name not in shared
+            and (tensor.numel() or name in buffers or name not in known)
+        ):
+            key = f"buffer/{name}" if name in buffers else f"param/{name}"
+            found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        parts = [state["frozen_param_fragments"][name] for state in states]
+        whole = parts[:1] if parts[0].numel() == shape.numel() else parts
+        pieces = [(part, 0, part.numel()) for part in whole]
+        found.entries[f"param/{name}"] = Entry(
+            tuple(shape), dtype_name(parts[0].dtype), partial(_assembled, pieces, tuple(shape))
+        )
+    found.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
+
+
+def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
+    """What model files of pipeline layers and of experts hold, until the optimizer's master copies replace it."""
+    buffers = {name for state in states for name in state.get("buffer_names") or ()}
+    known = {name for state in states for group in state.get("param_shapes") or [] for name in group}
+    tied = {name.removeprefix(_TIED).partition(".")[2] for name in known if name.startswith(_TIED)}
+    for file in sorted(folder.iterdir()):
+        layer, expert = _LAYER.fullmatch(file.name), _EXPERT.fullmatch(file.name)
+        for name, tensor in load_pt(file).items() if layer or expert else ():
+            whole = f"{int(layer[1])}.{name}" if layer else name
+            if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
+                key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
+                found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+
+
+def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+    count = ranks[0]["partition_count"]
+    expected = max(count) if isinstance(count, list | tuple) else int(count)
+    if expected != len(ranks):
+        raise CheckpointError(
+            f"the checkpoint was written by {expected} ranks, {len(ranks)} optimizer files are here",
+            code="ckpt-foreign",
+            fix="Complete the checkpoint.",
+        )
+    if "fp32_flat_groups" in ranks[0]:
+        inner = [rank["optimizer_state_dict"] for rank in ranks]
+        flat = [[group.reshape(-1) for group in rank["fp32_flat_groups"]] for rank in ranks]
+        _stage3(found, states[0]["param_shapes"], flat, inner)
+    else:
+        _stage12(found, states[0]["param_shapes"], ranks)
+        inner = [rank["base_optimizer_state"] for rank in ranks]
+    own = inner[0].get("param_groups", []) if isinstance(inner[0], Mapping) else []
+    stage3 = "fp32_flat_groups" in ranks[0]
+    for index, group in enumerate(own):
+        if index == len(found.groups):  # later pipeline stages have the groups of the first again
+            found.groups.append({k: v for k, v in group.items() if k != "params"})
+            found.names.append([])
+        found.names[index].extend(_names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count))
+    found.scale = found.scale or _scale(ranks[0].get("loss_scaler"))
+
+
+def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
+    """The parameters of an optimizer group in order, those of the experts of all ranks included."""
+    out = []
+    for flat in flats:
+        owners = max(count) // int(count[flat]) if isinstance(count, list | tuple) else 1
+        out += [_global_name(name, shapes[flat], owner) for owner in range(owners) for name in shapes[flat]]
+    return out
+
+
+def _scale(scaler: Any) -> Json:
+    """The state of a loss scale as ds_zero keeps it; None without one."""
+    if not hasattr(scaler, "cur_scale") or (not getattr(scaler, "dynamic", False) and scaler.cur_scale == 1):
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "tolerance": int(getattr(scaler, "cur_hysteresis", 1)),
+        "step": int(getattr(scaler, "cur_iter", 0)),
+        "last_overflow": int(getattr(scaler, "last_overflow_iter", -1)),
+    }
+
+
+def _stage12(found: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+    counts = ranks[0]["partition_count"]
+    for group, names in enumerate(shapes):
+        parts = int(counts[group]) if isinstance(counts, list | tuple) else len(ranks)
+        owners = len(ranks) // parts  # ranks that share the experts of this group; 1 for all other groups
+        for owner in range(owners):
+            own = ranks[owner::owners]
+            renamed = {_global_name(name, names, owner): torch.Size(shape) for name, shape in names.items()}
+            _group12(found, group, renamed, own)
+
+
+def _global_name(name: str, names: Iterable[str], owner: int) -> str:
+    """The name of an expert's parameter in the whole model, from the one it has on a rank."""
+    match = _EXPERT_NAME.fullmatch(name)
+    if match is None or not owner:
+        return name
+    each = len({other[2] for n in names if (other := _EXPERT_NAME.fullmatch(n)) and other[1] == match[1]})
+    return f"{match[1]}{owner * each + int(match[2])}{match[3]}"
+
+
+def _group12(found: _Found, group: int, names: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+    slices = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
+    paddings = (ranks[0].get("param_alignment_paddings") or {group: None})[group]
+    offset = 0
+    states = [_group_state(rank["base_optimizer_state"], group) for rank in ranks]
+    limits = [piece.numel() for piece in slices]
+    for index, (name, shape) in enumerate(names.items()):
+        numel = shape.numel()
+        _add(found, name, tuple(shape), list(_across(slices, offset, numel)))
+        for key, value in states[0].items():
+            if isinstance(value, Tensor) and value.dim():
+                parts = [state[key] for state in states]
+                _add(found, name, tuple(shape), list(_across(parts, offset, numel, limits)), key)
+            else:
+                found.scalars.setdefault(key, {})[name] = float(value)
+        offset += numel + (paddings[index] if paddings else 0)
+    if offset > sum(limits):
+        raise _does_not_add_up(group, offset, sum(limits))
+
+
+def _group_state(state: Any, group: int) -> Mapping[str, Any]:
+    # Elastic checkpoints keep a list with one state per group, others torch's dict by index.
+    return dict(state[group] if isinstance(state, list) else state["state"].get(group, {}))
+
+
+def _stage3(
+    found: _Found,
+    shapes: Sequence[Mapping[str, Any]],
+    flat: Sequence[Sequence[Tensor]],
+    inner: Sequence[Mapping[str, Any]],
+) -> None:
+    world, offset = len(flat), 0
+    every = {name: shape for group in shapes for name, shape in group.items()}
+    states = [[inner[rank]["state"].get(i, {}) for i in range(len(flat[rank]))] for rank in range(world)]
+    keys = [k for k, v in states[0][0].items() if isinstance(v, Tensor) and v.dim()] if states[0] else []
+    scalars = [k for k in (states[0][0] if states[0] else {}) if k not in keys]
+    for name, shape in every.items():
+        each = -(-shape.numel() // world)
+        pieces = [p for rank in range(world) for p in _across(flat[rank], offset, each)]
+        _add(found, name, tuple(shape), pieces)
+        for key in keys:
+            parts = [p for rank in range(world) for p in _across([s[key] for s in states[rank]], offset, each)]
+            _add(found, name, tuple(shape), parts, key)
+        for key in scalars:
+            found.scalars.setdefault(key, {})[name] = float(states[0][0][key])
+        offset += each
+    have = sum(part.numel() for part in flat[0])
+    if offset > have:
+        raise _does_not_add_up(0, offset, have)
+
+
+def _across(
+    parts: Sequence[Tensor], offset: int, numel: int, limits: Sequence[int] | None = None
+) -> Iterator[tuple[Tensor, int, int]]:
+    """Where elements offset..offset+numel of `parts` laid end to end lie: (tensor, start, length)."""
+    at = 0
+    for index, part in enumerate(parts):
+        size = limits[index] if limits else part.numel()
+        low, high = max(offset, at), min(offset + numel, at + size)
+        if low < high:
+            yield part.reshape(-1), low - at, high - low
+        at += size
+
+
+def _add(
+    found: _Found, name: str, shape: tuple[int, ...], pieces: list[tuple[Tensor, int, int]], state: str = ""
+) -> None:
+    key = f"optim/{name}/{state}" if state else f"param/{name}"
+    dtype = dtype_name(pieces[0][0].dtype) if pieces else "float32"
+    found.entries[key] = Entry(shape, dtype, partial(_assembled, pieces, shape))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _assembled(pieces: Sequence[tuple[Tensor, int, int]], shape: tuple[int, ...]) -> Tensor:
+    numel = torch.Size(shape).numel()
+    flat = torch.cat([part.reshape(-1)[start : start + n] for part, start, n in pieces]) if pieces else torch.empty(0)
+    if flat.numel() < numel:
+        raise CheckpointError(
+            f"a tensor of shape {list(shape)} has only {flat.numel()} elements",
+            code="ckpt-foreign",
+            fix="The file is damaged.",
+        )
+    return flat[:numel].reshape(shape)
+
+
+def _does_not_add_up(group: int, wanted: int, have: int) -> CheckpointError:
+    return CheckpointError(
+        f"optimizer group {group} has {have} elements, its parameters need {wanted}",
+        code="ckpt-foreign",
+        fix="The checkpoint is incomplete, or of a layout this program does not know.",
+    )
+
+
+def _universal(found: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -> None:
+    shapes = {name: tuple(shape) for group in states[0].get("param_shapes") or [] for name, shape in group.items()}
+    for folder in sorted(p for p in zero.iterdir() if p.is_dir()):
+        name = folder.name
+        for file in sorted(folder.glob("*.pt")):
+            key, content = file.stem, load_pt(file)
+            if key == "step":
+                found.scalars.setdefault("step", {})[name] = float(content)
+                continue
+            tensor = content["param"] if isinstance(content, dict) else content
+            shape = shapes.get(name, tuple(tensor.shape)) if tensor.dim() == 1 else tuple(tensor.shape)
+            _add(found, name, shape, [(tensor.reshape(-1), 0, tensor.numel())], "" if key == "fp32" else key)
+    common = load_pt(zero / "optimizer_state.pt")
+    inner = common.get("optimizer_state_dict", common)
+    groups = common.get("param_groups") or inner.get("param_groups") or []
+    found.groups.extend({k: v for k, v in g.items() if k != "params"} for g in groups)
+    steps = [s["step"] for s in (inner.get("state") or {}).values() if isinstance(s, Mapping) and "step" in s]
+    if steps and "step" not in found.scalars:
+        names = {
+            key.split("/", 1)[1] for key in found.entries if f"optim/{key.split('/', 1)[1]}/exp_avg" in found.entries
+        }
+        found.scalars["step"] = {name: float(steps[0]) for name in sorted(names)}
+
+
+def _meta(found: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
+    """Meta as ds_engine keeps it. What JSON cannot hold is named in `left_out`."""
+    left_out = list(found.left_out)
+
+    def plain(value: Any, name: str) -> Json:
+        try:
+            return to_json(_simple(value))
+        except CheckpointError as error:
+            left_out.append(f"{name}: {error.message}")
+            return None
+
+    client = {k: plain(v, f"client.{k}") for k, v in state.items() if k not in _INTERNAL}
+    meta = {
+        "format": 1,
+        "world": int(state.get("dp_world_size") or 1) * int(state.get("mp_world_size") or 1),
+        "counters": {
+            "steps": int(state.get("global_steps") or 0),
+            "samples": int(state.get("global_samples") or 0),
+            "micro_steps": int(state.get("global_steps") or 0),
+            "skipped": int(state.get("skipped_steps") or 0),
+        },
+        "config": plain(state.get("ds_config") or {}, "config"),
+        "client": {k: v for k, v in client.items() if v is not None},
+        "optimizer": {
+            "format": 1,
+            "groups": [plain(group, "optimizer.groups") for group in found.groups],
+            "scalars": found.scalars,
+            "loss_scale": found.scale,
+            **({"names": found.names} if found.names else {}),
+        },
+        "scheduler": plain(state.get("lr_scheduler"), "scheduler"),
+        "data": None,
+        "source": {"program": "deepspeed", "version": str(state.get("ds_version"))},
+    }
+    meta["left_out"] = left_out
+    return meta
+
+
+def _simple(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(k): _simple(v) for k, v in value.items()}
+    return [_simple(v) for v in value] if isinstance(value, list | tuple | set) else value

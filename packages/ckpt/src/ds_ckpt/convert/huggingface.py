@@ -1,0 +1,155 @@
+"""Hugging Face safetensors: `model.safetensors`, or numbered shards with `model.safetensors.index.json`, both ways.
+
+The files are written by this package's own writer, so a model of any size is exported with one tensor in memory. Tied
+tensors are written once under their stored name (that is how transformers saves them, too); a reader that wants every
+name finds the others in the checkpoint's aliases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.dtypes import BY_CODE, ITEMSIZE
+from ds_ckpt.jsontext import parse
+from ds_ckpt.local import Disk, LocalWriteFile
+from ds_ckpt.shard_tensors import byte_view
+from ds_ckpt.writer import safetensors_header
+from ds_config.errors import CheckpointError
+
+__all__ = ["INDEX", "SINGLE", "Exported", "open_hf", "write_hf"]
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_MAX_INDEX: Final = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The files of an export, in order, and the bytes of their tensors."""
+
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def open_hf(path: str | os.PathLike[str]) -> Source:
+    """Tensors of a safetensors file, or of a directory that holds one, an index, or any number of them.
+
+    Raises:
+        CheckpointError: "ckpt-not-found" (no such file), "ckpt-foreign" (an index that names a file outside the
+            directory or a tensor that its file does not have).
+    """
+    root = Path(path)
+    files = [root] if root.is_file() else _indexed(root) or sorted(root.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{root} holds no safetensors file", code="ckpt-not-found", fix="Give the model's directory."
+        )
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing", code="ckpt-not-found", fix="Complete the download.")
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  safe_open is no mapping
+                view = opened.get_slice(name)
+                if view.get_dtype() not in BY_CODE:
+                    raise CheckpointError(
+                        f"{name!r} in {file} has elements of type {view.get_dtype()}",
+                        code="ckpt-dtype",
+                        fix="Convert it first.",
+                    )
+                entries[name] = Entry(tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name))
+    return Source(entries)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def _indexed(root: Path) -> list[Path]:
+    index = root / INDEX
+    if not index.is_file():
+        return []
+    found = parse(index.read_bytes()[:_MAX_INDEX], str(index))
+    names = sorted(set(found["weight_map"].values())) if isinstance(found, dict) and "weight_map" in found else []
+    if not names or any(not isinstance(n, str) or "/" in n or "\\" in n or n.startswith(".") for n in names):
+        raise CheckpointError(
+            f"{index} names files outside its directory, or none", code="ckpt-foreign", fix="Do not use it."
+        )
+    return [root / name for name in names]
+
+
+def write_hf(source: Source, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> Exported:
+    """Write `source` into the directory `out`; one file when everything fits into `max_shard_bytes`.
+
+    Raises:
+        CheckpointError: "ckpt-target-exists": `out` already holds safetensors files.
+    Cost: one tensor of host memory; every byte is written once.
+    """
+    root = Path(out)
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{root} already holds safetensors files", code="ckpt-target-exists", fix="Export into an empty directory."
+        )
+    shards = _shards(source, max_shard_bytes)
+    files = [
+        SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(len(shards))
+    ]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(root / file, [(name, source.entries[name]) for name in names])
+    total = sum(_nbytes(entry) for entry in source.entries.values())
+    if len(files) > 1:
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (root / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return Exported(tuple(files), total)
+
+
+def _nbytes(entry: Entry) -> int:
+    n = ITEMSIZE[entry.dtype]
+    for size in entry.shape:
+        n *= size
+    return n
+
+
+def _shards(source: Source, limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, entry in source.entries.items():
+        nbytes = _nbytes(entry)
+        if shards[-1] and used + nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += nbytes
+    return shards
+
+
+def _write_file(path: Path, entries: Sequence[tuple[str, Entry]]) -> None:
+    ordered = sorted(entries, key=lambda e: (-ITEMSIZE[e[1].dtype], e[0]))
+    head = safetensors_header([(name, entry.dtype, entry.shape) for name, entry in ordered])
+    file = LocalWriteFile(Disk(), str(path), 0)
+    try:
+        file.put(0, memoryview(head))
+        at = len(head)
+        for _, entry in ordered:
+            data = byte_view(entry.read())
+            file.put(at, data)
+            at += data.nbytes
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise

@@ -1,0 +1,107 @@
+"""Named tensors that are read one at a time: what every converter takes and gives.
+
+Words: a *source* knows names, shapes and dtypes at once and reads a tensor when asked, so a conversion holds one tensor (and
+a writer's buffers) in memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_ckpt.checkpoint_list import read_manifest
+from ds_ckpt.file_reads import Files
+from ds_ckpt.jsontext import Json, from_json
+from ds_ckpt.save_plan import plan_load
+from ds_ckpt.reader import check_block, read_blocks
+from ds_ckpt.save_job import Saved, save_from
+from ds_ckpt.local_storage import At, locate
+from ds_ckpt.shard_tensors import byte_view, dtype_name, torch_dtype
+from ds_comm.placement import TensorShard
+
+__all__ = ["Entry", "Source", "cast", "from_dict", "open_checkpoint", "renamed", "write_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that can be read: global shape, dtype (torch's name), and how."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Tensors by name, other names of some of them, and JSON."""
+
+    entries: Mapping[str, Entry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    meta: Mapping[str, Json] = field(default_factory=dict)
+
+
+def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = None) -> Source:
+    """A source over tensors in memory. Tensors that are the same object are stored once, the others as aliases."""
+    entries, aliases, first = dict[str, Entry](), dict[str, str](), dict[int, str]()
+    for name, tensor in tensors.items():
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+        else:
+            entries[name] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), lambda t=tensor: t)  # type: ignore[misc]
+    return Source(entries, aliases, meta or {})
+
+
+def open_checkpoint(path: str | os.PathLike[str] | At) -> Source:
+    """A checkpoint of ours as a source. Each read opens the files it needs and checks the blocks it touches."""
+    at = locate(path)
+    manifest = read_manifest(at)
+
+    def read(name: str) -> Tensor:
+        record = manifest.tensors[name]
+        out = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+        reads = plan_load([TensorShard.whole(name, record.shape, record.dtype)], manifest)
+        with Files(at.storage, at.tag, manifest.files) as files:
+            unproven = {(p.file, p.at) for p in read_blocks(files, reads, [byte_view(out)])}
+            for block in reads:
+                if (block.file, block.at) in unproven:
+                    check_block(files, block)
+        return out
+
+    entries = {
+        name: Entry(record.shape, record.dtype, lambda name=name: read(name))  # type: ignore[misc]
+        for name, record in manifest.tensors.items()
+    }
+    return Source(entries, manifest.aliases, dict(from_json(manifest.meta)))
+
+
+def renamed(source: Source, rename: Callable[[str], str | None]) -> Source:
+    """`source` with other names; those for which `rename` gives None are left out, and aliases of them, too."""
+    entries = {new: entry for name, entry in source.entries.items() if (new := rename(name)) is not None}
+    aliases = {}
+    for name, target in source.aliases.items():
+        new, stored = rename(name), rename(target)
+        if new is not None and stored in entries:
+            aliases[new] = stored
+    return Source(entries, aliases, source.meta)
+
+
+def cast(source: Source, dtype: str) -> Source:
+    """`source` with every floating-point tensor converted to `dtype` when it is read."""
+    wanted = torch_dtype(dtype)
+
+    def converted(entry: Entry) -> Entry:
+        if "float" not in entry.dtype or entry.dtype == dtype:
+            return entry
+        return Entry(entry.shape, dtype, lambda: entry.read().to(wanted))
+
+    return Source({name: converted(e) for name, e in source.entries.items()}, source.aliases, source.meta)
+
+
+def write_checkpoint(source: Source, path: str | os.PathLike[str] | At) -> Saved:
+    """Write a source as a checkpoint of ours, from one process, one tensor in memory at a time."""
+    readers = {TensorShard.whole(name, e.shape, e.dtype): e.read for name, e in source.entries.items()}
+    return save_from(path, readers, source.meta, source.aliases)

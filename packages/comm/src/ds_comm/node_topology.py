@@ -1,0 +1,38 @@
+"""Which ranks of a group can see each other's memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import ds_ops._native as _native
+from ds_comm.groups import Group
+from ds_comm.metadata import all_gather_json
+from ds_ops.shm_collectives import neighbourhood
+
+__all__ = ["Neighbour", "neighbours"]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A rank as the others of its host see it.
+
+    Attributes:
+        place: Its host and PID namespace; empty where it cannot share memory.
+        pid: Its process id there.
+    """
+
+    place: str
+    pid: int
+
+    def shares(self, other: Neighbour) -> bool:
+        """Whether both can map one memory."""
+        return bool(self.place) and self.place == other.place
+
+
+def neighbours(group: Group, *, unit: str = "neighbours") -> list[Neighbour]:
+    """Of each rank of `group`. Collective over it."""
+    able = _native.load("_cpu").module is not None and hasattr(os, "memfd_create")
+    return [
+        Neighbour(*told) for told in all_gather_json([neighbourhood() if able else "", os.getpid()], group, unit=unit)
+    ]

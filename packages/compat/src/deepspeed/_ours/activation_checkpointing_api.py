@@ -1,0 +1,162 @@
+"""`deepspeed.checkpointing`: activation checkpointing by ds-parallel, with one policy for the process as upstream has it.
+
+What `configure` was told counts; before, what the engine whose forward is running was told in its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from ds_comm import Group, as_group, single_group
+from ds_config import load
+from ds_config.config_file import read_all
+from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, Keeping, RngTracker, current, tensor_seed
+from ds_parallel.config import ActivationCheckpointingConfig
+
+__all__ = [
+    "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
+    "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
+]  # fmt: skip
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = TENSOR_PARALLEL
+
+
+class CudaRNGStatesTracker(RngTracker):
+    """Named random states of the device, under upstream's names; `fork(name)` computes with one of them."""
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the table."""
+        return self.states()
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace the table."""
+        self.restore(states)
+
+
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
+@dataclass(slots=True)
+class _Process:
+    """What this process was told. Upstream keeps the same in a dozen module variables."""
+
+    configured: bool = False
+    group: Group = field(default_factory=lambda: single_group("tensor"))
+    policy: ActivationCheckpointing = field(
+        default_factory=lambda: ActivationCheckpointing(tracker=_CUDA_RNG_STATE_TRACKER)
+    )
+
+    def keep(self, keeping: Keeping) -> None:
+        """Checkpoint like this from now on."""
+        self.policy = ActivationCheckpointing(keeping, self.group, tracker=_CUDA_RNG_STATE_TRACKER)
+        self.configured = True
+
+
+_process = _Process()
+
+
+def configure(
+    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing:
+    bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool |
+    None = None, profile: bool | None = None,
+) -> None:  # fmt: skip
+    """Say how calls are checkpointed. Of a configuration only `activation_checkpointing` is read; arguments override it.
+
+    Args:
+        mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations.
+    Raises:
+        ConfigError: contiguous checkpointing without a number, or the section is no good.
+    """
+    document = {} if deepspeed_config is None else read_all(deepspeed_config).data
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = {**(document.get("activation_checkpointing") or {})}
+    section |= {name: value for name, value in given.items() if value is not None}
+    found = load(ActivationCheckpointingConfig, section)
+    _process.group = _tensor_group(mpu_)
+    _process.keep(found.keeping)
+
+
+def _tensor_group(mpu: Any) -> Group:
+    getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+    found = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
+    return single_group("tensor") if found is None else as_group(found())
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _process.configured
+
+
+def reset() -> None:
+    """Drop the buffers of contiguous checkpointing and the host's; what was configured stays."""
+    if _process.configured:
+        _process.keep(_process.policy.keeping)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many buffers contiguous checkpointing makes."""
+    if _process.policy.keeping.slots is not None:
+        _process.keep(replace(_process.policy.keeping, slots=nlayers))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Whether each tensor-parallel rank keeps its part of every input."""
+    _process.keep(replace(_process.policy.keeping, slices=partition_activation))
+
+
+def _policy() -> ActivationCheckpointing:
+    engines = current()
+    if _process.configured:
+        engines.calls += 1  # its section is heard: these are the calls that it speaks of
+        return _process.policy
+    engines.tracker = _CUDA_RNG_STATE_TRACKER
+    return engines
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function` and keep only its inputs; it runs again in backward."""
+    return _policy().checkpoint_reentrant(function, *args, **kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same by saved-tensor hooks."""
+    return _policy().checkpoint(function, *args, **kwargs)
+
+
+# ---- random states by name
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:
+    """Set the device's random state; the host's on the CPU."""
+    del device
+    _CUDA_RNG_STATE_TRACKER.set_default_state(new_state)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The one of this process."""
+    return _CUDA_RNG_STATE_TRACKER
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the named state of tensor parallelism anew, at this rank's seed."""
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_seed(seed, _process.group.rank))
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device with `seed`, and the named state apart from it, at this rank's seed."""
+    get_cuda_rng_tracker().seed_tensor_parallel(seed, _process.group.rank)

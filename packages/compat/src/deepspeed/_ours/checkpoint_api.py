@@ -1,0 +1,224 @@
+"""Checkpoint folders as clients expect them: `latest`, the tag's folder, `zero_to_fp32.py`; our format inside.
+
+A client's state is any mixture of containers, numbers, text and tensors; a checkpoint of ours holds JSON. What JSON has no
+word for is written as `{"~": kind, ...}`; what that has no word for is refused, never pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+from torch import Tensor
+
+from ds_comm import Group, broadcast_object_list
+from ds_config.errors import UnsupportedError
+from ds_engine.deepspeed_checkpoints import latest_tag
+
+__all__ = [
+    "TorchCheckpointEngine", "clone_tensors_for_torch_save", "decode", "encode", "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "leave_files", "leave_signs", "name_of_tag",
+    "same_everywhere",
+]  # fmt: skip
+
+_KIND = "~"
+_SCRIPT = '''#!/usr/bin/env python3
+"""Write the whole fp32 weights of the checkpoints beside this file: python zero_to_fp32.py . OUTPUT_DIR"""
+
+from deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+# ---- client state
+
+
+def encode(value: Any, path: str = "client_state") -> Any:
+    """`value` as JSON.
+
+    Raises:
+        UnsupportedError: something that is neither data nor a tensor; the message says where ("compat-client-state").
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return {key: encode(inner, f"{path}.{key}") for key, inner in value.items()}
+        pairs = [[encode(key, path), encode(inner, f"{path}[{key!r}]")] for key, inner in value.items()]
+        return {_KIND: "dict", "value": pairs}
+    if isinstance(value, list | tuple | set | frozenset):
+        inner = [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k)).__name__
+        return inner if kind == "list" else {_KIND: kind, "value": inner}
+    if isinstance(value, Tensor):
+        data = save_bytes({"t": value.detach().cpu().contiguous()})
+        return {_KIND: "tensor", "value": base64.b64encode(data).decode()}
+    return _encode_other(value, path)
+
+
+def _encode_other(value: Any, path: str) -> Any:
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, os.PathLike):
+        return {_KIND: "path", "value": os.fspath(value)}
+    if isinstance(value, torch.dtype | torch.device):
+        return {_KIND: type(value).__name__, "value": str(value).removeprefix("torch.")}
+    if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
+        return encode(value.item(), path)  # a NumPy scalar
+    if hasattr(value, "__array__"):
+        return {_KIND: "array", "value": encode(torch.as_tensor(value.__array__()), path)}
+    raise UnsupportedError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint without code cannot hold",
+        code="compat-client-state",
+        fix="Store its numbers, text, lists, dicts or tensors.",
+    )
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: decode(inner) for key, inner in value.items()}
+    kind, inner = value[_KIND], value["value"]
+    return _DECODE[kind](inner)
+
+
+_DECODE: Mapping[str, Any] = {
+    "float": float,
+    "dict": lambda pairs: {decode(key): decode(inner) for key, inner in pairs},
+    "tuple": lambda items: tuple(decode(item) for item in items),
+    "set": lambda items: {decode(item) for item in items},
+    "frozenset": lambda items: frozenset(decode(item) for item in items),
+    "tensor": lambda text: load_bytes(base64.b64decode(text))["t"],
+    "array": lambda tensor: decode(tensor).numpy(),
+    "bytes": base64.b64decode,
+    "path": Path,
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+}
+
+
+def same_everywhere(value: Any, group: Group) -> Any:
+    """Rank 0's value on every rank: a checkpoint has one client state. Collective."""
+    holder = [value]
+    broadcast_object_list(holder, group=group, group_src=0)
+    return holder[0]
+
+
+# ---- folders
+
+
+def name_of_tag(load_dir: str, tag: str | None) -> str | None:
+    """The tag to load: the one given, or what `latest` says; None leaves it to the newest complete one."""
+    return latest_tag(load_dir) if tag is None else str(tag)
+
+
+def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None:
+    """What clients look for beside the tag's folder. Called by one rank, when the checkpoint is complete.
+
+    Args:
+        latest: Write the file `latest`.
+        sharded: Put `zero_to_fp32.py` there, as upstream does from stage 1.
+    """
+    folder = Path(save_dir)
+    if sharded:
+        script = folder / "zero_to_fp32.py"
+        script.write_text(_SCRIPT)
+        script.chmod(0o755)
+    if latest:
+        draft = folder / "latest.new"
+        draft.write_text(tag)
+        draft.replace(folder / "latest")
+
+
+def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any], optim: str) -> None:
+    """Files that programs look for in a checkpoint of upstream's, beside ours. Called by one rank.
+
+    Nothing here reads them. They hold what torch.load(weights_only=True) can make: the weights and the caller's state, and which
+    stage it was.
+
+    Args:
+        module: The model's weights, where upstream stores them in one file: below stage 3.
+        facts: `zero_stage`, `partition_count`, `ds_version`, and what upstream stores beside the weights.
+        optim: Path of the first rank's optimizer file.
+    """
+    stage = facts["zero_stage"]
+    name = get_model_ckpt_name_for_rank(folder, "00")
+    if stage == 3:
+        name = f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({"module": {key: value.detach().clone() for key, value in module.items()}, **facts}, name)
+    if stage > 0:
+        told = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
+        torch.save({"optimizer_state_dict": told}, optim)
+
+
+# ---- upstream's helpers
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Nested containers with every tensor as a compact copy on `device`; one copy for tensors that are the same."""
+    return _cloned(item, torch.device(device), {})
+
+
+def _cloned(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        if id(item) not in made:
+            made[id(item)] = item.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
+        return made[id(item)]
+    if isinstance(item, list | tuple):
+        return type(item)(_cloned(value, device, made) for value in item)
+    if isinstance(item, dict):
+        return type(item)({key: _cloned(value, device, made) for key, value in item.items()})
+    return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Path of upstream's file of a model-parallel rank's weights, in the folder of a tag."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Path of upstream's file of a rank's optimizer state."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Path of upstream's file of a pipeline layer."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}-model_states.pt")
+
+
+class TorchCheckpointEngine:
+    """Files of torch's. The engine does not use it: its checkpoints are ds-ckpt's, so replacing a method has no effect there."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        self.config = config_params
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """`torch.save`."""
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """`torch.load` of data only."""
+        return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
+
+    def commit(self, info: Any) -> bool:
+        """A file is complete when `save` returns."""
+        del info
+        return True

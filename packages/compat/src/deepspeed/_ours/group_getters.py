@@ -1,0 +1,114 @@
+"""`deepspeed.utils.groups`: who shares what, as the last engine of the process has it. Without one, data parallelism is the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_comm import Mesh, MeshSpec, single_group, world_group
+from ds_config.errors import PlanError
+from ds_parallel.sequence.hf_attention import SequenceRanks
+
+__all__ = [
+    "forget_layers", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
+    "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size", "mpu", "share_layers", "share_sequences",
+]  # fmt: skip
+
+mpu = None
+_shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
+_cut: list[Mesh] = []  # who shares layers
+
+
+def share_sequences(ranks: SequenceRanks | None) -> None:
+    """Note who shares sequences; None: nobody."""
+    _shared[:] = [] if ranks is None else [ranks]
+
+
+def share_layers(mesh: Mesh | None) -> None:
+    """Note who shares layers, and so who trains on different samples; None, or a mesh whose layers are whole: nobody."""
+    _cut[:] = [] if mesh is None or mesh["tensor"].size == 1 else [mesh]
+
+
+def forget_layers(mesh: Mesh) -> None:
+    """The engine with this mesh has ended."""
+    if _cut and _cut[0] is mesh:
+        share_layers(None)
+
+
+def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> tuple[Any, Any]:
+    """Make the groups of so many tensor-parallel neighbours. Collective over the world.
+
+    Returns:
+        torch's groups: data-parallel, tensor-parallel.
+    """
+    world = world_group().size
+    if data_parallel_size not in (None, world // tensor_model_parallel_size):
+        raise PlanError(
+            f"{data_parallel_size} data-parallel x {tensor_model_parallel_size} tensor-parallel ranks in a world of {world}",
+            code="mesh-size",
+            fix="Leave data_parallel_size out.",
+        )
+    share_layers(Mesh.build(MeshSpec.fit(world, tensor=tensor_model_parallel_size)))
+    return get_data_parallel_group(), get_tensor_model_parallel_group()
+
+
+def _group(name: str) -> Any:
+    """torch's group of a noted mesh; of one rank where that is alone."""
+    return _cut[0][name].pg
+
+
+def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Callable[[], Any]:
+    """A function that gives the group, rank or world_size of this rank on an axis of the mesh.
+
+    Args:
+        sequences: What the ranks that share sequences call it, which count where there are any.
+        whole: Where nothing is cut, the axis is the world; else this rank alone.
+    """
+
+    def ask() -> Any:
+        if sequences and _shared:
+            return getattr(_shared[0], f"get_{sequences}_parallel_{what}")()
+        cut = bool(_cut and axis)
+        if what == "group":
+            return _group(axis) if cut else dist.group.WORLD if whole else None
+        place = _cut[0][axis] if cut else world_group() if whole else single_group(axis)
+        return place.rank if what == "rank" else place.size
+
+    return ask
+
+
+_WHAT = ("group", "rank", "world_size")
+get_data_parallel_group, get_data_parallel_rank, get_data_parallel_world_size = (
+    _asks(what, "data", "data", whole=True) for what in _WHAT
+)
+get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size = (
+    _asks(what, "tensor") for what in _WHAT
+)
+_get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequence_data_parallel_world_size = (
+    _asks(what, "gradient", whole=True) for what in _WHAT
+)
+_get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_parallel_world_size = (
+    _asks(what, "", "sequence") for what in _WHAT
+)
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first of the ranks that layers are cut over, as a rank of the world: whose batch the others should have."""
+    return _cut[0]["tensor"].ranks[0] if _cut else world_group().rank
+
+
+def _get_world_group() -> Any:
+    """torch's group of all ranks."""
+    return dist.group.WORLD
+
+
+get_tensor_model_parallel_group = get_model_parallel_group
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size

@@ -1,0 +1,423 @@
+"""A document against a model: every problem at once, each with its place, or the model.
+
+Three passes. *prepare* walks document and model side by side and settles what needs names: renamed and retired keys,
+`auto`, unknown keys, numbers that JSON wrote as floats. *pydantic* then checks the values. *collect* turns both passes'
+findings into one error. Origins are recorded on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds_config.errors import ConfigError
+from ds_config.schema_fields import said
+from ds_config.issues import Issue, error_of, shown
+from ds_config.migrate import migrate
+from ds_config.strict_model import PREPARED, StrictModel
+from ds_config.did_you_mean import distance, nearest
+from ds_config.origin import Origin, Provenance
+from ds_config.parse import KeyPath, dotted
+from ds_config.config_file import Document, Source, read_all
+from ds_config.shape import (
+    Model,
+    Option,
+    accepts_auto,
+    coerce,
+    describe,
+    inner,
+    is_secret,
+    keys,
+    known_names,
+    literals,
+    model_for,
+    of_field,
+    refuses_bool,
+    retired,
+)
+
+__all__ = ["USE_DEFAULT", "Auto", "examine", "load", "validate"]
+
+_Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
+_log = logging.getLogger("ds_config")
+_M = TypeVar("_M", bound=StrictModel)
+
+
+class _UseDefault:
+    def __repr__(self) -> str:
+        return "USE_DEFAULT"
+
+
+USE_DEFAULT = _UseDefault()
+"""As a value of `auto`: the key is as if it had not been given."""
+
+Auto = Mapping[str, object]
+"""What "auto" stands for, by dotted path; `USE_DEFAULT` for the field's default."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the passes over one document share."""
+
+    root: Model
+    auto: Auto
+    provenance: Provenance
+    issues: list[Issue] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dropped: set[KeyPath] = field(default_factory=set)  # taken out by prepare: their absence is no second problem
+
+    def problem(self, code: str, path: KeyPath, message: str, fix: str = "", suggestions: Sequence[str] = ()) -> None:
+        self.issues.append(Issue(code, path, self.provenance.of(path), message, fix, tuple(suggestions)))
+
+
+def load(
+    model: type[_M], source: Source | Document, *, auto: Auto | None = None, provenance: Provenance | None = None
+) -> _M:
+    """Read `source` (see `ds_config.read`) and validate it; problems of both are one error. See `validate`."""
+    return validate(model, read_all(source), auto=auto, provenance=provenance)
+
+
+def validate(
+    model: type[_M],
+    document: Document | Mapping[str, Any],
+    *,
+    auto: Auto | None = None,
+    provenance: Provenance | None = None,
+) -> _M:
+    """Check a document against a model.
+
+    Args:
+        model: The `StrictModel` of the outermost object.
+        document: What `read` returned, or a plain mapping.
+        auto: What the value "auto" stands for, by dotted path. Fields that name "auto" among their literals keep it.
+        provenance: Filled with the origin of every value, for `explain` and for those who derive more values.
+    Raises:
+        ConfigError: anything is wrong; lists every problem with path, place, what was found, what is expected, and the
+            nearest known name ("config-invalid", or the one code that all problems share: "config-unknown-key",
+            "config-value", "config-both-keys", "config-auto", "config-duplicate-key").
+        UnsupportedConfigError: nothing is wrong but that it asks for what is not built ("config-unbuilt").
+        Where the model says which page explains its keys (`KEYS_PAGE`), the error ends with the places of those it is about.
+    Logs: one warning on the logger "ds_config" per deprecated or dead key.
+    """
+    record = Provenance() if provenance is None else provenance
+    result, wrong = _examine(model, read_all(document), auto, record, keep=False)
+    if result is None or wrong is not None:
+        raise wrong or error_of((), "")
+    _record_defaults(result, (), record)
+    return result
+
+
+def examine(
+    model: type[_M], source: Source | Document, *, auto: Auto | None = None
+) -> tuple[_M | None, ConfigError | None]:
+    """What of a document is right, and the error of `validate` about the rest: for a caller that checks more of the former.
+
+    A value that is wrong, or whose key is unknown, counts as left out; None where nothing valid is left.
+    """
+    return _examine(model, read_all(source), auto, Provenance(), keep=True)
+
+
+def _examine(
+    model: type[_M], given: Document, auto: Auto | None, record: Provenance, *, keep: bool
+) -> tuple[_M | None, ConfigError | None]:
+    for path in _paths(given.data):
+        record.record(path, given.origin(path))
+    work = _Pass(model, auto or {}, record, list(given.issues))
+    prepared = _prepare(work, model, given.data, ())
+    result: _M | None = None
+    try:
+        result = model.model_validate(prepared, context=PREPARED)
+    except ValidationError as error:
+        _collect(work, model, prepared, error)
+        if keep:
+            result = _rest(model, prepared, error)
+    for note in work.notes:
+        _log.warning("%s", note)
+    if result is not None and not work.issues:
+        return result, None
+    return result, error_of(work.issues, given.name, anchors(model, work.issues))
+
+
+def _rest(model: type[_M], prepared: dict[str, Any], error: ValidationError) -> _M | None:
+    """The model of what pydantic has nothing against: first without the wrong values, then without their sections."""
+    for depth in (None, 1):
+        for detail in error.errors(include_url=False):
+            if (located := _locate(model, prepared, detail["loc"])) is not None:
+                _leave_out(prepared, located[0][:depth])
+        try:
+            return model.model_validate(prepared, context=PREPARED)
+        except ValidationError as left:
+            error = left
+    return None
+
+
+def _leave_out(prepared: dict[str, Any], path: KeyPath) -> None:
+    section: Any = prepared
+    for part in path[:-1]:
+        section = section[part] if _has(section, part) else None
+    if path and isinstance(section, dict):
+        section.pop(path[-1], None)
+
+
+def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
+    """Where the page of the model's keys explains those that the issues are about: what was probably meant, or what holds it."""
+    page: str = getattr(model, "KEYS_PAGE", "")
+    if not page:
+        return []
+    known = {".".join(map(str, key.path)) for key in keys(model)}
+    found: dict[str, None] = {}
+    for issue in issues:
+        meant = issue.suggestions if issue.code == "config-unknown-key" else ()
+        candidates: list[Sequence[str | int]] = [near.split(".") for near in meant]
+        candidates += [issue.path[:end] for end in range(len(issue.path), 0, -1)]
+        at = next((name for path in candidates for name in _names(path) if name in known), None)
+        if at is not None:
+            found[f"{page}#{at}"] = None
+    return list(found)
+
+
+def _names(path: Sequence[str | int]) -> Iterator[str]:
+    """The path as `keys` writes it; each name in it may be one of a mapping, which stands there as `*`."""
+    parts = ["0" if isinstance(part, int) else str(part) for part in path]
+    yield ".".join(parts)
+    for i in range(1, len(parts)):
+        yield ".".join([*parts[:i], "*", *parts[i + 1 :]])
+
+
+def _paths(value: Any, path: KeyPath = ()) -> list[KeyPath]:
+    if isinstance(value, Mapping):
+        return [p for key, item in value.items() for p in [(*path, key), *_paths(item, (*path, key))]]
+    if isinstance(value, list | tuple):
+        return [p for i, item in enumerate(value) for p in [(*path, i), *_paths(item, (*path, i))]]
+    return []
+
+
+# --- prepare
+
+
+def _prepare(work: _Pass, model: Model, given: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    """The object at `path` with today's keys, its known values resolved and coerced, its unknown keys taken out."""
+    level = migrate(model, {key: value for key, value in given.items() if isinstance(key, str)})
+    for name, reason in level.notes:
+        place = work.provenance.of((*path, name))
+        work.notes.append(f"{place} {dotted((*path, name))} {said(reason, dotted(path))}")
+    for problem in level.problems:
+        work.dropped.add((*path, problem.name))
+        work.problem(problem.code, (*path, problem.name), problem.message, problem.fix)
+    for move in level.moves:
+        why = f"written as {move.old!r}"
+        work.provenance.move((*path, move.old), (*path, *move.new), why, keep_inner=move.whole)
+    ready: dict[str, Any] = {}
+    for key, value in level.values.items():
+        here = (*path, key)
+        if key in model.model_fields:
+            ready[key] = _value(work, of_field(model.model_fields[key]), value, here)
+        elif model.model_config.get("extra") == "forbid":
+            ready[key] = _DROPPED
+            _unknown(work, model, here)
+        else:
+            ready[key] = _value(work, [Option(Any)], value, here)
+        if ready[key] is _DROPPED:
+            del ready[key]
+            work.dropped.add(here)
+    return ready
+
+
+_DROPPED = object()
+
+
+def _value(work: _Pass, found: Sequence[Option], value: Any, path: KeyPath) -> Any:
+    """One value, ready for pydantic, or `_DROPPED` when it was a problem or stands for the default."""
+    if isinstance(value, Mapping):
+        model = model_for(found, value)
+        if model is not None:
+            return _prepare(work, model, value, path)
+        items = {key: _value(work, inner(found, str(key)), item, (*path, key)) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not _DROPPED}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        elements = [_value(work, inner(found, i), item, (*path, i)) for i, item in enumerate(value)]
+        # A dropped element must not move the others: the document is refused anyway, only places count.
+        kept = type(value)(None if item is _DROPPED else item for item in elements)
+        return coerce(found, kept)
+    if isinstance(value, str) and value == "auto" and not accepts_auto(found):
+        return _resolved(work, found, path)
+    if isinstance(value, bool) and refuses_bool(found):
+        work.problem("config-value", path, f"found {_seen(found, value)}, expected {describe(found)}.")
+        return _DROPPED
+    return coerce(found, value)
+
+
+def _resolved(work: _Pass, found: Sequence[Option], path: KeyPath) -> Any:
+    name = dotted(path)
+    if name not in work.auto:
+        work.problem("config-auto", path, 'is "auto", and nobody here knows what that is.', _asked(found))
+        return _DROPPED
+    value = work.auto[name]
+    place = work.provenance.of(path)
+    if value is USE_DEFAULT:
+        work.provenance.record(path, Origin("default", why=f'"auto" at {place}'))
+        return _DROPPED
+    work.provenance.derived(path, f'"auto" at {place}')
+    return coerce(found, value)
+
+
+def _asked(found: Sequence[Option]) -> str:
+    expected = describe(found)
+    return "Write the value." if expected == "anything" else f"Write {expected}."
+
+
+def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
+    """Report a key that the model does not know, with the names that were probably meant."""
+    name, section = str(path[-1]), path[:-1]
+    here = nearest(name, known_names(model))
+    elsewhere = [key.path for key in keys(work.root) if key.path[-1] == name]
+    if elsewhere and not (here and distance(name, here[0]) <= 1):
+        places = list(dict.fromkeys(dotted(place) for place in elsewhere))
+        more = f" (and {len(places) - 3} more)" if len(places) > 3 else ""
+        work.problem(
+            "config-unknown-key", path, f"is unknown here; it belongs in {' or '.join(places[:3])}{more}.", "", places
+        )
+    elif here:
+        guess = dotted((*section, here[0]))
+        work.problem("config-unknown-key", path, f"is unknown; did you mean {here[0]!r}?", "", [guess])
+    else:
+        names = nearest(name, {str(key.path[-1]) for key in keys(work.root)})
+        close = [dotted(key.path) for key in keys(work.root) if key.path[-1] in names]
+        message = f"is unknown; did you mean {' or '.join(close[:3])}?" if close else "is unknown."
+        listed = sorted(n for n, f in model.model_fields.items() if not retired(f))
+        fix = (
+            "" if close else f"Known here: {', '.join(listed)}." if len(listed) <= 12 else "Nothing has a similar name."
+        )
+        work.problem("config-unknown-key", path, message, fix, close[:3])
+
+
+# --- collect
+
+
+def _collect(work: _Pass, model: Model, data: Mapping[str, Any], error: ValidationError) -> None:
+    """Turn pydantic's errors into one issue per path."""
+    by_path: dict[KeyPath, list[tuple[_Detail, list[Option], Any]]] = {}
+    for detail in error.errors(include_url=False):
+        if (located := _locate(model, data, detail["loc"])) is None:
+            continue
+        path, found, value = located
+        by_path.setdefault(path, []).append((detail, found, value))
+    for path, entries in by_path.items():
+        if path in work.dropped:
+            continue
+        value = entries[0][2]
+        if isinstance(value, Mapping | list | tuple) and any(
+            len(p) > len(path) and p[: len(path)] == path for p in by_path
+        ):
+            entries = [
+                entry for entry in entries if _spoken(entry[0])
+            ]  # another member of the union, not the one meant
+        for message in dict.fromkeys(_message(*entry) for entry in entries):
+            close = _close_values(entries[0][1], value)
+            fix = f"Did you mean {close[0]}?" if close else ""
+            work.problem("config-value", path, message, fix, close)
+
+
+def _spoken(detail: _Detail) -> bool:
+    """Whether a validator of ours said it in its own words."""
+    return detail["type"] in ("value_error", "assertion_error") or "." in detail["type"]
+
+
+def _locate(
+    model: Model, data: Mapping[str, Any], loc: tuple[int | str, ...]
+) -> tuple[KeyPath, list[Option], Any] | None:
+    """Follow a pydantic location through the data: (path, what is expected there, what stands there).
+
+    Parts that are no key or index of the data are union tags, and are passed over; None when the tag is that of a model of
+    the union that the value was not meant for.
+    """
+    path: KeyPath = ()
+    value: Any = data
+    found = [Option(model)]
+    for part in loc:
+        owner = model_for(found, value) if isinstance(value, Mapping) else None
+        if owner is not None and part in owner.model_fields:
+            found = of_field(owner.model_fields[str(part)])
+            value = value.get(part)
+        elif _has(value, part):
+            found, value = inner(found, part), value[part]
+        elif owner is not None and part in _other_models(found, owner):
+            return None
+        else:
+            continue
+        path = (*path, part)
+    return path, found, value
+
+
+def _other_models(found: Sequence[Option], meant: Model) -> set[str]:
+    return {
+        option.type.__name__ for option in found if option.type is not meant and hasattr(option.type, "model_fields")
+    }
+
+
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(value, Mapping):
+        return part in value
+    return isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+
+
+_PLAIN = (
+    "missing",
+    "_type",
+    "_parsing",
+    "_from_float",
+    "is_instance_of",
+    "greater_than",
+    "less_than",
+    "literal_error",
+    "enum",
+    "multiple_of",
+    "too_",
+)
+
+
+def _message(detail: _Detail, found: list[Option], value: Any) -> str:
+    expected = describe(found)
+    if detail["type"] == "missing" and value is None:
+        return f"is missing; expected {expected}."
+    if _spoken(detail):
+        text = str(detail.get("ctx", {}).get("error", detail["msg"])).strip()
+        return text if text.endswith((".", "?", "!")) else f"{text}."
+    extra = "" if any(sign in detail["type"] for sign in _PLAIN) else f" ({detail['msg']})"
+    return f"found {_seen(found, value)}, expected {expected}{extra}."
+
+
+def _seen(found: Sequence[Option], value: Any) -> str:
+    return "a value that is not shown" if is_secret(found) else shown(value)
+
+
+def _close_values(found: Sequence[Option], value: Any) -> list[str]:
+    if not isinstance(value, str):
+        return []
+    texts = {text for text in literals(found) if isinstance(text, str)}
+    return [shown(text) for text in nearest(value, texts)] or [
+        shown(text) for text in texts if text.casefold() == value.casefold()
+    ]
+
+
+def _record_defaults(model: BaseModel, path: KeyPath, record: Provenance) -> None:
+    """What is not set has the origin "default", also inside sections that a file has."""
+    for name in type(model).model_fields:
+        here, value = (*path, name), getattr(model, name)
+        if name not in model.model_fields_set:
+            if here not in record:
+                record.record(here, Origin("default"))
+        elif isinstance(value, BaseModel):
+            _record_defaults(value, here, record)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if isinstance(item, BaseModel):
+                    _record_defaults(item, (*here, key), record)
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    _record_defaults(item, (*here, index), record)

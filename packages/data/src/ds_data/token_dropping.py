@@ -1,0 +1,304 @@
+"""Random-LTD: in training, the middle layers see a random part of the tokens; the others pass them by (Yao et al., arXiv:2211.11586).
+
+Words: *kept* is how many tokens of a sequence a wrapped layer sees; a *routed* layer is one that is wrapped. With t the step,
+
+    kept(t) = floor(t / require_steps * (max - min) + min), down to a multiple of seq_per_step, at most max
+
+and stays at the most it may be once it is there. Every routed layer draws its own tokens, anew in each forward, from torch's generator of
+the CPU: a checkpointed layer draws the same again. They keep their order.
+
+    convert_to_random_ltd(model, Block)
+    router = start_routing(model, RouterConfig(...))
+    for step in ...:
+        router.update(step)
+        ...                              # the training as ever
+
+Names, parameters, hooks and state dicts of the model stay: a layer's class is replaced by one of the same name whose forward draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ds_config.errors import ConfigError
+from ds_data.difficulty_schedules import Root
+
+__all__ = [
+    "RandomLayerTokenDrop",
+    "Router",
+    "RouterConfig",
+    "convert_to_random_ltd",
+    "remove_random_ltd_state_dict",
+    "save_without_random_ltd",
+    "start_routing",
+    "stop_routing",
+]
+
+_PREFIX = ".random_ltd_layer."  # where DeepSpeed keeps a wrapped layer
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How tokens are left out.
+
+    Attributes:
+        total_layers: Layers of the model, routed or not; only for counting tokens.
+        layers: Numbers of the routed layers among those of the class, from 0.
+        min_value, max_value: Tokens kept at step 0, and in the end (the length of sequences).
+        require_steps: Steps until all are kept.
+        seq_per_step: What the number is rounded down to; 8 or 16 suit a GPU.
+        mask_name: The forward's keyword for the attention mask; None leaves keywords alone.
+        model_type: An encoder's mask [batch, ..., length] or [batch, ..., length, length] is cut for every sample to the tokens
+            that were drawn; of a decoder's, which only says the order of tokens, the first kept rows and columns are taken.
+        order: Whether hidden states are [batch, length, width] or [length, batch, width].
+    Raises:
+        ConfigError: numbers that say nothing ("data-routing").
+    """
+
+    total_layers: int
+    layers: tuple[int, ...]
+    min_value: int
+    max_value: int
+    require_steps: int
+    seq_per_step: int = 8
+    mask_name: str | None = None
+    model_type: Literal["encoder", "decoder"] = "decoder"
+    order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
+
+    def __post_init__(self) -> None:
+        wrong = [
+            text
+            for bad, text in (
+                (not 1 <= self.min_value <= self.max_value, f"min_value {self.min_value}, max_value {self.max_value}"),
+                (self.require_steps < 1 or self.seq_per_step < 1, f"{self.require_steps} steps by {self.seq_per_step}"),
+                (self.seq_per_step > self.min_value, f"seq_per_step {self.seq_per_step} rounds {self.min_value} to 0"),
+                (len(set(self.layers)) != len(self.layers) or not self.layers, f"layers {self.layers}"),
+                (
+                    any(not 0 <= n < self.total_layers for n in self.layers),
+                    f"layers {self.layers} of {self.total_layers}",
+                ),
+                (self.model_type not in ("encoder", "decoder"), f"model_type {self.model_type}"),
+                (self.order not in ("batch_seq_dim", "seq_batch_dim"), f"hidden_state_order {self.order}"),
+            )
+            if bad
+        ]
+        if wrong:
+            raise ConfigError(
+                f"random-LTD: {'; '.join(wrong)}",
+                code="data-routing",
+                fix="Give 1 <= seq_per_step <= min_value <= max_value, at least 1 step, and layers of the model.",
+            )
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> RouterConfig:
+        """From a section `data_efficiency.data_routing.random_ltd` of DeepSpeed's configuration.
+
+        Raises:
+            ConfigError: a key is missing or unknown, or asks for what is not built ("data-routing").
+        """
+        try:
+            schedule = dict(section["random_ltd_schedule"])
+            options = dict(schedule["schedule_config"])
+            layers, count = tuple(section["random_ltd_layer_id"]), int(section["random_ltd_layer_num"])
+            made = cls(
+                total_layers=int(section["total_layer_num"]),
+                layers=layers,
+                min_value=int(schedule["min_value"]),
+                max_value=int(schedule["max_value"]),
+                require_steps=int(options["require_steps"]),
+                seq_per_step=int(options["seq_per_step"]),
+                mask_name=section.get("model_mask_name"),
+                model_type=section.get("model_type", "decoder"),
+                order=section.get("hidden_state_order", "batch_seq_dim"),
+            )
+        except KeyError as error:
+            raise ConfigError(f"random_ltd has no {error}", code="data-routing", fix="Give this key.") from error
+        told = {
+            "enabled",
+            "total_layer_num",
+            "random_ltd_layer_num",
+            "random_ltd_layer_id",
+            "model_mask_name",
+            "model_type",
+        }
+        told |= {
+            "hidden_state_order",
+            "random_ltd_schedule",
+            "layer_token_lr_schedule",
+            "global_batch_size",
+            "micro_batch_size",
+        }
+        unknown = sorted(section.keys() - told) + sorted(options.keys() - {"require_steps", "seq_per_step"})
+        unknown += sorted(schedule.keys() - {"min_value", "max_value", "schedule_type", "schedule_config"})
+        if unknown or schedule.get("schedule_type", "fixed_linear") != "fixed_linear" or count != len(layers):
+            raise ConfigError(
+                f"random_ltd: unknown keys {unknown}, schedule {schedule.get('schedule_type')}, {count} layers with numbers {layers}",
+                code="data-routing",
+                fix="Use fixed_linear, the keys of DeepSpeed's section, and one number a layer.",
+            )
+        if section.get("layer_token_lr_schedule", {}).get("enabled", False):
+            raise ConfigError(
+                "layer_token_lr_schedule is not built; DeepSpeed refuses it, too",
+                code="data-routing",
+                fix="Schedule the rate by steps.",
+            )
+        return made
+
+
+class Router:
+    """What the routed layers of a model share: how many tokens are kept.
+
+    Attributes:
+        config: How.
+        kept: Tokens a routed layer sees now.
+        step: Of the last `update`; -1 before the first.
+        consumed: Tokens times layers that were computed, as DeepSpeed counts them.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self._schedule = Root(config.min_value, config.max_value, config.require_steps, config.seq_per_step)
+        self.kept, self.step, self.consumed = config.min_value, -1, 0
+
+    def update(self, step: int, samples: int = 0) -> int:
+        """Go to a step; `samples` of its global batch are added to what was consumed. Returns the tokens kept."""
+        if self.kept < self.config.max_value:
+            self.kept = self._schedule(step)
+        if step != self.step:
+            self.step, routed = step, len(self.config.layers)
+            unrouted = self.config.max_value * (self.config.total_layers - routed)
+            self.consumed += samples * (self.kept * routed + unrouted)
+        return self.kept
+
+    def draw(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """int64 [batch, kept], rising: tokens of each sample, every set of them equally likely."""
+        return torch.rand(batch, length).argsort(1)[:, : self.kept].sort(1).values.to(device)
+
+    def state_dict(self) -> dict[str, int]:
+        """To go on from. JSON-able."""
+        return {"kept": self.kept, "step": self.step, "consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state."""
+        self.kept, self.step, self.consumed = int(state["kept"]), int(state["step"]), int(state["consumed"])
+
+
+class RandomLayerTokenDrop(nn.Module):
+    """What a converted layer is besides its own class: in training, it sees some of the tokens. The others pass unchanged.
+
+    The layer's first argument are its hidden states; it returns hidden states of the same shape, alone or first in a tuple.
+    Positions that a layer computes itself (rotary tables passed as keywords) belong to the places before the draw: give them to
+    the model's beginning, not to routed layers.
+
+    Attributes:
+        random_ltd_router: Shared by the routed layers of a model; None: this one sees all tokens.
+    """
+
+    random_ltd_router: Router | None = None
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[batch, length, width] (or length first) -> the same shape, and what else the layer returns."""
+        router, plain = self.random_ltd_router, super().forward
+        if router is None or not self.training:
+            return plain(hidden, *args, **kwargs)
+        config, axis = router.config, int(router.config.order == "batch_seq_dim")
+        length = hidden.shape[axis]
+        if router.kept >= length:
+            return plain(hidden, *args, **kwargs)
+        places = router.draw(hidden.shape[1 - axis], length, hidden.device)
+        if config.mask_name is not None and kwargs.get(config.mask_name) is not None:
+            kwargs[config.mask_name] = _cut_mask(kwargs[config.mask_name], places, length, config.model_type)
+        index = (places if axis else places.t())[:, :, None].expand(-1, -1, hidden.shape[2])
+        out = plain(hidden.gather(axis, index), *args, **kwargs)
+        first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+        whole = hidden.to(first.dtype).scatter(axis, index, first)
+        return whole if rest is None else (whole, *rest)
+
+
+def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module:
+    """Make all layers of a class routable, in place; they see all tokens until `start_routing`. Returns the model.
+
+    Raises:
+        ConfigError: the model has no such layer, it is converted already, or a layer's forward is not its class's ("data-routing").
+    """
+    found = [module for module in model.modules() if isinstance(module, layer)]
+    told = (
+        f"has no {layer.__name__} within it" if not found or model in found
+        else f"is converted already ({layer.__name__})" if any(isinstance(module, RandomLayerTokenDrop) for module in found)
+        else f"has a {layer.__name__} whose forward was replaced" if any("forward" in vars(module) for module in found)
+        else None
+    )  # fmt: skip
+    if told is not None:
+        raise ConfigError(
+            f"the model {told}", code="data-routing", fix="Convert a model once, with the class of its repeated layers."
+        )
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in found:
+        plain = type(module)
+        if plain not in kinds:
+            space = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+            kinds[plain] = type(plain.__name__, (RandomLayerTokenDrop, plain), space)
+        module.__class__ = kinds[plain]
+    return model
+
+
+def start_routing(model: nn.Module, config: RouterConfig) -> Router:
+    """From now on the layers that the configuration names see a part of the tokens. Layers are counted as the model lists them.
+
+    Raises:
+        ConfigError: the model's layers were not converted, or it has fewer ("data-routing").
+    """
+    found = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
+    if not found or max(config.layers) >= len(found):
+        raise ConfigError(
+            f"the model has {len(found)} layers that can be routed; asked for {config.layers}",
+            code="data-routing",
+            fix="Call convert_to_random_ltd(model, the class of its layers) first, and name layers counted from 0.",
+        )
+    router = Router(config)
+    for number in config.layers:
+        found[number].random_ltd_router = router
+    return router
+
+
+def stop_routing(model: nn.Module) -> None:
+    """All layers see all tokens again."""
+    for module in model.modules():
+        if isinstance(module, RandomLayerTokenDrop):
+            module.random_ltd_router = None
+
+
+def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors that DeepSpeed saved from a wrapped model, under the plain model's names; nested mappings are followed."""
+    return {
+        name.replace(_PREFIX, "."): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
+        for name, value in state.items()
+    }
+
+
+def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
+    """The state of a routed model, as the plain model has it: our layers have no wrapper."""
+    return remove_random_ltd_state_dict(model.state_dict())
+
+
+def _cut_mask(mask: Tensor, places: Tensor, length: int, model_type: str) -> Tensor:
+    """A mask whose last one or two dimensions are `length`, for the places kept."""
+    kept = places.shape[1]
+    both = mask.dim() > 2 and mask.shape[-2] == length  # rows, too; [batch, 1, 1, length] has columns only
+    if model_type == "decoder":
+        cut = mask[..., :kept]
+        return cut[..., :kept, :] if both else cut
+    if mask.shape[0] == 1 and places.shape[0] > 1:
+        mask = mask.expand(places.shape[0], *mask.shape[1:])
+    shape = [places.shape[0]] + [1] * (mask.dim() - 2) + [kept]
+    columns = places.view(shape).expand(*mask.shape[:-1], kept)
+    cut = mask.gather(-1, columns)
+    if not both:
+        return cut
+    rows = places.view([*shape[:-2], kept, 1]).expand(*cut.shape[:-2], kept, kept)
+    return cut.gather(-2, rows)

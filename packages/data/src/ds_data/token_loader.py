@@ -1,0 +1,167 @@
+"""Sequences of token files for a training: read ahead by threads, in an order that the threads have no say in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from ds_config.errors import CheckpointError, ConfigError
+from ds_data.sample_order import Lane, Stream
+
+__all__ = ["Batches", "TokenLoader", "check_state"]
+
+Batch = dict[str, Tensor]
+Places = NDArray[np.int64]
+_BLOCK = 64  # rows whose samples are computed together
+
+
+class Batches(Protocol):
+    """What a `TokenLoader` reads; `Packed` is one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What distinguishes it from other data."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def batch(self, sequences: ArrayLike) -> Mapping[str, NDArray[Any]]:
+        """int64 [k] -> arrays [k, ...]."""
+
+
+class TokenLoader:
+    """Microbatches of this rank, without end. Each is a dict of tensors [micro, length], int64 unless the data say int32.
+
+    Args:
+        data: Sequences.
+        lane: This rank's part of every row.
+        seed, shuffle: See `Stream`.
+        threads: That read; 0 reads when asked.
+        ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
+        pin_memory: Into page-locked memory, for copies to a device that do not wait.
+        device: Where the tensors are returned, as int64: what the data has as int32 is widened there. None leaves them as they are.
+    Attributes:
+        taken: Samples returned so far, over all ranks. Set it to go anywhere, at no cost.
+        waited_s: Seconds that the caller has waited for data.
+    Raises:
+        ConfigError: there are no sequences ("data-empty").
+    """
+
+    def __init__(
+        self,
+        data: Batches,
+        lane: Lane,
+        *,
+        seed: int = 1234,
+        shuffle: bool = True,
+        threads: int = 1,
+        ahead: int = 16,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not len(data):
+            raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
+        self.data, self.lane, self.stream = data, lane, Stream(len(data), seed, shuffle)
+        self.taken, self.waited_s = 0, 0.0
+        self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        at, row, jobs = self.taken, self.lane.row, self._jobs()
+        pool = None if self._threads == 0 else ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
+        coming: deque[tuple[int, Future[Batch] | None, Places]] = deque()
+        waiting, wanted = (
+            0,
+            1,
+        )  # microbatches in `coming`, and how many there should be: the first is not to wait for others
+        try:
+            while True:
+                while waiting < wanted:
+                    samples = next(jobs)
+                    waiting += len(samples)
+                    coming.append((len(samples), None if pool is None else pool.submit(self._read, samples), samples))
+                    if pool is None:
+                        break
+                count, job, samples = coming.popleft()
+                wanted = self._ahead
+                begun = perf_counter()
+                batch = self._read(samples) if job is None else job.result()
+                self.waited_s += perf_counter() - begun
+                for each in range(count):
+                    waiting -= 1
+                    at += row
+                    self.taken = at  # counted when returned, not when read
+                    own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
+                    yield self._there({name: rows[own] for name, rows in batch.items()})
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def read(self, start: int) -> Batch:
+        """The microbatch of this rank in the row that begins at `start` of the stream."""
+        return self._there(self._read(self.stream.samples(np.asarray(self.lane.positions(start)))))
+
+    def _there(self, batch: Batch) -> Batch:
+        if self._device is None:
+            return batch
+        # Narrow on the way, wide where it is used; neither waits for the device.
+        sent = {name: rows.to(self._device, non_blocking=self._pin) for name, rows in batch.items()}
+        return {name: rows.to(torch.int64) for name, rows in sent.items()}
+
+    def _jobs(self) -> Iterator[Places]:
+        """int64 [microbatches, micro]: samples that are read together. One microbatch first, then more at a time: to hand one over takes as long
+        as to read it."""
+        start, lane, most = self.taken, self.lane, max(1, self._ahead // 2) if self._threads else 1
+        size, block = 1, 1
+        while True:
+            places = np.concatenate([lane.positions(start + i * lane.row) for i in range(block)])
+            # Of a few samples, the calls would cost more than the numbers.
+            found = self.stream.samples(places).reshape(block, lane.micro)
+            at = 0
+            while at < block:
+                yield found[at : at + size]
+                at, size = at + size, min(2 * size, most)
+            start, block = start + block * lane.row, _BLOCK
+
+    def _read(self, samples: Places) -> Batch:
+        batch = {name: torch.from_numpy(rows) for name, rows in self.data.batch(samples.reshape(-1)).items()}
+        return {name: rows.pin_memory() for name, rows in batch.items()} if self._pin else batch
+
+    def state_dict(self) -> dict[str, int | str]:
+        """What to resume from, on any number of ranks and threads. JSON-able."""
+        return {
+            "taken": self.taken,
+            "seed": self.stream.seed,
+            "length": self.stream.length,
+            "fingerprint": self.data.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            CheckpointError: the data is other data ("data-changed").
+        """
+        check_state(state, self.state_dict())
+        self.stream = Stream(self.stream.length, int(state["seed"]), self.stream.shuffle)
+        self.taken = int(state["taken"])
+
+
+def check_state(saved: Mapping[str, int | str], now: Mapping[str, int | str]) -> None:
+    """Raise CheckpointError ("data-changed") when a saved position is one of other data."""
+    changed = [name for name in ("length", "fingerprint") if name in saved and saved[name] != now.get(name)]
+    if changed:
+        words = {"length": "{} samples then, {} now", "fingerprint": "fingerprint {} then, {} now"}
+        told = ", ".join(words[name].format(saved[name], now.get(name)) for name in changed)
+        raise CheckpointError(
+            f"the checkpoint was written with other data: {told}",
+            code="data-changed",
+            fix="Give the same data, or begin its first epoch: load_checkpoint(..., load_data_state=False), or no load_state_dict().",
+        )

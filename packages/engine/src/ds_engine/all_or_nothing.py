@@ -1,0 +1,46 @@
+"""Ranks do something all together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ds_ckpt.coordinator import Ranks
+from ds_comm import Group
+from ds_config.errors import CommError, PlanError
+
+__all__ = ["together"]
+
+_T = TypeVar("_T")
+
+
+def together(group: Group, action: Callable[[], _T]) -> _T:
+    """Run `action` on every rank of `group`; return its result when it went well on all of them. Collective.
+
+    Raises:
+        PlanError: it went well here and not on another rank ("engine-other-rank"), whose own error is raised there.
+    Cost: a small message for each doubling of the group.
+    """
+    mine: Exception | None = None
+    try:
+        result = action()
+    except CommError:  # the ranks no longer call the same collectives
+        raise
+    except Exception as error:
+        mine = error
+    said = None if mine is None else [group.rank, f"{type(mine).__name__}: {getattr(mine, 'message', mine)}"]
+    first = Ranks(group).spread(said, _first)
+    if mine is not None:
+        raise mine
+    if first is not None:
+        raise PlanError(
+            f"rank {first[0]} failed: {first[1]}",
+            code="engine-other-rank",
+            fix="Mend what that rank says; its own error has the traceback.",
+        )
+    return result
+
+
+def _first(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
+    """The lower rank's error."""
+    return min((told for told in (one, other) if told is not None), default=None)

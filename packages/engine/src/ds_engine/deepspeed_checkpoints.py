@@ -1,0 +1,146 @@
+"""Checkpoints in the layout that the plan asks for: ours, or DeepSpeed's own (`checkpoint.layout`), which is also read.
+
+Writing goes by way of a checkpoint of ours: rank 0 reads it and writes DeepSpeed's files, which need pickle. Reading goes the
+other way, through an unpickler that can make tensors, numbers and text, and nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_ckpt import NearCopies
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed
+from ds_ckpt.convert.regular import Regular, write_regular
+from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
+from ds_ckpt.format import MANIFEST
+from ds_comm import Group, barrier, broadcast_object_list
+from ds_config.errors import CheckpointError, UnsupportedError
+from ds_engine.checkpoints import Run, load_run, save_run
+from ds_pipe import PipelineModule, TiedLayerSpec
+from ds_zero import STAGES, Residency
+
+__all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
+
+
+def save(run: Run, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
+    """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`."""
+    plan = run.plan
+    layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
+    path = f"{root}/{_draft_of(tag) if layout else tag}"
+    save_run(run, path, client, frozen=frozen)
+    if not layout:
+        return path
+    run.checkpointer.wait()
+    return _write_as_deepspeed(root, tag, layout, run.mesh["world"])
+
+
+def load(
+    run: Run, root: str, tag: str | None, parts: frozenset[str], near: NearCopies | None = None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
+    if not run.plan.foreign:
+        return load_run(run, root, tag, parts, near)
+    tag = tag or latest_tag(root)
+    with translated(root, tag, run.mesh["world"]) as copy:
+        path, client = load_run(run, root, copy or tag, parts)
+    return (f"{root}/{tag}" if copy and path else path), client
+
+
+def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
+    """How the files of a run are cut over the ranks that share the optimizer's state.
+
+    A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume with.
+
+    Raises:
+        UnsupportedError: a rank has several stages of the model, which DeepSpeed has not ("ckpt-foreign-layout").
+    """
+    stage = next(number for number, found in STAGES.items() if found == residency)
+    cut = Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
+    if not isinstance(model, PipelineModule):
+        return cut
+    if model.rank_of != tuple(range(model.num_stages)):
+        raise UnsupportedError(
+            f"the stages of a model with schedule {model.schedule!r} lie on ranks {list(model.rank_of)}; DeepSpeed's lie one on each",
+            code="ckpt-foreign-layout",
+            fix="Leave checkpoint.layout out, or use a schedule with one stage a rank: 1f1b, gpipe, zb-h1, zb-h2.",
+        )
+    tied: dict[str, list[int]] = {}
+    for number, layer in enumerate(model.specs):
+        if isinstance(layer, TiedLayerSpec):
+            tied.setdefault(layer.key, []).append(number)
+    shared = tuple((key, tuple(numbers)) for key, numbers in tied.items())
+    return replace(cut, stage=1, pipeline=model.parts[:-1], layers=len(model.specs), tied=shared)
+
+
+def _draft_of(tag: str) -> str:
+    """Name of the checkpoint of ours that `tag` is made from."""
+    return f"{tag}.draft"
+
+
+def _write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> str:
+    """Turn the complete checkpoint `_draft_of(tag)` into DeepSpeed's `root/tag`, and remove it. Collective. Returns the path.
+
+    An older `root/tag` is replaced. Cost: rank 0 reads and writes everything.
+
+    Raises:
+        CheckpointError: on every rank ("ckpt-foreign").
+    """
+    source, target = Path(root) / _draft_of(tag), Path(root) / tag
+
+    def write() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        write_regular(open_checkpoint(source), root, tag, layout, allow_pickle=True)
+        shutil.rmtree(source)
+
+    _on_one(write, group, f"{target} was not written in DeepSpeed's layout")
+    return str(target)
+
+
+def latest_tag(root: str) -> str | None:
+    """What the file `latest` names, if that is there."""
+    latest = Path(root) / "latest"
+    named = latest.read_text().strip() if latest.is_file() else None
+    return named if named and (Path(root) / named).is_dir() else None
+
+
+@contextmanager
+def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]:
+    """Inside, the tag of a checkpoint of ours that was made of DeepSpeed's `root/tag`; None where that is not one. Collective."""
+    source, made = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
+    if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
+        yield None
+        return
+
+    def write() -> None:
+        shutil.rmtree(made, ignore_errors=True)
+        write_checkpoint(open_deepspeed(source, allow_pickle=True), made)
+
+    _on_one(write, group, f"{source} was not read")
+    try:
+        yield made.name
+    finally:
+        barrier(group)
+        if group.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _on_one(work: Callable[[], None], group: Group, what: str) -> None:
+    """Do it on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
+    told: list[str | None] = [None]
+    failed: Exception | None = None
+    if group.rank == 0:
+        try:
+            work()
+        except Exception as error:  # sent to all ranks, whatever it is
+            told, failed = [f"{type(error).__name__}: {error}"], error
+    broadcast_object_list(told, group=group, group_src=0)
+    if told[0] is not None:
+        raise CheckpointError(f"{what}: {told[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed

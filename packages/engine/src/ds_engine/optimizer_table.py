@@ -1,0 +1,268 @@
+"""From an optimizer section to a torch optimizer: one table, one lookup in torch, one check of the arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import ds_ops
+from ds_comm import Group
+from ds_comm.lossy import onebit
+from ds_config import nearest
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_engine.config_sections import (
+    AdagradSection,
+    AdamSection,
+    AdamWSection,
+    LambSection,
+    LionSection,
+    MuonSection,
+    OneBitAdamSection,
+    OneBitLambSection,
+    OptimizerSection,
+    SchedulerSection,
+    TorchOptimizerSection,
+    TorchSchedulerSection,
+    ZeroOneAdamSection,
+)
+
+__all__ = [
+    "FROM_MUP",
+    "apart",
+    "check_optimizer",
+    "check_scheduler",
+    "make_optimizer",
+    "make_torch_scheduler",
+    "reduces_itself",
+    "state_tensors",
+]
+
+FROM_MUP: Mapping[str, str] = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+"""Optimizer types that are functions of the package mup (Yang et al., arXiv:2203.03466), where it is installed."""
+
+
+Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
+
+
+def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    decoupled = p.adam_w_mode or isinstance(section, AdamWSection)
+    values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
+    if p.amsgrad or p.torch_adam:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | {"amsgrad": p.amsgrad}
+    kind = ds_ops.optim.AdamW if decoupled else ds_ops.optim.Adam
+    return kind, values | states | {"bias_correction": p.bias_correction}
+
+
+def _adagrad(section: AdagradSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    return ds_ops.optim.Adagrad, {"lr": p.lr, "eps": p.eps, "weight_decay": p.weight_decay} | states
+
+
+def _lion(section: LionSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    return ds_ops.optim.Lion, {"lr": p.lr, "betas": p.betas, "weight_decay": p.weight_decay} | states
+
+
+def _lamb(section: LambSection, states: dict[str, Any]) -> Made:
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff", "eps_inside_sqrt")
+    return ds_ops.optim.Lamb, {name: getattr(section.params, name) for name in names} | states
+
+
+def _muon(section: MuonSection, states: dict[str, Any]) -> Made:
+    p = section.params
+    rates = {"lr": _first(p.muon_lr, p.lr, 2e-2), "adam_lr": _first(p.adam_lr, p.lr, 3e-4)}
+    rest = {"adam_betas": p.betas, "adam_eps": p.eps, "ns_method": p.ns_method}
+    return ds_ops.optim.Muon, rates | rest | states | {"momentum": p.momentum, "weight_decay": p.weight_decay}
+
+
+_ONEBIT: Mapping[type, type[torch.optim.Optimizer]] = {
+    OneBitAdamSection: onebit.OnebitAdam,
+    ZeroOneAdamSection: onebit.ZeroOneAdam,
+    OneBitLambSection: onebit.OnebitLamb,
+}
+
+
+def _onebit(section: OneBitAdamSection | ZeroOneAdamSection | OneBitLambSection, states: dict[str, Any]) -> Made:
+    del states  # always fp32
+    return _ONEBIT[type(section)], section.params.model_dump()
+
+
+def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
+    del states
+    check_optimizer(section)
+    name = FROM_MUP.get(section.type.lower())
+    made = _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
+    return made, {key: _tupled(value) for key, value in section.params.items()}
+
+
+def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
+    made: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("mup"), name)
+    return made
+
+
+_TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
+    AdamSection: _adam,
+    AdamWSection: _adam,
+    AdagradSection: _adagrad,
+    LionSection: _lion,
+    LambSection: _lamb,
+    MuonSection: _muon,
+    **dict.fromkeys(_ONEBIT, _onebit),
+    TorchOptimizerSection: _torch,
+}
+
+
+def make_optimizer(
+    section: OptimizerSection,
+    params: Sequence[Any],
+    model: nn.Module,
+    states: torch.dtype | None = None,
+    group: Group | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer that `section` describes.
+
+    Args:
+        params: Parameters of `model`, or groups of them with values of their own.
+        model: Where their names come from; Muon takes other parameters than embeddings and heads.
+        states: Format of its state; None for fp32. Optimizers of torch have the format of what they update.
+        group: Ranks over which an optimizer averages that reduces gradients itself; None for all.
+    Raises:
+        ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
+        UnsupportedError: the type belongs to the package mup, which is not installed ("optimizer-unbuilt").
+    """
+    kind, arguments = _TABLE[type(section)](section, {} if states is None else {"state_dtype": states})
+    if isinstance(section, MuonSection):
+        params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
+    if reduces_itself(section):
+        arguments["group"] = group
+    return kind(params, **arguments)
+
+
+def reduces_itself(section: OptimizerSection | None) -> bool:
+    """Whether an optimizer takes each rank's own gradients and averages what it makes of them."""
+    return type(section) in _ONEBIT
+
+
+_STATE_TENSORS: Mapping[type, int] = {
+    AdagradSection: 1, LionSection: 1, MuonSection: 1, OneBitAdamSection: 3, OneBitLambSection: 4, ZeroOneAdamSection: 5,
+}  # fmt: skip
+
+
+def apart(section: OptimizerSection | None) -> bool:
+    """Whether it is an optimizer of ds-ops that treats elements apart; one of the caller's is asked when it is there."""
+    if section is None or isinstance(section, TorchOptimizerSection):
+        return section is None
+    kind, _ = _TABLE[type(section)](section, {})
+    return isinstance(kind, type) and issubclass(kind, ds_ops.optim.OpsOptimizer) and kind.elementwise
+
+
+def state_tensors(section: OptimizerSection | None) -> int:
+    """Tensors of a parameter's size that an optimizer keeps. Of an optimizer that is not known: 2, as Adam's.
+
+    Of the 1-bit ones: with what the ranks' signs left out so far; what their mean left out is 1/N of a tensor more.
+    """
+    if isinstance(section, TorchOptimizerSection) and section.type.lower() in ("sgd", "musgd"):
+        return 1 if section.params.get("momentum") else 0
+    return _STATE_TENSORS.get(type(section), 2)
+
+
+def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+    if not any(isinstance(group, dict) for group in params):
+        groups = [{"params": list(params)}]
+    made = []
+    for group in groups:
+        whole = [p for p in group["params"] if group.get("use_muon", _for_muon(names.get(id(p), ""), p))]
+        chosen = {id(p) for p in whole}
+        rest = [p for p in group["params"] if id(p) not in chosen]
+        made += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part]
+    return made
+
+
+def _for_muon(name: str, param: torch.Tensor) -> bool:
+    lowered = name.lower()
+    return param.ndim >= 2 and "embed" not in lowered and "lm_head" not in lowered
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def make_torch_scheduler(section: TorchSchedulerSection, optimizer: torch.optim.Optimizer) -> Any:
+    """The class of torch.optim.lr_scheduler that `section` names, on `optimizer`.
+
+    Raises:
+        ConfigError: the type or a parameter is unknown ("schedule-type", "schedule-params").
+    """
+    check_scheduler(section)
+    kind = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)[section.type.lower()]
+    return kind(optimizer, **section.params)
+
+
+def check_optimizer(section: OptimizerSection) -> None:
+    """Whether `section` names an optimizer that can be made, and only its parameters; builds nothing. Raises as above."""
+    if not isinstance(section, TorchOptimizerSection):
+        return
+    if section.type.lower() in FROM_MUP:
+        if importlib.util.find_spec("mup") is None:
+            raise UnsupportedError(
+                f"optimizer.type {section.type!r} is made by the package mup, which is not installed",
+                code="optimizer-unbuilt",
+                fix="Install it (`pip install mup`), and give the model its base shapes before initialize().",
+            )
+        return  # its functions pass on whatever they are given
+    known = _classes(torch.optim, torch.optim.Optimizer)
+    if section.type.lower() not in known:
+        names = [*(kind.__name__ for kind in known.values()), *FROM_MUP.values()]
+        raise _unknown("optimizer", section.type, names, "torch.optim")
+    _check_arguments("optimizer", section.type, section.params, known[section.type.lower()])
+
+
+def check_scheduler(section: SchedulerSection) -> None:
+    """The same for a scheduler section."""
+    if not isinstance(section, TorchSchedulerSection):
+        return
+    known = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if section.type.lower() not in known:
+        names = [kind.__name__ for kind in known.values()]
+        raise _unknown("scheduler", section.type, names, "torch.optim.lr_scheduler")
+    _check_arguments("scheduler", section.type, section.params, known[section.type.lower()])
+
+
+def _classes(where: ModuleType, base: type) -> dict[str, Any]:
+    """Classes of a module of torch that derive from `base`, by name in lower case: names are accepted in any case."""
+    found = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
+    return {kind.__name__.lower(): kind for kind in found if kind is not base}
+
+
+def _unknown(what: str, name: str, known: Iterable[str], where: str) -> ConfigError:
+    close = nearest(name, known)
+    return ConfigError(
+        f"{what}.type {name!r} is neither built in nor a class of {where}",
+        code="optimizer-type" if what == "optimizer" else "schedule-type",
+        fix=f"Did you mean {close[0]!r}?" if close else f"Give a class name of {where}.",
+    )
+
+
+def _check_arguments(what: str, name: str, given: Mapping[str, Any], kind: type) -> None:
+    names = list(inspect.signature(kind.__init__).parameters)[2:]  # type: ignore[misc]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        close = nearest(unknown[0], names)
+        raise ConfigError(
+            f"{what}.params of {name} has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}",
+            code="optimizer-params" if what == "optimizer" else "schedule-params",
+            fix=f"Did you mean {close[0]!r}?" if close else "Remove what it does not have.",
+        )
+
+
+def _tupled(value: Any) -> Any:
+    # JSON has no tuples; torch's optimizers want betas and etas as tuples.
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,193 @@
+"""What will be done, decided: configuration, shapes and world size in, a `Plan` out. No tensor, no group.
+
+The same function runs on a laptop for a thousand ranks (`ds plan`) and on every rank before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ds_engine.batch import Batch, BatchRequest, resolve_batch
+from ds_engine.compiling.backends import compiling_of
+from ds_engine.config import Config
+from ds_engine.health import Health
+from ds_engine.optimizer_table import state_tensors
+from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
+from ds_engine.mixed_precision import casting_of, precision_of
+from ds_engine.data_plan import reading_of
+from ds_engine.config_rules import asked_batch, check_rules
+from ds_engine.transforms import TRANSFORMS, Asked, decide_all
+from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
+from ds_zero import QGZ, QWZ, STAGES, Correction, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy, Wire
+from ds_zero import plan as plan_sharding
+from ds_zero.config import ZeroConfig
+from ds_zero.layout.units import ModuleInfo
+
+__all__ = ["known_axes", "make_plan", "rebatched"]
+
+
+def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
+    """Decide everything about a run of a model of `shapes` on `world` ranks. Pure.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: see `check_rules`; all problems at once.
+    Cost: linear in the number of parameters and modules; about 1 s for 100,000.
+    """
+    mesh = check_rules(config, world, known_axes(), shapes.stages)
+    transforms, shapes = decide_all(TRANSFORMS, Asked(config, shapes, mesh))
+    batch = resolve_batch(asked_batch(config, mesh.data), mesh.data)
+    residency = STAGES[config.zero_optimization.stage]
+    sharding = ShardPlan(
+        _policy(config, shapes.modules),
+        config.zero_optimization.overlap_comm is not False,
+        config.zero_optimization.enable_sanity_checks,
+        config.zero_optimization.mics_shard_size if config.zero_optimization.mics_shard_size > 0 else None,
+        config.sparse_gradients,
+        max(1, config.zero_optimization.zero_hpz_partition_size),
+        config.zero_optimization.mics_hierarchical_params_gather,
+        *_places(config),
+        wire=_wire(config.zero_optimization),
+        split=config.zero_optimization.zenflow,
+    )
+    if sharding.split is not None:
+        sharding.split.importance(1)  # whatever is wrong with it is said before anything is made
+    precision = precision_of(config)
+    states = _states(config, shapes, precision)
+    # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
+    kept = state_tensors(config.optimizer) + (sharding.split is not None)
+    options = ShardOptions(
+        stage=residency,
+        precision=precision if states is None else replace(precision, state=states),
+        policy=sharding.policy,
+        shard_size=sharding.shard_size,
+        wire=sharding.wire,
+        nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
+        tier=sharding.tier,
+        param_tier=sharding.param_tier,
+    )
+    params = [replace(p, states=kept) for p in shapes.params]
+    ranks = mesh.data * mesh.sequence
+    experts = {p.family: max(1, ranks // mesh.expert) for p in params if p.family.startswith("expert")}
+    zero = plan_sharding(params, ranks, options, modules=shapes.modules, families=experts)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        program=_program(batch, residency, shapes.staging or Staging("1f1b", mesh.pipe)),
+        residency=residency,
+        precision=precision,
+        zero=zero,
+        states=states,
+        casting=casting_of(config),
+        sharding=sharding,
+        clip=config.gradient_clipping or None,
+        sums=config.gradient_allreduce_op == "sum",
+        # A pipeline reads data in its own order, as DeepSpeed's does.
+        reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
+        telling=_telling(config),
+        health=Health(config.nonfinite, config.loss_jump_stop),
+        predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
+        managed=config.managed_gradient_accumulation,
+        curriculum=told.schedule() if (told := config.curriculum_learning) is not None and told.enabled else None,
+        layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
+        transforms=transforms,
+        staging=shapes.staging,
+        foreign=config.checkpoint.layout == "deepspeed",
+        tuning=asked if (asked := config.autotuning) is not None and asked.enabled else None,
+        compiling=compiling_of(config.compile, config.zero_optimization, mesh),
+        answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
+    )
+
+
+def _places(config: Config) -> tuple[str | Placement, str | Placement]:
+    """Where optimizer state and parameters are between uses."""
+    zero, io = config.zero_optimization, config.aio.settings()
+    tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
+    if isinstance(tier, Placement) and zero.zenflow is not None and zero.zenflow.overlaps:
+        tier = replace(tier, early=tier.early or 1.0 - zero.zenflow.pt_reserved_cores_perc)
+    param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
+    compiled = config.compile
+    if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:
+        param_tier = Placement("host")
+    return tier, param_tier
+
+
+def known_axes() -> frozenset[str]:
+    """Axes of the mesh that some transform knows how to use."""
+    return frozenset(axis for transform in TRANSFORMS for axis in transform.axes)
+
+
+def _program(batch: Batch, residency: Residency, staging: Staging) -> Program:
+    """Gradient accumulation is the program of one stage."""
+    program = add_comms(staging.program(batch.accumulation))
+    program = mark_reduce(program, every_backward=residency.shard_grads)
+    verify(program)
+    return program
+
+
+def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
+    """The same plan with another batch.
+
+    Raises:
+        PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
+    """
+    batch = resolve_batch(asked, plan.batch.ranks)
+    program = _program(batch, plan.residency, plan.staging or Staging("1f1b", plan.mesh.pipe))
+    order = replace(plan.reading.order, multiple=_multiple(plan.config, batch))
+    return replace(plan, batch=batch, program=program, reading=replace(plan.reading, order=order))
+
+
+def _multiple(config: Config, batch: Batch) -> int:
+    return batch.train if config.dataloader_drop_last else 1
+
+
+def _wire(section: ZeroConfig) -> Wire:
+    loco = section.zeropp_loco_param
+    return Wire(
+        QWZ if section.zero_quantized_weights else None,
+        QWZ if section.zero_quantized_weights or section.zero_quantized_nontrainable_weights else None,
+        QGZ if section.zero_quantized_gradients else None,
+        None if loco is None else Correction(loco.err_beta, loco.reset_T),
+    )
+
+
+def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype | None:
+    params = None if config.optimizer is None else config.optimizer.params
+    wide = getattr(params, "fp32_optimizer_states", True) and not config.bf16.bf16_optimizer_states
+    of_model = next((getattr(torch, p.dtype) for p in shapes.params), None)
+    return None if wide else precision.param or of_model
+
+
+def _telling(config: Config) -> Telling:
+    throughput = config.timers.throughput
+    return Telling(
+        every=config.steps_per_print,
+        phases=config.wall_clock_breakdown or config.flops_profiler.enabled,
+        breakdown=config.wall_clock_breakdown,
+        speed=throughput.enabled,
+        synchronize=throughput.enabled and throughput.synchronized,
+        state=config.dump_state,
+        level=config.log_level,
+        memory=config.memory_breakdown,
+        flops=config.flops_profiler if config.flops_profiler.enabled else None,
+        comms=config.comms_logger if config.comms_logger.enabled else None,
+        peak_flops_per_s=None if config.monitor.peak_tflops is None else config.monitor.peak_tflops * 1e12,
+    )
+
+
+def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
+    zero = config.zero_optimization
+    leaf = zero.leaf_module
+    leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
+    # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap. Stage 0 is plain
+    # data parallelism, whose reductions no key of this section cuts; clients fill in tiny sizes for small models at any stage.
+    asked = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
+    return UnitPolicy(
+        max_numel=zero.reduce_bucket_size if asked else None,
+        persist_numel=zero.param_persistence_threshold,
+        persist_total=zero.model_persistence_threshold,
+        leaves=frozenset(leaves),
+    )

@@ -1,0 +1,44 @@
+"""Activation checkpointing: modules chosen by name compute their forward again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_parallel import ActivationCheckpointing, Checkpointed, Keeping, checkpoint_modules, matching
+
+__all__ = ["Activations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """What calls keep of their inputs, and names of the modules whose forward is such a call."""
+
+    keeping: Keeping
+    names: tuple[str, ...]
+
+
+class Activations(Transform[Checkpointing, Checkpointed]):
+    """Always in the plan: calls of `ds_parallel.checkpoint` in the model's own forward follow the same section."""
+
+    name = "activation checkpointing"
+
+    def decide(self, asked: Asked) -> Checkpointing:
+        section = asked.config.activation_checkpointing
+        callables = [m.name for m in asked.shapes.modules if m.callable and m.name]
+        return Checkpointing(section.keeping, matching(callables, section.modules))
+
+    def plan_rows(self, what: Checkpointing) -> Mapping[str, str]:
+        names = what.names
+        if not names:
+            return {"activations": f"as the model says; of checkpointed calls: {what.keeping}"}
+        told = ", ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1]))
+        return {"activations": f"{len(names)} modules computed again in backward ({told}); {what.keeping}"}
+
+    def apply(self, what: Checkpointing, site: Site) -> Checkpointed:
+        site.activations = ActivationCheckpointing(what.keeping, site.mesh["tensor"])
+        return checkpoint_modules(site.model, what.names, site.activations)
+
+    def undo(self, made: Checkpointed) -> None:
+        made.remove()

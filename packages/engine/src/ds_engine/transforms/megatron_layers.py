@@ -1,0 +1,78 @@
+"""Tensor parallelism that the model brings itself: layers of Megatron's kind, which hold parts and exchange what they need.
+
+Nothing is cut. A parameter marked `tensor_model_parallel` or `model_parallel` (Megatron's and DeepSpeed's attributes) is this rank's
+part of a larger one; all others are the same on every rank of the tensor axis, with the same gradient, which their layers see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from ds_comm import Group
+from ds_comm.reduction_group import Assignment, Family, assign, assignment_of
+from ds_comm.placement import Box
+from ds_engine.transforms.transform import Asked, Site, Transform
+
+__all__ = ["Own", "OwnLayers"]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLayers:
+    """How many ranks a layer of the model is spread over."""
+
+    degree: int
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What was said of parameters before."""
+
+    before: tuple[tuple[nn.Parameter, Assignment], ...]
+
+
+class OwnTensor(Transform[OwnLayers, Own]):
+    """Where `tensor_parallel.own_layers` says so, or an mpu has tensor-parallel ranks of which the configuration knows nothing."""
+
+    name = "layers of the model's own"
+
+    def decide(self, asked: Asked) -> OwnLayers | None:
+        section = asked.config.tensor_parallel
+        if section is None or not section.own_layers or asked.mesh.tensor == 1:
+            return None
+        return OwnLayers(asked.mesh.tensor)
+
+    def plan_rows(self, what: OwnLayers) -> Mapping[str, str]:
+        return {"tensor parallel": f"the model's own layers, over {what.degree} ranks; nothing is cut"}
+
+    def apply(self, what: OwnLayers, site: Site) -> Own:
+        del what
+        tensor, gradient = site.mesh["tensor"], site.mesh["gradient"]
+        part = Family("tensor", gradient, gradient.size)
+        same = Family(f"tensor-{tensor.size}", gradient, gradient.size, copies=tensor.size)
+        # Stages have said more of theirs: that stays; layers of experts say theirs after this.
+        found = [(name, param, assignment_of(param)) for name, param in site.model.named_parameters()]
+        free = [(name, param, was) for name, param, was in found if was.family is None]
+        for name, param, was in free:
+            assign(param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same))
+        return Own(tuple((param, was) for _, param, was in free))
+
+    def undo(self, made: Own) -> None:
+        for param, was in made.before:
+            assign(param, was)
+
+
+def _is_part(param: Tensor) -> bool:
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def _part(name: str, param: Tensor, family: Family, group: Group) -> Assignment:
+    """A part along `partition_dim` where the parameter says one; else a tensor of its own, whose name has this rank's place."""
+    dim = getattr(param, "partition_dim", -1)
+    if not isinstance(dim, int) or not 0 <= dim < param.dim() or getattr(param, "partition_stride", 1) != 1:
+        return Assignment(family, f"{name}.tensor{group.rank}of{group.size}")
+    offset, shape = [0] * param.dim(), list(param.shape)
+    offset[dim], shape[dim] = group.rank * param.shape[dim], group.size * param.shape[dim]
+    return Assignment(family, name, tuple(shape), Box(tuple(offset), tuple(param.shape)))

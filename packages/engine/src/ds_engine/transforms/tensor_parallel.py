@@ -1,0 +1,92 @@
+"""Tensor parallelism: layers are cut over the ranks of the tensor axis, as a family's rules or the user's say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_config.errors import UnsupportedError
+from ds_engine.plan import Shapes
+from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_parallel.tensor import CutModel, TensorPlan, cut_model, make_tensor_plan
+from ds_zero.layout.units import ParamInfo
+
+__all__ = ["Tensor"]
+
+
+class Tensor(Transform[TensorPlan, CutModel]):
+    """Of the model as it is; a degree of 1 is not in the plan."""
+
+    name = "tensor parallel"
+    axes = ("tensor",)
+
+    def decide(self, asked: Asked) -> TensorPlan | None:
+        section = asked.config.tensor_parallel
+        if section is None or section.own_layers or asked.mesh.tensor == 1:
+            return None
+        if asked.shapes.facts is None:
+            raise UnsupportedError(
+                "tensor parallelism is planned from a model's modules; the names in weight files do not say what they are",
+                code="plan-model",
+                fix="Name the model by its config.json or by a function that makes it.",
+            )
+        experts = asked.config.expert_parallel
+        options = replace(section.options, experts=experts is None or not experts.enabled)
+        return make_tensor_plan(asked.shapes.facts, options)
+
+    def plan_rows(self, what: TensorPlan) -> Mapping[str, str]:
+        held, total = what.numel(0)
+        traffic = what.traffic()
+        sums = f"sums of {traffic.forward:,} elements a token forward, {traffic.backward:,} backward"
+        return {
+            "tensor parallel": f"{len(what.cut)} layers over {what.degree} ranks, rank 0 holds {held:,} of {total:,}; {sums}",
+            "layers": "\n".join(str(what).splitlines()[1:]),
+        }
+
+    def shapes(self, what: TensorPlan, shapes: Shapes) -> Shapes:
+        cuts = {f"{d.name}.{key}": cut for d in what.cut for key, cut in d.cuts.items()}
+
+        def parts(info: ParamInfo) -> Iterator[ParamInfo]:
+            cut = cuts.get(info.name)
+            if cut is None:
+                yield info
+                return
+            several = len(cut.parts) > 1
+            for index, (start, stop) in enumerate(cut.stretches(0)):
+                shape = (*info.shape[: cut.dim], stop - start, *info.shape[cut.dim + 1 :])
+                yield replace(info, name=f"{info.name}_{index}" if several else info.name, shape=shape)
+
+        return replace(shapes, params=tuple(part for info in shapes.params for part in parts(info)))
+
+    def apply(self, what: TensorPlan, site: Site) -> CutModel:
+        made = cut_model(site.model, what, site.mesh["tensor"])
+        gradient = site.mesh["gradient"]
+        made.assign(gradient, gradient.size)
+        _follow(made, site)
+        return made
+
+    def undo(self, made: CutModel) -> None:
+        made.undo()
+
+
+def _follow(made: CutModel, site: Site) -> None:
+    """Optimizers and groups that the caller made over the whole model get the parts of what is in several."""
+    if not made.replaced:
+        return
+
+    def parts(params: Any) -> list[nn.Parameter]:
+        return [part for param in params for part in made.replaced.get(param, [param])]
+
+    given = site.parts
+    if isinstance(given.optimizer, torch.optim.Optimizer):
+        for group in given.optimizer.param_groups:
+            group["params"] = parts(group["params"])
+    if given.params is not None:
+        listed = list(given.params)
+        grouped = bool(listed) and isinstance(listed[0], dict)
+        params = [{**group, "params": parts(group["params"])} for group in listed] if grouped else parts(listed)
+        site.parts = replace(given, params=params)

@@ -1,0 +1,166 @@
+"""What a transform is: one thing that is done to a model, decided in data, done, and undone.
+
+Words: to *decide* is pure: no tensor, no group; what comes out is part of the plan and is printed with it. To *apply* is to
+change the model as decided, on all ranks. To *undo* is to give the model back as it was. A transform that has nothing to do
+decides None and is not in the plan.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from ds_comm import Mesh, MeshSpec
+from ds_engine.compiling import Shares
+from ds_engine.config import Config
+from ds_engine.executor import Executor, OneStage
+from ds_engine.init_args import Follower, Parts
+from ds_engine.plan import Change, Plan, Shapes
+from ds_engine.all_or_nothing import together
+from ds_parallel import ActivationCheckpointing
+from ds_zero import ShardedOptimizer, Sharding
+
+__all__ = ["Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
+
+What = TypeVar("What")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a transform decides from.
+
+    Attributes:
+        config: The whole configuration; rules have been checked.
+        shapes: Of the model as the transforms before this one leave it on a rank.
+        mesh: Degrees of the axes.
+    """
+
+    config: Config
+    shapes: Shapes
+    mesh: MeshSpec
+
+
+@dataclass(slots=True)
+class Site:
+    """What a transform works on, and where it leaves what the engine holds afterwards.
+
+    Attributes:
+        model: On this rank's device; a transform changes it in place, or puts another module here (a pipeline stage).
+        plan: All that was decided.
+        mesh: The groups of this rank.
+        device: This rank's.
+        parts: What the caller brought.
+        executor: Runs the program of this rank.
+        activations: What a checkpointed call means.
+        followers: What goes on with each applied update.
+        shares: How a compiled run shares sequences that all ranks are given whole.
+        optimizer, sharding, scheduler: Left by ZeRO, the last transform.
+    """
+
+    model: nn.Module
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    parts: Parts
+    executor: Executor = field(default_factory=OneStage)
+    activations: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    followers: list[Follower] = field(default_factory=list)
+    shares: Shares | None = None
+    optimizer: ShardedOptimizer | None = None
+    sharding: Sharding | None = None
+    scheduler: Any = None
+
+
+class Transform(ABC, Generic[What, Made]):
+    """One thing that is done to a model. Stateless; `TRANSFORMS` lists one of each, in order.
+
+    Attributes:
+        name: As the plan prints it.
+        axes: Axes of the mesh that only this transform knows how to use: without it a degree above 1 is refused.
+    """
+
+    name: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def decide(self, asked: Asked) -> What | None:
+        """What will be done; None for nothing. Pure.
+
+        Raises:
+            PlanError, ConfigError, UnsupportedError: it cannot be done to a model of these shapes.
+        """
+
+    def plan_rows(self, what: What) -> Mapping[str, str]:
+        """The decision in words, by topic, for `print(plan)`."""
+        del what
+        return {}
+
+    def shapes(self, what: What, shapes: Shapes) -> Shapes:
+        """What the model's shapes on one rank become."""
+        del what
+        return shapes
+
+    @abstractmethod
+    def apply(self, what: What, site: Site) -> Made:
+        """Do it. Collective. What is returned goes to `undo`.
+
+        Whatever can fail is looked at before the model is changed: a transform that raises leaves the model as it was.
+        """
+
+    @abstractmethod
+    def undo(self, made: Made) -> None:
+        """Give the model back as it was, on all ranks. Collective. Later transforms have been undone before."""
+
+
+class Applied:
+    """Transforms that were applied to a model, and what they made."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Transform[Any, Any], Any]] = []
+
+    def add(self, transform: Transform[Any, Any], made: Any) -> None:
+        """Note one."""
+        self._done.append((transform, made))
+
+    def undo(self) -> None:
+        """Undo all of them, the last one first; a second call does nothing. Collective."""
+        while self._done:
+            transform, made = self._done.pop()
+            transform.undo(made)
+
+
+def decide_all(transforms: tuple[Transform[Any, Any], ...], asked: Asked) -> tuple[tuple[Change, ...], Shapes]:
+    """What every transform will do, and the shapes that are left on a rank after all of them. Pure."""
+    changes = []
+    for transform in transforms:
+        what = transform.decide(asked)
+        if what is not None:
+            changes.append(Change(transform.name, what, dict(transform.plan_rows(what))))
+            asked = replace(asked, shapes=transform.shapes(what, asked.shapes))
+    return tuple(changes), asked.shapes
+
+
+@contextmanager
+def apply_all(transforms: tuple[Transform[Any, Any], ...], site: Site) -> Iterator[Applied]:
+    """Apply what `site.plan` says. If one of them fails on any rank, or the body does, all are undone. Collective."""
+    by_name = {transform.name: transform for transform in transforms}
+    applied, world = Applied(), site.mesh["world"]
+
+    def apply(change: Change) -> None:
+        transform = by_name[change.name]
+        applied.add(transform, transform.apply(change.what, site))
+
+    try:
+        for change in site.plan.transforms:
+            together(world, lambda change=change: apply(change))  # type: ignore[misc]
+        yield applied
+    except BaseException:
+        applied.undo()
+        raise

@@ -1,0 +1,141 @@
+"""ZeRO: the optimizer on the parameters that the other transforms have left, then both cut over the ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ds_config.errors import PlanError
+from ds_engine.optimizer_table import make_optimizer, make_torch_scheduler
+from ds_engine.plan import ShardPlan
+from ds_engine.lr_schedules import Schedule, Scheduler
+from ds_engine.config_sections import TorchSchedulerSection
+from ds_engine.all_or_nothing import together
+from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_zero import STAGES, Nodes, Residency, ShardedOptimizer, Sharding, ShardOptions, Wire, shard
+
+__all__ = ["Zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The ZeRO stage, by number and as a value."""
+
+    stage: int
+    residency: Residency
+
+
+class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
+    """The last one, on every stage and any number of ranks: stage 0 and one rank take the same path."""
+
+    name = "ZeRO"
+
+    def decide(self, asked: Asked) -> Cut:
+        stage = asked.config.zero_optimization.stage
+        return Cut(stage, STAGES[stage])
+
+    def plan_rows(self, what: Cut) -> Mapping[str, str]:
+        return {"ZeRO": f"stage {what.stage}: {_residency_text(what.residency)}"}
+
+    def apply(self, what: Cut, site: Site) -> ShardedOptimizer | Sharding:
+        plan, group = site.plan, site.mesh["gradient"]
+        # What comes of the caller's functions and of the data of one rank fails here, before anything is cut.
+        inner, site.scheduler = together(site.mesh["world"], lambda: _optimizer_and_scheduler(site))
+        options: dict[str, Any] = {
+            "stage": what.residency,
+            "group": group,
+            "norm": site.mesh["world"],
+            "precision": plan.precision,
+            "policy": plan.sharding.policy,
+            "overlap": plan.sharding.overlap,
+            "strict": plan.sharding.strict,
+            "shard_size": plan.sharding.shard_size,
+            "sparse": plan.sharding.sparse,
+            "tier": plan.sharding.tier,
+            "param_tier": plan.sharding.param_tier,
+            "wire": _wire(plan.sharding, group.size),
+            "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
+        }
+        if inner is None:
+            site.sharding = shard(site.model, None, **options)
+            return site.sharding
+        if plan.sharding.split is not None:
+            options["updates"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
+        # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
+        site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip or math.inf, **options))
+        site.sharding = site.optimizer.sharding
+        return site.optimizer
+
+    def undo(self, made: ShardedOptimizer | Sharding) -> None:
+        made.close()
+
+
+def _residency_text(residency: Residency) -> str:
+    sharded = {
+        "optimizer state": residency.shard_optim,
+        "gradients": residency.shard_grads,
+        "parameters": residency.shard_params,
+    }
+    named = [name for name, cut in sharded.items() if cut]
+    return f"{', '.join(named)} sharded" if named else "nothing sharded"
+
+
+def _steps_of_an_epoch(site: Site) -> int | None:
+    """Of the engine's data; None where the caller brings them."""
+    data = site.parts.data
+    return None if data is None else max(1, -(-len(data) // site.plan.batch.train))
+
+
+def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
+    """Which ranks are close to each other: as many as the configuration lets keep copies, else those of a host."""
+    if sharding.near > 1:
+        return Nodes(sharding.near, two_steps=sharding.two_steps, secondary=True)
+    return Nodes(local, two_steps=True) if sharding.two_steps else None
+
+
+def _wire(sharding: ShardPlan, ranks: int) -> Wire:
+    """Sums of gradients inside the same nodes first, where there are several of equal size."""
+    node = sharding.near if sharding.near > 1 else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    shards = sharding.shard_size or ranks
+    return replace(sharding.wire, node=node if 1 < node < shards and shards % node == 0 else 1)
+
+
+def _optimizer_and_scheduler(site: Site) -> tuple[torch.optim.Optimizer | None, Any]:
+    inner = _optimizer(site)
+    return inner, None if inner is None else _scheduler(site, inner)
+
+
+def _optimizer(site: Site) -> torch.optim.Optimizer | None:
+    plan, parts = site.plan, site.parts
+    params = list(parts.params) if parts.params is not None else [p for p in site.model.parameters() if p.requires_grad]
+    if isinstance(parts.optimizer, torch.optim.Optimizer):
+        return parts.optimizer
+    if callable(parts.optimizer):
+        return parts.optimizer(params)
+    if parts.optimizer is not None:
+        raise PlanError(
+            f"optimizer is a {type(parts.optimizer).__name__}",
+            code="engine-optimizer",
+            fix="Pass a torch.optim.Optimizer, or a function that makes one from parameters.",
+        )
+    section = plan.config.optimizer
+    group = site.mesh["gradient"]
+    return None if section is None else make_optimizer(section, params, site.model, plan.states, group)
+
+
+def _scheduler(site: Site, inner: torch.optim.Optimizer) -> Any:
+    """A scheduler writes into the groups of the inner optimizer, which are also the sharded one's."""
+    given, section = site.parts.scheduler, site.plan.config.scheduler
+    if given is not None:
+        return given(inner) if callable(given) and not hasattr(given, "state_dict") else given
+    if section is None:
+        return None
+    if isinstance(section, TorchSchedulerSection):
+        return make_torch_scheduler(section, inner)
+    schedule: Schedule = section.params
+    return Scheduler(schedule, inner.param_groups)

@@ -1,0 +1,323 @@
+"""Decoders whose layers have experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ds_inference.families.family_spec import (
+    LAYER,
+    LLAMA,
+    Config,
+    Family,
+    first_of,
+    gated_mlp,
+    grouped_attention,
+    heads_of,
+    llama_like,
+    plain,
+    rope_of,
+    rows,
+    windows_of,
+)
+from ds_inference.families.variants import multiplied
+from ds_inference.spec import Attention, Experts, Latent, Mlp, Norm, Source, Spec
+
+__all__ = ["SPARSE"]
+
+
+def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp") -> dict[str, tuple[Source, ...]]:
+    """Experts as a packed tensor (transformers 5 in memory), or as one module each (files, and transformers 4).
+
+    Args:
+        gate: Names the router's weight may have.
+        old: Names of one expert's gate, up and down matrices, with `{e}`.
+    """
+    packed = LAYER + "mlp.experts."
+    first, up, down = (LAYER + name for name in old)
+    return {
+        "layers.{i}.feed.router.weight": tuple(Source((LAYER + name,), optional=True) for name in gate),
+        "layers.{i}.feed.experts.up": (
+            Source((packed + "gate_up_proj",), optional=True),
+            Source((first, up), "stack", optional=True),
+        ),
+        "layers.{i}.feed.experts.down": (
+            Source((packed + "down_proj",), optional=True),
+            Source((down,), "stack", optional=True),
+        ),
+    }
+
+
+def _mixtral(config: Config) -> Spec:
+    count = config["num_hidden_layers"]
+    feed = Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+    attention = grouped_attention(config)
+    return llama_like(config, [replace(attention, window=w) for w in windows_of(config, count)], [feed] * count)
+
+
+_MIXTRAL = {
+    **LLAMA,
+    **_expert_rows(
+        ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+        tuple(f"block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3", "w2")),  # type: ignore[arg-type]
+    ),
+}
+_NAMED = ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight", "mlp.experts.{e}.down_proj.weight")
+
+
+def _sparse(config: Config, feed: Experts) -> list[Mlp | Experts]:
+    """Which layers have experts: every `decoder_sparse_step`-th, but those of `mlp_only_layers`."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    count = config["num_hidden_layers"]
+    return [feed if i not in dense and (i + 1) % step == 0 else gated_mlp(config) for i in range(count)]
+
+
+def _qwen2_moe(config: Config) -> Spec:
+    feed = Experts(
+        first_of(config, "num_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        normalized=config.get("norm_topk_prob", False),
+        shared=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+    count = config["num_hidden_layers"]
+    attention = grouped_attention(config)
+    windows = windows_of(config, count)
+    return llama_like(config, [replace(attention, window=w) for w in windows], _sparse(config, feed))
+
+
+def _qwen3_moe(config: Config) -> Spec:
+    feed = Experts(
+        first_of(config, "num_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        normalized=config.get("norm_topk_prob", False),
+    )
+    norm = Norm("rms", config.get("rms_norm_eps", 1e-6))
+    attention = grouped_attention(config, head_norm=norm)
+    windows = windows_of(config, config["num_hidden_layers"])
+    return llama_like(config, [replace(attention, window=w) for w in windows], _sparse(config, feed))
+
+
+_QWEN_MOE = {
+    **LLAMA,
+    **_expert_rows(("mlp.gate.weight",), _NAMED),
+    "layers.{i}.feed.shared.up.weight": rows(
+        *(LAYER + f"mlp.shared_expert.{p}_proj.weight" for p in ("gate", "up")), optional=True
+    ),
+    "layers.{i}.feed.shared.down.weight": rows(LAYER + "mlp.shared_expert.down_proj.weight", optional=True),
+    "layers.{i}.feed.shared_gate.weight": rows(LAYER + "mlp.shared_expert_gate.weight", optional=True),
+}
+
+
+def _olmoe(config: Config) -> Spec:
+    count = config["num_hidden_layers"]
+    feed = Experts(
+        first_of(config, "num_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        normalized=config.get("norm_topk_prob", False),
+    )
+    norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
+    return llama_like(config, [grouped_attention(config, whole_norm=norm)] * count, [feed] * count, norm=norm)
+
+
+def _gpt_oss(config: Config) -> Spec:
+    count = config["num_hidden_layers"]
+    feed = Experts(
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        score="softmax_chosen",
+        clamp=float(config.get("swiglu_limit", 7.0)),
+        alpha=float(config.get("swiglu_alpha", 1.702)),
+    )
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    base = grouped_attention(config, sinks=True)
+    windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    return llama_like(config, [replace(base, window=w) for w in windows], [feed] * count)
+
+
+def _oss(role: str, name: str, form: Any = "rows") -> dict[str, tuple[Source, ...]]:
+    return {f"layers.{{i}}.{role}": (Source((LAYER + name,), form),)}
+
+
+_GPT_OSS = {
+    **{k: v for k, v in LLAMA.items() if ".feed." not in k},
+    **_oss("attention.sinks", "self_attn.sinks"),
+    **_oss("feed.router.weight", "mlp.router.weight"),
+    **_oss("feed.router.bias", "mlp.router.bias"),
+    **_oss("feed.experts.up", "mlp.experts.gate_up_proj", "paired"),
+    **_oss("feed.experts.up_bias", "mlp.experts.gate_up_proj_bias", "paired"),
+    **_oss("feed.experts.down", "mlp.experts.down_proj", "swapped"),
+    **_oss("feed.experts.down_bias", "mlp.experts.down_proj_bias"),
+}
+
+
+def _deepseek(config: Config) -> Spec:
+    heads, plain, rotated = config["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    third = config["model_type"] == "deepseek_v3"
+    latent = Latent(config["kv_lora_rank"], config.get("q_lora_rank"), plain, rotated)
+    rope = rope_of(
+        {**config, "partial_rotary_factor": 1.0}, rotated, interleaved=bool(config.get("rope_interleave", True))
+    )
+    parameters = rope.parameters
+    scale, stretched = (plain + rotated) ** -0.5, parameters.get("rope_type", "default") != "default"
+    if third and stretched and parameters.get("mscale_all_dim"):
+        factor = float(parameters["factor"])
+        grown = 1.0 if factor <= 1 else 0.1 * parameters["mscale_all_dim"] * math.log(factor) + 1.0
+        scale *= grown * grown
+    attention = Attention(heads, heads, plain + rotated, config["v_head_dim"], scale, rope, latent=latent)
+    feed = Experts(
+        first_of(config, "n_routed_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        score="sigmoid" if third else "softmax",
+        normalized=bool(config.get("norm_topk_prob", False)) and third,
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1 if third or config.get("topk_method") == "group_limited_greedy" else 1,
+        chosen_groups=config.get("topk_group") or 1,
+        group_score="pair" if third else "best",
+        corrected=third,
+        shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    )
+    dense = config.get("first_k_dense_replace", 0)
+    kinds = config.get("mlp_layer_types")
+    count = config["num_hidden_layers"]
+    sparse = [k == "sparse" for k in kinds] if kinds else [i >= dense for i in range(count)]
+    return llama_like(config, [attention] * count, [feed if s else gated_mlp(config) for s in sparse])
+
+
+_DEEPSEEK = {
+    **{k: v for k, v in LLAMA.items() if ".qkv." not in k and "_norm" not in k},
+    **_expert_rows(("mlp.gate.weight",), _NAMED),
+    "layers.{i}.attention.q.weight": rows(LAYER + "self_attn.q_proj.weight", optional=True),
+    "layers.{i}.attention.q_down.weight": rows(LAYER + "self_attn.q_a_proj.weight", optional=True),
+    "layers.{i}.attention.q_down.bias": rows(LAYER + "self_attn.q_a_proj.bias", optional=True),
+    "layers.{i}.attention.q_down_norm.weight": rows(LAYER + "self_attn.q_a_layernorm.weight", optional=True),
+    "layers.{i}.attention.q_up.weight": rows(LAYER + "self_attn.q_b_proj.weight", optional=True),
+    "layers.{i}.attention.kv_down.weight": rows(LAYER + "self_attn.kv_a_proj_with_mqa.weight"),
+    "layers.{i}.attention.kv_down.bias": rows(LAYER + "self_attn.kv_a_proj_with_mqa.bias", optional=True),
+    "layers.{i}.attention.kv_down_norm.weight": rows(LAYER + "self_attn.kv_a_layernorm.weight"),
+    "layers.{i}.attention.kv_up.weight": rows(LAYER + "self_attn.kv_b_proj.weight"),
+    "layers.{i}.feed.correction": rows(LAYER + "mlp.gate.e_score_correction_bias", optional=True),
+    "layers.{i}.feed.shared.up.weight": rows(
+        *(LAYER + f"mlp.shared_experts.{p}_proj.weight" for p in ("gate", "up")), optional=True
+    ),
+    "layers.{i}.feed.shared.down.weight": rows(LAYER + "mlp.shared_experts.down_proj.weight", optional=True),
+}
+
+
+# ---- attention as in Llama or Qwen3, experts as in DeepSeek-V3
+
+
+def _corrected(config: Config) -> list[Mlp | Experts]:
+    """Experts chosen by sigmoids and a correction, behind the first dense layers."""
+    feed = Experts(
+        first_of(config, "n_routed_experts", "num_local_experts"),
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        score="sigmoid",
+        normalized=bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1,
+        chosen_groups=config.get("topk_group") or 1,
+        group_score="pair",
+        corrected=True,
+        shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    )
+    count, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    return [feed if i >= dense else gated_mlp(config) for i in range(count)]
+
+
+def _glm4_moe(config: Config) -> Spec:
+    given = {"partial_rotary_factor": 0.5, **config}
+    norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
+    attention = grouped_attention(given, head_norm=norm if config.get("use_qk_norm") else None)
+    return llama_like(config, [attention] * config["num_hidden_layers"], _corrected(config))
+
+
+def _dots1(config: Config) -> Spec:
+    attention = grouped_attention(config, head_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
+    windows = windows_of(config, config["num_hidden_layers"])
+    return llama_like(config, [replace(attention, window=w) for w in windows], _corrected(config))
+
+
+def _solar_open(config: Config) -> Spec:
+    return llama_like(config, [grouped_attention(config)] * config["num_hidden_layers"], _corrected(config))
+
+
+_CORRECTED = {**LLAMA, **{role: source for role, source in _DEEPSEEK.items() if ".feed." in role}}
+
+
+def _minimax_m2(config: Config) -> Spec:
+    count, (_, _, width) = config["num_hidden_layers"], heads_of(config)
+    turned = {"partial_rotary_factor": config["rotary_dim"] / width, **config} if config.get("rotary_dim") else config
+    feed = Experts(
+        first_of(config, "num_local_experts", "num_experts"),
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        score="sigmoid",
+        corrected=True,
+    )
+    attention = grouped_attention(turned, whole_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
+    return llama_like(config, [attention] * count, [feed] * count)
+
+
+_MINIMAX_M2 = {
+    **_MIXTRAL,
+    "layers.{i}.feed.correction": tuple(
+        Source((LAYER + f"{block}.e_score_correction_bias",), optional=True) for block in ("mlp", "block_sparse_moe")
+    ),
+}
+
+
+# ---- others
+
+
+def _granite_moe(config: Config) -> Spec:
+    feed = Experts(
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        score="softmax_chosen",
+        shared=config.get("shared_intermediate_size") or 0,
+    )
+    count = config["num_hidden_layers"]
+    return multiplied(config, llama_like(config, [grouped_attention(config)] * count, [feed] * count))
+
+
+_GRANITE_MOE = {
+    **LLAMA,
+    **{
+        f"layers.{{i}}.feed.{role}": tuple(Source((LAYER + "block_sparse_moe." + n,), optional=True) for n in names)
+        for role, names in {
+            "router.weight": ("router.weight", "router.layer.weight"),
+            "experts.up": ("experts.gate_up_proj", "input_linear.weight"),
+            "experts.down": ("experts.down_proj", "output_linear.weight"),
+        }.items()
+    },
+    "layers.{i}.feed.shared.up.weight": rows(LAYER + "shared_mlp.input_linear.weight", optional=True),
+    "layers.{i}.feed.shared.down.weight": rows(LAYER + "shared_mlp.output_linear.weight", optional=True),
+}
+
+
+SPARSE: Mapping[str, Family] = {
+    "deepseek_v2": plain(_deepseek, _DEEPSEEK),
+    "deepseek_v3": plain(_deepseek, _DEEPSEEK),
+    "dots1": plain(_dots1, _CORRECTED),
+    "glm4_moe": plain(_glm4_moe, _CORRECTED),
+    "gpt_oss": plain(_gpt_oss, _GPT_OSS),
+    "granitemoe": plain(_granite_moe, _GRANITE_MOE),
+    "granitemoeshared": plain(_granite_moe, _GRANITE_MOE),
+    "minimax_m2": plain(_minimax_m2, _MINIMAX_M2),
+    "mixtral": plain(_mixtral, _MIXTRAL),
+    "olmoe": plain(_olmoe, {**LLAMA, **_expert_rows(("mlp.gate.weight",), _NAMED)}),
+    "qwen2_moe": plain(_qwen2_moe, _QWEN_MOE),
+    "qwen3_moe": plain(_qwen3_moe, _QWEN_MOE),
+    "solar_open": plain(_solar_open, _CORRECTED),
+}

@@ -1,0 +1,219 @@
+"""A Hugging Face decoder of no declared family runs through its own forward, with our cache, batches and sampling.
+
+What its layers keep is learnt from one token at the start (`recurrent`). A step's chunks are put together by their length; each group
+is one forward of the module, whose past is what our blocks hold, put at the right end and masked on the left, and the sequences' states.
+The new keys and values go into the blocks, the states into the sequences' rows. So everything that the scheduler does (chunks,
+preemption, samples; without states also prefixes that are shared, and drafts) holds for it too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_config.errors import UnsupportedError
+from ds_inference.adapters import Adapter
+from ds_inference.paged_attention import Batch, keep
+from ds_inference.cache import Cache
+from ds_inference.recurrent_state import Memory, strange
+from ds_inference.spec import Attention, Layer, Mlp, Norm, Spec
+
+__all__ = ["ForeignDecoder", "read_module"]
+
+_Piece = tuple[int, int, tuple[int, ...]]  # of a batch: its first token, the position of that, the sequence's blocks
+
+
+class ForeignDecoder:
+    """Runs batches through a module. The face is `Decoder`'s.
+
+    Args:
+        module: A causal language model of transformers whose layers keep keys and values, or states; used, not copied.
+    Attributes:
+        spec: What is known of it: what its layers keep, its tokens, how long it may be. Layers without keys and values are left out.
+        obstacle: Why the native loop does not run.
+        stateful: Layers have states.
+    Raises:
+        UnsupportedError: it keeps something else ("inference-foreign").
+    Cost: copies each sequence's keys, values and states once a step and layer; chunks of one length share a forward. Where the
+        module's scan cannot begin with a state (Mamba 1 and its kin), every token of a chunk that follows others is a forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        first = next(module.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.obstacle = "it runs through its own forward"
+        self.adapters: dict[str, Adapter] = {}
+        known = inspect.signature(module.forward).parameters
+        self._positions, self._last = "position_ids" in known, "logits_to_keep" in known
+        self._memory = Memory(module)
+        self.spec = self._learn()
+        self.stateful = self._memory.stateful
+
+    @torch.no_grad()  # not inference_mode: hooks of a sharded module keep tensors beyond a call
+    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        """Compute the batch's tokens, keep their keys, values and states, and return logits fp32 [R, vocab] of `batch.outputs`."""
+        out = torch.empty(len(batch.outputs), self.spec.vocab, device=self.device)
+        groups: dict[tuple[int, bool, int], list[_Piece]] = defaultdict(list)
+        for first, count, start, blocks in batch.chunks:
+            follows, place = self.stateful and start > 0, first if self._memory.alone else 0
+            groups[count, follows, place].append((first, start, blocks))
+        for (count, follows, _), pieces in groups.items():
+            size = 1 if follows and not self._memory.continues else count
+            for i in range(0, count, size):
+                self._compute(
+                    batch, [(first + i, start + i, blocks) for first, start, blocks in pieces], size, cache, out
+                )
+        return out
+
+    def _compute(self, batch: Batch, pieces: Sequence[_Piece], count: int, cache: Cache, out: Tensor) -> None:
+        """One forward: `count` tokens of each piece. With states, either all pieces begin or none does."""
+        row = {token: i for i, token in enumerate(batch.outputs.tolist())}
+        at = torch.tensor([[first + i for i in range(count)] for first, _, _ in pieces], device=self.device)
+        wanted = [
+            (g, i, row[first + i]) for g, (first, _, _) in enumerate(pieces) for i in range(count) if first + i in row
+        ]
+        most = count - min((i for _, i, _ in wanted), default=count - 1)
+        past, mask = self._past([(start, blocks) for _, start, blocks in pieces], count, cache)
+        logits, states = self._run(batch.tokens[at], batch.positions[at], past, mask, most)
+        self._keep(past, batch.slots[at].flatten(), count, cache)
+        cache.states.write([blocks[0] for _, _, blocks in pieces], states)
+        for g, i, target in wanted:
+            out[target] = logits[g, i - count].float()
+
+    # ---- how
+
+    def _learn(self) -> Spec:
+        config = cast("Any", self.module).config
+        text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        kind = str(config.model_type)
+        past = self._memory.made()
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        try:
+            with torch.no_grad():
+                logits, _ = self._run(one, one, past, torch.ones_like(one), 1)
+            kept = self._memory.learn(past)
+        except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+            raise strange(kind, f"its forward with a past fails: {error}") from error
+        layers = tuple(
+            Layer(Attention(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False))
+            for k, v in kept
+        )
+        ends = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
+        ends = getattr(config, "eos_token_id", None) if ends is None else ends
+        longest = next((v for n in _LONGEST if (v := getattr(text, n, None))), 1 << 20)
+        return Spec(
+            family=kind,
+            hidden=text.hidden_size,
+            vocab=logits.shape[-1],
+            layers=layers,
+            norm=Norm(),
+            longest=int(longest),
+            ends=() if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),),
+        )
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, past: Any, mask: Tensor | None, most: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """[G, n] to logits [G, at least `most`, vocab] of the last tokens, and the states after them."""
+        given: dict[str, Any] = {**self._memory.given(past), "attention_mask": mask}
+        if self._positions:
+            given["position_ids"] = positions
+        if self._last:
+            given["logits_to_keep"] = most
+        with _answering(self.module):
+            result = self.module(input_ids=tokens, **given)
+        return result.logits, self._memory.taken(past, result)
+
+    def _past(
+        self, sequences: list[tuple[int, tuple[int, ...]]], count: int, cache: Cache
+    ) -> tuple[Any, Tensor | None]:
+        """What the sequences hold, [G, heads, longest, width] in each layer, ends together; and which of it is theirs.
+
+        No mask where nothing is padded and there are states: some recurrent layers take it for one of the new tokens only.
+        """
+        longest, size = max(start for start, _ in sequences), cache.size
+        follows = self.stateful and longest > 0
+        past = self._memory.made(cache.states.read([blocks[0] for _, blocks in sequences]) if follows else ())
+        mask = torch.zeros(len(sequences), longest + count, dtype=torch.int64)
+        rows = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        for g, (start, blocks) in enumerate(sequences):
+            mask[g, longest - start :] = 1
+            at = torch.arange(start)
+            rows[g, longest - start :] = torch.tensor(blocks, dtype=torch.int64)[at // size] * size + at % size
+        rows = rows.to(self.device)
+        if longest:
+            for i, (keys, values, *scales) in zip(self._memory.kept, cache.layers, strict=True):
+                k, v = (t.flatten(0, 1)[rows] for t in (keys, values))
+                if scales:
+                    k, v = (t * s.flatten(0, 1)[rows][..., None] for t, s in zip((k, v), scales, strict=True))
+                past.update(k.to(self.dtype).transpose(1, 2), v.to(self.dtype).transpose(1, 2), i)
+        even = not cache.layers or all(start == longest for start, _ in sequences)
+        return past, None if self.stateful and even else mask.to(self.device)
+
+    def _keep(self, past: Any, slots: Tensor, count: int, cache: Cache) -> None:
+        for i, (keys, values, *scales) in zip(self._memory.kept, cache.layers, strict=True):
+            layer = past.layers[i]
+            for n, (new, kept) in enumerate(((layer.keys, keys), (layer.values, values))):
+                flat = new[:, :, -count:].transpose(1, 2).flatten(0, 1)
+                keep(flat, slots, kept, scales[n] if scales else None)
+
+
+_LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+
+@contextmanager
+def _answering(module: nn.Module) -> Iterator[None]:
+    """No dropout, for a while."""
+    training = module.training
+    if training:
+        module.eval()
+    try:
+        yield
+    finally:
+        if training:
+            module.train()
+
+
+def read_module(
+    source: str | PathLike[str] | nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    weights: Mapping[str, Tensor] | None,
+) -> nn.Module:
+    """The module of a folder, or one with other weights or another dtype: then a copy, never the caller's own changed.
+
+    Raises:
+        UnsupportedError: transformers is missing or does not know the folder's kind ("inference-family").
+    """
+    if not isinstance(source, nn.Module):
+        try:
+            from transformers import AutoModelForCausalLM
+
+            found: nn.Module = AutoModelForCausalLM.from_pretrained(
+                source, local_files_only=True, trust_remote_code=False, dtype=dtype or "auto"
+            )
+        except (ImportError, ValueError, KeyError) as error:
+            raise UnsupportedError(
+                f"{source} is of no declared family, and transformers does not read it: {error}",
+                code="inference-family",
+                fix="Install ds-inference[text] with a transformers that knows the model; code in folders is never run.",
+            ) from error
+        return found.to(device).eval()
+    if weights is not None:
+        made: nn.Module = type(source)(cast("Any", source).config)
+        with torch.no_grad():
+            for name, target in made.state_dict().items():
+                target.copy_(weights[name])
+        return made.to(device=device, dtype=dtype)
+    first = next(source.parameters())
+    same = (dtype is None or dtype == first.dtype) and (device is None or torch.device(device) == first.device)
+    return source if same else copy.deepcopy(source).to(device=device, dtype=dtype)

@@ -1,0 +1,491 @@
+"""Generation: requests in, tokens out. It holds a scheduler, a runner and a cache, and calls them; each decides nothing of the others'.
+
+engine = load("folder")                          # or load(module)
+answers = engine.generate(prompts, Sampling(max_new_tokens=32))
+
+engine.submit(prompt, sampling) -> identity      # the same, step by step
+for event in engine.step(): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import ds_comm
+from ds_config.errors import PlanError, UnsupportedError
+from ds_inference.answers import Answer, Event, Tokenizer
+from ds_inference.paged_attention import make_batch
+from ds_inference.blocks import BlockPool
+from ds_inference.decoder_model import Cache, Runner
+from ds_inference.recovery import compute_apart
+from ds_inference.sampling import Sampling, derive_seed, draw, draw_seed, separate, shaped
+from ds_inference.scheduler import Budget, Chunk, Outcome, Request, Scheduler, StepPlan
+
+__all__ = ["Answer", "Event", "Generator", "Tokenizer"]
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """A request, how it is sampled, and where its text is."""
+
+    request: Request
+    how: Sampling
+    copies: dict[int, Sampling] = field(
+        default_factory=dict
+    )  # further samples, which begin when the prompt is computed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What a forward gave: logits [R, vocab] of the outputs of its chunks in order, and the likeliest token of each row."""
+
+    order: list[Chunk]
+    logits: Tensor
+    likeliest: list[int]
+
+
+class Generator:
+    """Generates. Made by `load`.
+
+    What raises in a step because of one request ends that request: `on_failure` is told, or, where nobody listens, the step raises it
+    after the others' part is done. Only where nothing can be computed at all does the step's own error come out. On several ranks, which
+    compute together, the first error of a forward comes out.
+
+    Args:
+        decoder: Runs batches.
+        blocks: Of the cache; `size` tokens each.
+        budget: Of a step.
+        share: Whether equal beginnings are computed once; None: where the decoder has no states.
+        speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
+        cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
+    Raises:
+        UnsupportedError: beginnings or drafts of a decoder with states, or a dtype of keys that it does not keep ("inference-states").
+    """
+
+    def __init__(
+        self,
+        decoder: Runner,
+        *,
+        blocks: int,
+        size: int = 16,
+        budget: Budget | None = None,
+        share: bool | None = None,
+        speculate: int = 0,
+        tokenizer: Tokenizer | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.decoder: Any = decoder
+        self.tokenizer, self.speculate = tokenizer, speculate
+        budget = budget or Budget()
+        if decoder.stateful:
+            _check_states(decoder, share, speculate, cache_dtype)
+        self.scheduler = Scheduler(
+            BlockPool(blocks, size),
+            replace(budget, length=min(budget.length, decoder.spec.longest)),
+            share=not decoder.stateful if share is None else share,
+        )
+        self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
+        self.before_step: Callable[[StepPlan], None] | None = None
+        self.on_failure: Callable[[int, Exception], None] | None = None
+        self.version = 0
+        self._asks: dict[int, _Ask] = {}
+        self._late: list[Event] = []  # of a step that raised what one request did
+        self._next = 0
+
+    # ---- step by step
+
+    def submit(
+        self, prompt: str | Sequence[int], how: Sampling | None = None, *, priority: int = 0, adapter: str | None = None
+    ) -> list[int]:
+        """Queue a prompt. Returns one identity for every sample.
+
+        Args:
+            adapter: Name of the one that answers (`load(..., adapters=)`); None: the model itself.
+        Raises:
+            PlanError: see `check`.
+        """
+        how = how or Sampling()
+        tokens = self._tokens(prompt)
+        self.check(tokens, how, adapter)
+        (how,) = self._seeded([how])
+        identities = tuple(range(self._next, self._next + how.samples))
+        salt = b"" if adapter is None else adapter.encode()
+        request = Request(identities[0], tokens, how.max_new_tokens, priority, salt)
+        self.scheduler.add(request)
+        self._next += how.samples
+        copies = {identity: _sample(how, number) for number, identity in enumerate(identities)}
+        self._asks[identities[0]] = _Ask(request, copies.pop(identities[0]), copies)
+        return list(identities)
+
+    def check(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> None:
+        """Refuse what no step could compute, before anything is queued. Changes nothing; any thread may ask.
+
+        Raises:
+            PlanError: the prompt is empty or too long for the model or the cache ("inference-request", "inference-too-long"); it, a bias
+                or a stop token is of no token that the model has, or more log-probabilities are asked for than it has tokens
+                ("inference-request"); there is no such adapter ("inference-adapter"), or no tokenizer for stop strings
+                ("inference-tokenizer").
+        """
+        vocab = self.decoder.spec.vocab
+        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_tokens", how.stop_tokens)):
+            foreign = [t for t in tokens if not 0 <= t < vocab]
+            if foreign:
+                raise PlanError(
+                    f"tokens {foreign[:4]} in {what} for a model of {vocab} tokens",
+                    code="inference-request",
+                    fix="Use the model's own tokenizer.",
+                )
+        if not prompt or (how.logprobs or 0) > vocab:
+            raise PlanError(
+                f"a prompt of {len(prompt)} tokens, {how.logprobs or 0} log-probabilities of a model of {vocab} tokens",
+                code="inference-request",
+                fix=f"Give at least one token, and ask for at most {vocab} log-probabilities.",
+            )
+        if adapter is not None and adapter not in self.decoder.adapters:
+            raise PlanError(
+                f"there is no adapter {adapter!r}; there are {sorted(self.decoder.adapters)}",
+                code="inference-adapter",
+                fix="Name one that was given to load(..., adapters=).",
+            )
+        if how.stop and self.tokenizer is None:
+            raise PlanError(
+                "stop strings, and no tokenizer",
+                code="inference-tokenizer",
+                fix="Use stop_tokens, or pass a tokenizer.",
+            )
+        self.scheduler.check(len(prompt), how.max_new_tokens)
+
+    def cancel(self, identity: int) -> bool:
+        """End a request; False if it is over already. Other samples of its prompt go on."""
+        ask = self._asks.pop(identity, None)
+        if ask is None:
+            return any(other.copies.pop(identity, None) is not None for other in self._asks.values())
+        self.scheduler.cancel(identity)
+        if ask.copies:  # one of those that were to begin with this one's prompt computes it
+            old, first = ask.request, min(ask.copies)
+            heir = Request(first, list(old.tokens[: old.prompt]), old.limit, old.priority, old.salt)
+            self.scheduler.add(heir)
+            self._asks[first] = _Ask(heir, ask.copies.pop(first), ask.copies)
+        return True
+
+    def step(self) -> list[Event]:
+        """Compute one step. Empty when prompts are still under way; see `idle`.
+
+        Raises:
+            Exception: that of one request, if nobody listens to `on_failure`. The request is over; events of the others come with the
+                next step. Any other error: nothing could be computed.
+        """
+        plan = self.scheduler.plan(self._drafts() if self.speculate else None)
+        try:
+            events, failures = self._computed(plan)
+        except BaseException:
+            self.cache.states.forget(plan.gone)
+            self.scheduler.abandon()
+            raise
+        events, self._late = [*self._late, *events], []
+        if failures and self.on_failure is None:
+            self._late = events
+            raise next(iter(failures.values()))
+        for identity, error in failures.items():
+            if self.on_failure is not None:
+                self.on_failure(identity, error)
+        return events
+
+    def _computed(self, plan: StepPlan) -> tuple[list[Event], dict[int, Exception]]:
+        """The events of a planned step, which is committed; and the requests that failed, which are over."""
+        if not plan.chunks:
+            self.cache.states.forget(plan.gone)
+            self.scheduler.commit({})
+            return [], {}
+        if self.before_step is not None:
+            self.before_step(plan)
+        self.cache.copy(plan.copies)
+        self.cache.states.forget(plan.gone)
+        if self._together:
+            parts, lost = [self._forward(plan.chunks, False)], dict[int, Exception]()
+        else:
+            parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
+        failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
+        events, outcomes, children = list[Event](), dict[int, Outcome](), list[tuple[_Ask, _Ask, Event | Exception]]()
+        for part in parts:
+            row = 0
+            for chunk in part.order:
+                rows = slice(row, row := row + chunk.outputs)
+                ask = self._asks.get(chunk.request)
+                if ask is None or not chunk.outputs:
+                    continue
+                drafts = chunk.tokens[len(chunk.tokens) - chunk.outputs + 1 :]
+                try:
+                    found = self._choose(ask, part.logits[rows], drafts, part.likeliest[rows])
+                except Exception as error:
+                    failures[chunk.request] = error
+                else:
+                    outcomes[chunk.request] = Outcome(tuple(e.token for e in found), found[-1].reason is not None)
+                    events += found
+                for child, result in self._fork(ask, part.logits[rows]):
+                    children.append((ask, child, result))
+                    if isinstance(result, Exception):
+                        failures[child.request.identity] = result
+                    else:
+                        events.append(result)
+        for identity in failures:
+            self._asks.pop(identity, None)
+            self.scheduler.cancel(identity)
+        for request in self.scheduler.commit(outcomes):
+            self._asks.pop(request.identity, None)
+        self._begin(children)
+        return events, failures
+
+    def _forward(self, chunks: Sequence[Chunk], again: bool) -> _Rows:
+        """Compute some of a step's chunks.
+
+        again: some were tried before. States may have gone on then, so that those of sequences are computed from their beginning.
+        """
+        if again and self.decoder.stateful:
+            chunks = [self._from_beginning(chunk) for chunk in chunks]
+        batch, order = make_batch(chunks, self.cache.size, self.decoder.device)
+        if self.decoder.adapters:
+            batch = replace(batch, worn=self._worn(order))
+        logits = self.decoder.forward(batch, self.cache)
+        return _Rows(order, logits, logits.argmax(-1).tolist() if len(logits) else [])  # of all rows at once
+
+    def _from_beginning(self, chunk: Chunk) -> Chunk:
+        before = self.scheduler.requests[chunk.request].tokens[: chunk.start]
+        return replace(chunk, tokens=(*before, *chunk.tokens), start=0)
+
+    def _probe(self) -> None:
+        """Compute one token in the spare block, of one of two tokens: a model that can do neither is broken."""
+        spare = self.scheduler.pool.count
+        for token in (0, self.decoder.spec.vocab - 1):
+            batch, _ = make_batch([Chunk(-1, (token,), 0, (spare,), 1)], self.cache.size, self.decoder.device)
+            try:
+                self.decoder.forward(batch, self.cache).argmax(-1).tolist()
+            except Exception:
+                if token:
+                    raise
+            else:
+                break
+            finally:
+                self.cache.states.forget([spare])
+
+    @property
+    def _together(self) -> bool:
+        """Whether ranks compute each forward together: then none of them may repeat one."""
+        group = getattr(self.decoder, "group", None)
+        if group is None:  # a module that runs its own forward may be sharded
+            return (
+                torch.distributed.is_available()
+                and torch.distributed.is_initialized()
+                and torch.distributed.get_world_size() > 1
+            )
+        return bool(group.size > 1)
+
+    def _worn(self, order: Sequence[Chunk]) -> tuple[tuple[str, Tensor], ...]:
+        """Which tokens of a batch wear which adapter."""
+        rows: dict[str, list[int]] = {}
+        first = 0
+        for chunk in order:
+            if name := self.scheduler.requests[chunk.request].salt.decode():
+                rows.setdefault(name, []).extend(range(first, first + len(chunk.tokens)))
+            first += len(chunk.tokens)
+        return tuple((name, torch.tensor(found, device=self.decoder.device)) for name, found in rows.items())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.scheduler.idle and not self._late
+
+    # ---- at once
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        how: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapters: Sequence[str | None] | None = None,
+    ) -> list[Answer]:
+        """Answers in the order of the prompts; with several samples a prompt, those follow each other.
+
+        Equal prompts are drawn for apart from each other, with a seed and without; with one, the call repeats.
+
+        Args:
+            adapters: Who answers each prompt; None: the model itself, all of them.
+        Raises:
+            Exception: what one request raised. Then nothing of this call goes on.
+        """
+        hows = [how or Sampling()] * len(prompts) if how is None or isinstance(how, Sampling) else list(how)
+        hows = self._seeded(hows)
+        answers: dict[int, Answer] = {}
+        try:
+            for prompt, one, adapter in zip(prompts, hows, adapters or [None] * len(prompts), strict=True):
+                for identity in self.submit(prompt, one, adapter=adapter):
+                    answers[identity] = Answer(tuple(self._tokens(prompt)))
+            for event in self.stream():
+                answer = answers[event.request]
+                answer.tokens.append(event.token)
+                answer.versions.append(event.version)
+                if event.logprob is not None:
+                    answer.logprobs.append(event.logprob)
+                    answer.tops.append(event.top or {})
+                answer.reason = event.reason or answer.reason
+        except BaseException:  # the caller gets no answer: nothing of this call goes on
+            for identity in answers:
+                self.cancel(identity)
+            self._late = [event for event in self._late if event.request not in answers]
+            raise
+        if self.tokenizer is not None:
+            stops = [one.stop for one in hows for _ in range(one.samples)]
+            for answer, stop in zip(answers.values(), stops, strict=True):
+                answer.text = _cut(self.tokenizer.decode(answer.tokens), stop)
+        return list(answers.values())
+
+    def stream(self) -> Iterator[Event]:
+        """Events until nothing is left to do."""
+        while not self.idle:
+            yield from self.step()
+
+    def weights_changed(self, version: int) -> None:
+        """Nothing that the old weights computed is used any more; running requests compute their tokens anew."""
+        self.version = version
+        self.scheduler.forget()
+
+    # ---- how
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise PlanError(
+                "a prompt of text, and no tokenizer",
+                code="inference-tokenizer",
+                fix="Pass tokens, or load(..., tokenizer=...).",
+            )
+        return list(self.tokenizer.encode(prompt))
+
+    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[Event]:
+        """The tokens that a request's rows give: the drafts as long as they are what would have been chosen, and one more.
+
+        likeliest: of each row as it is, where that is known already.
+        """
+        request, how, found = ask.request, ask.how, []
+        answer = list(request.sampled)
+        for i in range(len(logits)):
+            if likeliest and how.greedy and how.plain:
+                token = likeliest[i]
+            else:
+                row = shaped(logits[i], how, request.tokens[: request.prompt], answer)
+                token = draw(row, how, request.prompt + len(answer))
+            answer.append(token)
+            found.append(self._event(ask, token, logits[i], answer))
+            if found[-1].reason or i == len(drafts) or token != drafts[i]:
+                break
+        return found
+
+    def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> Event:
+        how, identity = ask.how, ask.request.identity
+        ends = how.stop_tokens if how.ignore_end else (*self.decoder.spec.ends, *how.stop_tokens)
+        reason: Literal["stop", "length"] | None = None
+        if token in ends or (how.stop and self._says_stop(answer, how.stop)):
+            reason = "stop"
+        elif len(answer) >= how.max_new_tokens:
+            reason = "length"
+        if how.logprobs is None:
+            return Event(identity, token, reason=reason, version=self.version)
+        logs = torch.log_softmax(logits, -1)
+        values, at = logs.topk(how.logprobs)
+        top = dict(zip(at.tolist(), values.tolist(), strict=True))
+        return Event(identity, token, float(logs[token]), top, reason, self.version)
+
+    def _says_stop(self, answer: Sequence[int], stops: tuple[str, ...]) -> bool:
+        if self.tokenizer is None:  # such a request is refused: see `check`
+            return False
+        # A stop string may begin in any earlier token; the last ones, as many as it has characters, hold it.
+        text = self.tokenizer.decode(answer[-(max(map(len, stops)) + 4) :])
+        return any(stop in text for stop in stops)
+
+    def _fork(self, ask: _Ask, logits: Tensor) -> Iterator[tuple[_Ask, Event | Exception]]:
+        """Further samples of a prompt whose last row this is, each with its first token, or why there is none."""
+        for identity, how in ask.copies.items():
+            child = _Ask(_renamed(ask.request, identity), how)
+            result: Event | Exception
+            try:
+                (result,) = self._choose(child, logits, ())
+            except Exception as error:
+                result = error
+            yield child, result
+
+    def _begin(self, children: list[tuple[_Ask, _Ask, Event | Exception]]) -> None:
+        """Samples that go on by themselves, after their first token."""
+        for parent, child, first in children:
+            parent.copies = {}
+            if isinstance(first, Event) and first.reason is None:
+                identity, prompt = child.request.identity, parent.request.prompt
+                child.request = self.scheduler.fork(parent.request, identity)
+                child.request.tokens[prompt:] = [first.token]
+                self._asks[identity] = child
+
+    def _seeded(self, hows: Sequence[Sampling]) -> list[Sampling]:
+        """Every request of a call with a seed of its own, which is the same on ranks that draw for the same requests."""
+        fresh = [draw_seed() for _ in hows]
+        group = getattr(self.decoder, "group", None)
+        draws = any(not how.greedy and how.seed is None for how in hows)
+        if draws and group is not None and group.size > 1 and self.before_step is None:
+            fresh = ds_comm.broadcast_json(fresh, group, unit="seeds")
+        return separate(hows, fresh)
+
+    def _drafts(self) -> dict[int, Sequence[int]]:
+        return {i: _guess(a.request.tokens, self.speculate) for i, a in self._asks.items() if a.request.generates}
+
+
+def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dtype: torch.dtype | None) -> None:
+    """What a decoder with states cannot do.
+
+    A state is of all its tokens: it is neither that of their beginning, nor what it was before tokens that are taken back.
+    """
+    asked = {
+        "share=True": bool(share),
+        f"speculate={speculate}": speculate > 0,
+        f"cache_dtype={cache_dtype}": cache_dtype is not None and not decoder.spec.layers,
+    }
+    wrong = [words for words, true in asked.items() if true]
+    if wrong:
+        raise UnsupportedError(
+            f"{', '.join(wrong)} for a {decoder.spec.family} model, whose layers keep states"
+            + ("" if decoder.spec.layers else " and no keys"),
+            code="inference-states",
+            fix="Leave it out: sequences are then computed whole, token after token.",
+        )
+
+
+def _sample(how: Sampling, number: int) -> Sampling:
+    """Of several samples, one."""
+    seed = draw_seed() if how.seed is None else how.seed
+    return replace(how, seed=derive_seed(seed, "sample", number), samples=1)
+
+
+def _renamed(request: Request, identity: int) -> Request:
+    """A request with the same tokens under another identity, not known to any scheduler."""
+    made = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
+    made.prompt = request.prompt
+    return made
+
+
+def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512) -> Sequence[int]:
+    """What followed the last time the last tokens stood in the sequence (prompt lookup; Saxena 2023)."""
+    first = max(0, len(tokens) - back)
+    for width in range(min(longest, len(tokens) - 1), 0, -1):
+        tail = tuple(tokens[-width:])
+        for start in range(len(tokens) - width - 1, first - 1, -1):
+            if tuple(tokens[start : start + width]) == tail:
+                return tokens[start + width : start + width + count]
+    return ()
+
+
+def _cut(text: str, stops: tuple[str, ...]) -> str:
+    at = min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))
+    return text[:at]

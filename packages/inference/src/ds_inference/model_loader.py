@@ -1,0 +1,208 @@
+"""From a folder or a module to a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import GroupLike, as_group
+from ds_config.errors import UnsupportedError
+from ds_inference.adapters import read_adapter
+from ds_inference.tensor_parallel import Cut
+from ds_inference.llm_engine import Generator, Tokenizer
+from ds_inference.families import family_of
+from ds_inference.hf_runner import ForeignDecoder, read_module
+from ds_inference.decoder_model import Decoder, replay_obstacle
+from ds_inference.packed_checkpoints import Packed, unpacked
+from ds_inference.quantize import Quantize, Weight, as_quantize, as_read, dequantised, quantised
+from ds_inference.cuda_graphs import cuda_graph
+from ds_inference.scheduler import Budget
+from ds_inference.spec import Spec
+from ds_inference.decoder_weights import Folder, read_config, read_weights
+from ds_ops.host_arena import trim
+from ds_ops.formats import QuantTensor
+
+__all__ = ["load", "read_decoder"]
+
+
+def load(
+    source: str | PathLike[str] | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    cache_tokens: int = 8192,
+    block: int = 16,
+    budget: Budget | None = None,
+    share: bool | None = None,
+    speculate: int = 0,
+    tokenizer: Tokenizer | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    quantize: Quantize | str | None = None,
+    native: bool | None = None,
+    cache_dtype: torch.dtype | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
+    group: GroupLike = None,
+    by_expert: bool = False,
+    own_forward: bool = False,
+    graphs: bool | None = None,
+) -> Generator:
+    """A generator from a folder of safetensors or a Hugging Face module.
+
+    A family that is declared (`families`) runs through this package's own forward; any other decoder through its own, slower.
+
+    Args:
+        source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
+            device agree.
+        dtype: Of weights, and of the cache unless `cache_dtype` says otherwise (int8: half of bf16); None: as they are.
+        cache_tokens: The cache holds keys and values of so many tokens, over all requests.
+        block: Tokens of a block.
+        budget, share, speculate, tokenizer: See `Generator`.
+        weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
+        quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
+        native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
+            not see later changes of a module. None: for folders, and where weights are quantised; not with adapters.
+        adapters: Names and folders of LoRA adapters that requests may ask for.
+        group: Ranks that hold each layer together; all of them call alike (`ranks`). None: this rank alone.
+        by_expert: Experts are given to the group's ranks whole, instead of being cut.
+        own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
+            parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
+        graphs: Record steps that only generate as CUDA graphs, one for each power of two of requests and of blocks, and replay them.
+            Costs the memory of a step for each; weights may change then, and not move. None: on a CUDA device, where the model can: not
+            experts, not on several ranks, not through its own forward.
+    Raises:
+        UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph");
+            this family of models is not declared, and it does not run through its own forward either
+            ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); its layers have states
+            and it shall share beginnings or speculate ("inference-states"); the folder's codes are of an unknown packing
+            ("inference-packed").
+        CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
+    """
+    decoder = read_decoder(
+        source,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        length=budget.length if budget else None,
+        quantize=quantize,
+        native=native,
+        adapters=adapters,
+        group=group,
+        by_expert=by_expert,
+        own_forward=own_forward,
+        graphs=graphs,
+    )
+    if decoder.device.type == "cpu":
+        trim()  # what reading and quantising took is free only now
+    return Generator(
+        decoder,
+        blocks=-(-cache_tokens // block),
+        size=block,
+        budget=budget,
+        share=share,
+        speculate=speculate,
+        tokenizer=tokenizer,
+        cache_dtype=cache_dtype,
+    )
+
+
+def read_decoder(
+    source: str | PathLike[str] | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    length: int | None = None,
+    quantize: Quantize | str | None = None,
+    native: bool | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
+    group: GroupLike = None,
+    by_expert: bool = False,
+    own_forward: bool = False,
+    graphs: bool | None = None,
+) -> Decoder | ForeignDecoder:
+    """The runner of a folder or module; arguments and errors are those of `load`."""
+    if isinstance(source, nn.Module):
+        config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
+        checkpoint: Mapping[str, Weight] = source.state_dict() if weights is None else weights
+    else:
+        config = read_config(source)
+        checkpoint = unpacked(Folder(source), config) if weights is None else weights
+    how = as_quantize(quantize)
+    wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group, "graphs": graphs}
+    more = [name for name, value in wanted.items() if value]
+    if own_forward:
+        if more:
+            raise UnsupportedError(
+                f"{', '.join(more)} for a module that runs through its own forward",
+                code="inference-foreign",
+                fix="Leave own_forward out, or these.",
+            )
+        return ForeignDecoder(read_module(source, dtype, device, weights))
+    try:
+        family = family_of(config)
+        spec: Spec = family.spec(config)
+    except UnsupportedError:
+        if more:
+            raise
+        return ForeignDecoder(read_module(source, dtype, device, weights))
+
+    if native and adapters:
+        raise UnsupportedError(
+            "the native loop with adapters",
+            code="inference-native",
+            fix="Leave native out.",
+        )
+    place = None if group is None else as_group(group)
+    cut = None if place is None or place.size == 1 else Cut(spec, place.rank, place.size, by_expert)
+    if dtype is None and isinstance(checkpoint, Packed):
+        dtype = checkpoint.dtype
+
+    def keep(role: str, weight: Weight) -> Weight | None:
+        if cut is not None:
+            part = cut.part(role, dequantised(weight))
+            if part is None:
+                return None
+            weight = part
+        elif how is None and isinstance(weight := as_read(role, weight), QuantTensor):
+            return weight
+        tensor = dequantised(weight)
+        wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
+        whole = tensor.detach().to(device=device, dtype=wanted)
+        return whole.contiguous() if how is None else quantised(role, whole, how)
+
+    sources = family.sources(config)
+    usual = how is not None or not isinstance(source, nn.Module)
+    read = read_weights(spec, sources, checkpoint, keep)
+    there = cast("Tensor", read["embed.weight"]).device.type == "cuda"
+    if graphs and not there:
+        raise UnsupportedError(
+            "CUDA graphs for a model that is not on a CUDA device",
+            code="inference-cuda-graph",
+            fix="Leave graphs (enable_cuda_graph) out, or load the model onto a CUDA device.",
+        )
+    recorded = there if graphs is None else graphs
+    if graphs is None and replay_obstacle(spec, cut is not None):
+        recorded = False
+    decoder = Decoder(
+        spec if cut is None else cut.spec(),
+        read,
+        None if length is None else min(length, spec.longest),
+        native=native if native is not None else usual and not adapters,
+        rounded=how is not None and how.activations == "int8",
+        cut=cut,
+        group=place,
+        record=cuda_graph() if recorded else None,
+    )
+    for name, folder in (adapters or {}).items():
+        if cut is not None:
+            raise UnsupportedError(
+                f"adapter {name!r} on {cut.size} ranks",
+                code="inference-adapter",
+                fix="Use one rank, or merge the adapter.",
+            )
+        decoder.adapters[name] = read_adapter(folder, spec, sources, decoder.dtype, decoder.device)
+    return decoder

@@ -1,0 +1,69 @@
+"""Ranks that generate together: sums of what each computes, and one that leads while the others follow.
+
+Two ways to drive them. All ranks call `generate` with the same requests: the scheduler, the sums and the draws are the same
+everywhere, so nothing else is said. Or one rank has the requests (a server): it says each step to the others before it computes it.
+
+    engine = load(folder, group=ds_comm.world_group())
+    if rank == 0:
+        with leading(engine): ...        # submit, step, serve
+    else:
+        follow(engine)                   # returns when the leader is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ds_comm
+from ds_inference.paged_attention import make_batch
+from ds_inference.llm_engine import Generator
+from ds_inference.scheduler import Chunk, StepPlan
+
+__all__ = ["follow", "leading"]
+
+_LONG = 10.0 * 365 * 86400
+
+
+@contextmanager
+def leading(engine: Generator) -> Iterator[None]:
+    """Every step that `engine` computes meanwhile is said to the other ranks of its group, which `follow`.
+
+    Others wait for this rank as long as it has nothing to do; if it ends, they do, with an error that says so.
+    """
+    group = engine.decoder.group
+
+    def tell(plan: StepPlan) -> None:
+        ds_comm.broadcast_json(_said(plan), group, unit="step")
+
+    engine.before_step = tell
+    try:
+        with ds_comm.patience(_LONG):
+            yield
+        ds_comm.broadcast_json(None, group, unit="step")
+    finally:
+        engine.before_step = None
+
+
+def follow(engine: Generator) -> None:
+    """Compute what the first rank of the group says, until it says no more."""
+    group = engine.decoder.group
+    while (said := ds_comm.broadcast_json(None, group, unit="step")) is not None:
+        plan = _heard(said)
+        batch, _ = make_batch(plan.chunks, engine.cache.size, engine.decoder.device)
+        engine.cache.copy(plan.copies)
+        engine.decoder.forward(batch, engine.cache)
+
+
+def _said(plan: StepPlan) -> dict[str, Any]:
+    chunks = [[c.request, list(c.tokens), c.start, list(c.blocks), c.outputs] for c in plan.chunks]
+    return {"chunks": chunks, "copies": [list(pair) for pair in plan.copies]}
+
+
+def _heard(said: dict[str, Any]) -> StepPlan:
+    chunks = [
+        Chunk(request, tuple(tokens), start, tuple(blocks), outputs)
+        for request, tokens, start, blocks, outputs in said["chunks"]
+    ]
+    return StepPlan(tuple(chunks), tuple((a, b) for a, b in said["copies"]))

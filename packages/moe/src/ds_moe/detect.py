@@ -1,0 +1,194 @@
+"""Finding the blocks with experts in a model that was written for one rank, and saying what each of them is. Changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ds_config.errors import PlanError
+from ds_moe.config import ExpertParallelConfig
+from ds_moe.moe_families import FAMILIES, Family, family_of
+from ds_moe.packed_block import held_experts
+from ds_moe.module_list_block import Parts
+from ds_moe.selection import Selection
+
+__all__ = ["Found", "recognise"]
+
+_ROUTERS = ("gate", "router")
+_SHARED = ("shared_expert", "shared_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One block.
+
+    Attributes:
+        name: Of what is replaced: the experts of a packed block, the whole of a listed one and of one that only holds weights.
+        experts: Their number.
+        family: What it is of; None for a user's pattern.
+        rule: How its router chooses; None if that is unknown; only replay needs it.
+        router: Name of the router.
+        parts: Of a block that is replaced whole; None for packed experts.
+    """
+
+    name: str
+    experts: int
+    family: Family | None
+    rule: Selection | None
+    router: str
+    parts: Parts | None = None
+
+
+def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool = True) -> tuple[Found, ...]:
+    """The blocks of `model`.
+
+    Args:
+        section: A preset, names and patterns; what is None is found.
+        required: Whether it is an error if there is none.
+
+    Raises:
+        PlanError: there is none, a block has something that cannot be cut, or the configuration names another router than the
+            family has ("moe-model", "moe-router").
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    family = _family(section, config)
+    pattern = re.compile(section.moe_layer_pattern) if section.moe_layer_pattern else None
+    found: list[Found] = []
+    for name, block in model.named_modules():
+        if pattern is not None and not pattern.search(name):
+            continue
+        if any(name.startswith(f"{other.name}.") for other in found):
+            continue
+        one = _look(name, block, section)
+        if one is not None:
+            found.append(one)
+    if not found and not required:
+        return ()
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__} (model_type {getattr(config, 'model_type', None)!r}) has no block of experts that can be cut"
+            + (f", none that {section.moe_layer_pattern!r} matches" if pattern else ""),
+            code="moe-model",
+            fix="Set expert_parallel.moe_layer_pattern, expert_pattern and router_pattern to the names of its parts, or leave "
+            "expert_parallel out. Packed experts of transformers 5 and ModuleLists of experts are known.",
+        )
+    rule = _rule(section, family, config, found[0].experts)
+    return tuple(_complete(one, family, rule) for one in found)
+
+
+def _family(section: ExpertParallelConfig, config: Any) -> Family | None:
+    if section.preset_model is None:
+        return family_of(config)
+    if section.preset_model not in FAMILIES:
+        raise PlanError(
+            f"preset_model {section.preset_model!r}",
+            code="moe-model",
+            fix=f"Use one of {sorted(FAMILIES)}, or leave it out: families are recognised.",
+        )
+    return FAMILIES[section.preset_model]
+
+
+def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> Found | None:
+    """What `block` is, by its parts; None if it is no block of experts."""
+    children = dict(block.named_children())
+    experts = children.get(section.expert_pattern or "experts")
+    router = next((r for r in _names(section.router_pattern, _ROUTERS) if r in children), None)
+    if experts is None or router is None:
+        return None
+    if isinstance(experts, nn.ModuleList):
+        kinds = {type(expert) for expert in experts}
+        if len(experts) < 2 or len(kinds) != 1:
+            return None
+        shared = next((s for s in _names(section.shared_experts_pattern, _SHARED) if s in children), None)
+        gates = _names(section.shared_experts_gate_pattern, ("shared_expert_gate",))
+        gate = next((g for g in gates if g in children), None)
+        known = {router, section.expert_pattern or "experts", shared, gate}
+        strange = [child for child, module in children.items() if child not in known and list(module.parameters())]
+        if strange or (section.has_shared_experts is not None and section.has_shared_experts != (shared is not None)):
+            raise PlanError(
+                f"{name}: a block with experts has parts {sorted(children)}; of {strange or shared} it is not known what they do",
+                code="moe-model",
+                fix="Name shared experts and their gate in expert_parallel, or leave this block out of moe_layer_pattern.",
+            )
+        parts = Parts(router, section.expert_pattern or "experts", shared, gate)
+        return Found(name, len(experts), None, None, router, parts)
+    held = held_experts(experts, children[router])
+    others = [
+        c for c in children if c not in (router, section.expert_pattern or "experts") and list(children[c].parameters())
+    ]
+    if held and not others:
+        return Found(name, held, None, None, router, Parts(router, section.expert_pattern or "experts"))
+    packed = [p for p in experts.parameters(recurse=False) if p.dim() == 3]
+    if not packed or not hasattr(experts, "has_gate"):
+        return None
+    count = packed[0].shape[0]
+    return Found(
+        f"{name}.{section.expert_pattern or 'experts'}".lstrip("."), count, None, None, f"{name}.{router}".lstrip(".")
+    )
+
+
+def _names(given: str | None, usual: tuple[str, ...]) -> Iterator[str]:
+    yield from ((given,) if given is not None else usual)
+
+
+def _complete(found: Found, family: Family | None, rule: Selection | None) -> Found:
+    if found.parts is not None and rule is None:
+        raise PlanError(
+            f"{found.name}: a block with a list of experts, or their weights alone, of a family that is not known; how does its router choose?",
+            code="moe-router",
+            fix="Set expert_parallel.top_k and score_func (and route_norm, route_scale, num_expert_groups if it has them).",
+        )
+    return replace(found, family=family, rule=rule)
+
+
+def _rule(section: ExpertParallelConfig, family: Family | None, config: Any, experts: int) -> Selection | None:
+    """The router's rule: the family's, which the section must not contradict; else what the section says."""
+    said: dict[str, Any] = {}
+    if section.top_k != "auto":
+        said["k"] = section.top_k
+    elif section.top_k_attr is not None:
+        said["k"] = int(_attr(config, section.top_k_attr))
+    if section.score_func != "auto":
+        said["score"] = section.score_func
+    if section.route_norm is not None:
+        said["normalize"] = section.route_norm
+    if section.routed_scaling_factor != "auto":
+        said["scale"] = section.routed_scaling_factor
+    elif section.route_scale != 1.0:
+        said["scale"] = section.route_scale
+    if section.num_expert_groups is not None:
+        said |= {"groups": section.num_expert_groups, "limited_groups": section.num_limited_groups}
+    count = int(_attr(config, section.num_experts_attr)) if section.num_experts_attr is not None else experts
+    wrong = [] if count == experts else [f"{section.num_experts_attr} = {count}, and there are {experts} experts"]
+    if family is None:
+        if wrong:
+            raise _disagree(wrong)
+        return Selection(**said) if "k" in said else None
+    rule = family.selection(config)
+    wrong += [
+        f"{key} = {value}, and the router of {family.name} has {getattr(rule, key)}"
+        for key, value in said.items()
+        if getattr(rule, key) != value
+    ]
+    if wrong:
+        raise _disagree(wrong)
+    return rule
+
+
+def _attr(config: Any, name: str) -> Any:
+    if not hasattr(config, name):
+        raise _disagree([f"the model's configuration has no {name!r}"])
+    return getattr(config, name)
+
+
+def _disagree(wrong: list[str]) -> PlanError:
+    return PlanError(
+        "expert_parallel speaks of another router than the model has:\n  " + "\n  ".join(wrong),
+        code="moe-router",
+        fix="Leave these keys out: the model's own router stays. Change the model's configuration to change it.",
+    )

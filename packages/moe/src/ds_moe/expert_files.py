@@ -1,0 +1,185 @@
+"""Experts from safetensors into this rank's shards, and back out under a family's own names.
+
+Families have two layouts: *packed*, as the weights are in memory ([E, ...] each), and *listed*, a name for each expert and matrix, which is what
+most files on the hub have. Reading finds out which one a file has. Only bytes of this rank's experts are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ds_comm import assignment_of
+from ds_config.errors import CheckpointError
+from ds_moe.autoep import Cut
+from ds_moe.moe_families import Family
+from ds_moe.packed_experts import PackedExperts, gather_experts
+from ds_moe.detect import Found
+
+__all__ = ["load_experts", "whole_state"]
+
+
+def load_experts(cut: Cut, path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Fill the experts of a model that was cut; before ZeRO. Also of a model on the meta device: experts get memory here.
+
+    Args:
+        path: A folder with `*.safetensors` (and an index), or one such file.
+    Returns: Names in files that were read. The rest of the model is not touched.
+
+    Raises:
+        CheckpointError: a name is missing or has another shape ("moe-files").
+    Cost: this rank's experts are read once; no communication.
+    """
+    used: list[str] = []
+    with ExitStack() as stack:
+        files = _Files(Path(path), stack)
+        for one in cut.found:
+            layer = cut.layers[one.name]
+            for name, param in layer.named_parameters():
+                if isinstance(layer, PackedExperts) and "." not in name:
+                    value, names = _packed(files, one, name, param)
+                elif one.parts is not None and name.startswith(f"{one.parts.experts}."):
+                    full = assignment_of(param).name or f"{one.name}.{name}"
+                    value, names = files.part(full, None), [full]
+                else:
+                    continue
+                if value.shape != param.shape:
+                    raise _broken(
+                        f"{names[0]} gives {tuple(value.shape)}, and {one.name}.{name} is {tuple(param.shape)}"
+                    )
+                if param.is_meta:
+                    param.data = torch.empty_like(param, device="cpu")
+                param.detach().copy_(value)
+                used += names
+    return tuple(used)
+
+
+def whole_state(cut: Cut, *, listed: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the whole model, all experts included, on every rank; one layer at a time. Collective.
+
+    Args:
+        listed: Experts by names of their own, as the family's files on the hub have them, where the family does that.
+    Parameters must be whole: within `ds_zero.GatheredParameters` or after `close()`.
+    """
+    packed = {
+        id(param): (one, name)
+        for one in cut.found
+        if one.parts is None
+        for name, param in cut.layers[one.name].named_parameters(recurse=False)
+    }
+    state = cut.model.state_dict(keep_vars=True)
+    local = [f"{one.name}.{one.parts.experts}." for one in cut.found if one.parts is not None]
+    for name, value in state.items():
+        if any(name.startswith(prefix) for prefix in local):
+            yield from _everyones(cut, name, value)
+        elif id(value) not in packed:
+            yield name, value.detach()
+        else:
+            one, key = packed[id(value)]
+            whole = gather_experts(value, cut.places)
+            files = one.family.files if listed and one.family is not None else ()
+            yield from _listed(one, key, whole, files) if files else [(name, whole)]
+
+
+def _everyones(cut: Cut, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """An expert of a list: this rank's and its peers' in the expert group, each under its number among all."""
+    mine = assignment_of(value).name or name
+    before, number, after = _numbered(name, mine)
+    group = cut.places.expert
+    layer = next(layer for at, layer in cut.layers.items() if name.startswith(f"{at}."))
+    each = layer.num_experts // group.size
+    all_of_them = gather_experts(value.detach()[None], cut.places)
+    for rank in range(group.size):
+        yield f"{before}{rank * each + number % each}{after}", all_of_them[rank]
+
+
+def _numbered(name: str, logical: str) -> tuple[str, int, str]:
+    """A logical name cut at the expert's number, which is where `name` has the number on this rank."""
+    parts, own = logical.split("."), name.split(".")
+    at = next((i for i, (a, b) in enumerate(zip(parts, own, strict=True)) if a != b), None)
+    if at is None:
+        at = max(i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[:at]) + ".", int(parts[at]), "." + ".".join(parts[at + 1 :])
+
+
+def _packed(files: _Files, one: Found, name: str, param: Tensor) -> tuple[Tensor, list[str]]:
+    """This rank's part of one packed weight, from a packed or a listed file."""
+    box = assignment_of(param).box
+    first = 0 if box is None else box.offset[0]
+    full = f"{one.name}.{name}"
+    if files.has(full):
+        return files.part(full, slice(first, first + param.shape[0])), [full]
+    family = one.family
+    if family is None or not family.files or name not in ("gate_up_proj", "up_proj", "down_proj"):
+        raise _broken(f"no {full} in {files.path}")
+    wanted = {"gate_up_proj": family.files[:2], "up_proj": family.files[1:2], "down_proj": family.files[2:]}[name]
+    stem = _in_files(one.name, family)
+    names = [f"{stem}.{e}.{w}" for e in range(first, first + param.shape[0]) for w in wanted]
+    each = len(wanted)
+    matrices = [torch.cat([files.part(n, None) for n in names[i : i + each]]) for i in range(0, len(names), each)]
+    return torch.stack(matrices), names
+
+
+def _listed(one: Found, key: str, whole: Tensor, files: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    stem = _in_files(one.name, one.family)
+    for number, matrix in enumerate(whole):
+        if key == "gate_up_proj":
+            gate, up = matrix.chunk(2)
+            yield f"{stem}.{number}.{files[0]}", gate.contiguous()
+            yield f"{stem}.{number}.{files[1]}", up.contiguous()
+        else:
+            yield f"{stem}.{number}.{files[1 if key == 'up_proj' else 2]}", matrix.contiguous()
+
+
+def _in_files(name: str, family: Family | None) -> str:
+    if family is None or family.block_in_files is None:
+        return name
+    memory, files = family.block_in_files
+    return name.replace(f".{memory}.", f".{files}.")
+
+
+class _Files:
+    """Tensors of a folder of safetensors, opened when they are needed."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path, self._stack = path, stack
+        self._open: dict[Path, Any] = {}
+        index = path / "model.safetensors.index.json"
+        if path.is_file():
+            self._where = dict.fromkeys(self._file(path).keys(), path)
+        elif index.exists():
+            self._where = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        else:
+            self._where = {name: f for f in sorted(path.glob("*.safetensors")) for name in self._file(f).keys()}  # noqa: SIM118
+        if not self._where:
+            raise _broken(f"no safetensors in {path}")
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def part(self, name: str, rows: slice | None) -> Tensor:
+        """A tensor, or rows of it."""
+        if name not in self._where:
+            raise _broken(f"no {name} in {self.path}")
+        view = self._file(self._where[name]).get_slice(name)
+        value: Tensor = view[:] if rows is None else view[rows.start : rows.stop]
+        return value
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path]
+
+
+def _broken(message: str) -> CheckpointError:
+    return CheckpointError(
+        message, code="moe-files", fix="Load files of the same model, with its experts packed or listed."
+    )

@@ -1,0 +1,145 @@
+"""Where experts are: which ranks share one copy of all of them, and which hold the same ones.
+
+Words: the *batch ranks* of a stage and tensor slice are those that the batch is split over (data and sequence). They are cut into
+*expert groups* of `ep_size` ranks, each with one copy of all experts, rank r of a group holding experts r * E / ep_size and on.
+A *data group* are the ranks with the same experts. *Holders* are the ranks over which a gradient of experts is summed: the
+data group, and its tensor-parallel peers if those have a part of the tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ds_comm import Family, Group, Mesh, MeshSpec, drop_group, new_group, single_group, world_group
+from ds_config.errors import PlanError
+from ds_moe.shm_dispatch import Windows
+
+__all__ = ["Places", "Ranks", "make_places", "place_ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The groups of `place_ranks`: lists of ranks of the world, each group in order."""
+
+    expert: tuple[tuple[int, ...], ...]
+    data: tuple[tuple[int, ...], ...]
+    holders: tuple[tuple[int, ...], ...]
+    tensor: tuple[tuple[int, ...], ...]
+
+
+def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> Ranks:
+    """Cut the ranks of a mesh into expert groups. Pure arithmetic.
+
+    Args:
+        data_first: Ranks with the same experts are neighbours, not those with different ones.
+
+    Raises:
+        PlanError: ep_size does not divide the batch ranks ("moe-places").
+    """
+    expert, data = [], []
+    for batch in spec.groups("gradient"):
+        if ep_size < 1 or len(batch) % ep_size:
+            raise PlanError(
+                f"expert groups of {ep_size} ranks, and the batch is split over {len(batch)} ranks",
+                code="moe-places",
+                fix="Use an expert degree (ep_size, autoep_size) that divides the data- and sequence-parallel ranks.",
+            )
+        copies = len(batch) // ep_size
+        near = (
+            [batch[i * ep_size : (i + 1) * ep_size] for i in range(copies)],
+            [batch[j::ep_size] for j in range(ep_size)],
+        )
+        far = [batch[i::copies] for i in range(copies)], [batch[j * copies : (j + 1) * copies] for j in range(ep_size)]
+        groups, twins = far if data_first else near
+        expert += groups
+        data += twins
+    tensor = spec.groups("tensor")
+    peers = {rank: group for group in tensor for rank in group}
+    holders = {tuple(sorted(r for rank in group for r in peers[rank])) for group in data}
+    return Ranks(tuple(expert), tuple(data), tuple(sorted(holders)), tuple(tensor))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """This rank's groups.
+
+    Attributes:
+        expert: Share one copy of all experts.
+        data: Hold the same experts.
+        holders: Sum gradients of experts.
+        tensor: Have the same tokens.
+        made: What was made for this alone.
+        windows: Memory that the ranks of `expert` share, where they can.
+    """
+
+    expert: Group
+    data: Group
+    holders: Group
+    tensor: Group
+    made: tuple[Group, ...] = ()
+    windows: Windows = field(default_factory=Windows)
+
+    @property
+    def family(self) -> Family:
+        """What ds-zero needs to know of the experts."""
+        return Family(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
+
+    def local(self, experts: int) -> range:
+        """The experts of this rank.
+
+        Raises:
+            PlanError: they cannot be cut evenly ("moe-places").
+        """
+        if experts % self.expert.size:
+            raise PlanError(
+                f"{experts} experts over {self.expert.size} ranks",
+                code="moe-places",
+                fix="Use an expert degree (ep_size, autoep_size) that divides the number of experts.",
+            )
+        each = experts // self.expert.size
+        return range(self.expert.rank * each, (self.expert.rank + 1) * each)
+
+    def close(self) -> None:
+        """End the groups that were made for this. Collective over them."""
+        self.windows.close()
+        for group in self.made:
+            drop_group(group)
+
+
+def alone() -> Places:
+    """One rank, all experts."""
+    one = single_group("expert", world_group().global_rank)
+    return Places(one, one, one, one)
+
+
+def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = False) -> Places:
+    """Make this rank's groups. Collective over the world; groups that the mesh has are used.
+
+    Args:
+        mesh: None: all ranks split the batch.
+
+    Raises:
+        PlanError: ep_size does not divide the ranks that the batch is split over ("moe-places").
+    """
+    world = world_group()
+    spec = MeshSpec(data_shard=world.size) if mesh is None else mesh.spec
+    ranks = place_ranks(spec, ep_size, data_first=data_first)
+    known = {} if mesh is None else {group.ranks: group for group in mesh.values()}
+    shared = set() if mesh is None else {group for name in mesh for group in spec.groups(name)}
+    made: dict[tuple[int, ...], Group | None] = {}
+
+    def own(name: str, groups: Iterable[tuple[int, ...]]) -> Group:
+        mine = next(group for group in groups if world.global_rank in group)
+        for group in groups:  # every rank makes every group, in one order
+            if group not in made and group not in shared:
+                made[group] = new_group(group, name)
+        found = known.get(mine) or made.get(mine)
+        if found is None:
+            raise RuntimeError(f"no group {name} of {mine}")
+        return Group(name, found.ranks, found.rank, found.link)
+
+    expert, data = own("expert", ranks.expert), own("data", ranks.data)
+    holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
+    mine = tuple(g for g in made.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
+    return Places(expert, data, holders, tensor, made=mine)

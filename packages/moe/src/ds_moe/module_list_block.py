@@ -1,0 +1,115 @@
+"""Blocks of the older kind: a linear router, a list of expert modules, perhaps experts for all tokens. Here they run over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import Assignment, assign
+from ds_config.errors import PlanError
+from ds_moe.dispatch import Rows
+from ds_moe.experts import each
+from ds_moe.moe_layer import RoutingOptions, route_through
+from ds_moe.load import Load
+from ds_moe.expert_groups import Places, alone
+from ds_moe.router_replay import _Track
+from ds_moe.router_output import wide
+from ds_moe.selection import Selection, select
+
+__all__ = ["ListedBlock", "Parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Names of what a block consists of.
+
+    Attributes:
+        router: A linear [experts, width].
+        experts: A ModuleList.
+        shared: Experts for all tokens; None if there are none.
+        shared_gate: A linear [1, width] whose sigmoid weighs them.
+    """
+
+    router: str
+    experts: str
+    shared: str | None = None
+    shared_gate: str | None = None
+
+
+class ListedBlock(nn.Module):
+    """A block of which each rank has some experts. Modules and names are those of the block that it replaces.
+
+    Args:
+        original: The block.
+        parts: What it consists of.
+        rule: How its router chooses.
+        returns_logits: Whether it returns (output, router logits [T, E]), or the output alone.
+    """
+
+    def __init__(self, original: nn.Module, parts: Parts, rule: Selection, returns_logits: bool) -> None:
+        super().__init__()
+        self.original, self.parts, self.rule, self.returns_logits = (original,), parts, rule, returns_logits
+        for name in (parts.router, parts.experts, parts.shared, parts.shared_gate):
+            if name is not None:
+                self.add_module(name, original.get_submodule(name))
+        self.num_experts, self.ep_size = len(list(self.get_submodule(parts.experts).children())), 1
+        rule.check(self.num_experts)
+        router = self.get_submodule(parts.router)
+        weight = getattr(router, "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape[0] != self.num_experts:
+            raise PlanError(
+                f"router {parts.router!r} has a weight of shape {None if weight is None else tuple(weight.shape)} "
+                f"for {self.num_experts} experts",
+                code="moe-model",
+                fix="Name the block's router in expert_parallel.router_pattern.",
+            )
+        self.places: Places | None = alone()
+        self.how = RoutingOptions()
+        self.load = Load()
+        self.track: _Track | None = None
+
+    def settle(self, places: Places, name: str) -> None:
+        """Keep this rank's experts only. No communication."""
+        mine = places.local(self.num_experts)
+        everyone = list(self.get_submodule(self.parts.experts).children())
+        experts = everyone[mine.start : mine.stop]
+        for other in everyone[: mine.start] + everyone[mine.stop :]:
+            for param in other.parameters():
+                param.data = param.new_empty(0)  # the block that was replaced keeps the module, not the memory
+        self.add_module(self.parts.experts, nn.ModuleList(experts))
+        family = places.family if places.holders.size * places.expert.size > 1 else None
+        for number, expert in zip(mine, experts, strict=True):
+            for rest, param in expert.named_parameters():
+                assign(param, Assignment(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip(".")))
+                param.allreduce = False  # type: ignore[attr-defined]
+                param.group_name = f"ep_size_{places.expert.size}"  # type: ignore[attr-defined]
+        self.places, self.ep_size = places, places.expert.size
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., n] to [..., n]."""
+        if self.places is None:
+            raise PlanError("these experts were undone", code="moe-places", fix="Build the engine again.")
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        router = self.get_submodule(self.parts.router)
+        weight, bias = cast(Tensor, router.weight), cast(Tensor | None, getattr(router, "bias", None))
+        logits = nn.functional.linear(wide(x), wide(weight), None if bias is None else wide(bias))
+        correction = getattr(router, "e_score_correction_bias", None)
+        given = None if self.track is None else self.track.given(x.shape[0])
+        routed = select(logits, self.rule, correction, experts=given)
+        if self.track is not None:
+            self.track.took(routed.experts)
+        self.load.note(routed)
+        out = route_through(x, routed, self._compute, self.places, self.how).to(x.dtype)
+        if self.parts.shared is not None:
+            shared = self.get_submodule(self.parts.shared)(x)
+            if self.parts.shared_gate is not None:
+                shared = torch.sigmoid(self.get_submodule(self.parts.shared_gate)(x)) * shared
+            out = out + shared
+        out = out.reshape(hidden_states.shape)
+        return (out, logits.to(x.dtype)) if self.returns_logits else out
+
+    def _compute(self, x: Tensor, rows: Rows) -> Tensor:
+        return each(self.get_submodule(self.parts.experts).children(), x, rows)

@@ -1,0 +1,228 @@
+"""The layer: a gate, experts on one rank or several, and the sum. Signatures and parameter names are DeepSpeed's.
+
+    layer = MoE(hidden_size=64, expert=mlp, num_experts=8, ep_size=2, k=2)
+    place(model)                                  # once, before ZeRO; an engine does it
+    output, loss, counts = layer(hidden_states)   # add a small multiple of loss to the model's
+
+A layer with `ep_size` 1 needs no `place`: all ranks have all experts. With capacity (`drop_tokens`) the same tokens are dropped as there, but
+nothing is padded, and the experts of a rank never see a row that counts for nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm import all_gather_single, differentiable
+from ds_config.errors import CommError, PlanError
+from ds_moe.dispatch import Compute, through_experts
+from ds_moe.experts import Experts
+from ds_moe.gates import GateRule, Noise, gate
+from ds_moe.load import Load
+from ds_moe.noise import Stream, jitter
+from ds_moe.expert_groups import Places, alone
+from ds_moe.router_replay import _Track
+from ds_moe.router_output import Routed, wide
+
+__all__ = ["MOELayer", "MoE", "TopKGate", "route_through"]
+
+
+class TopKGate(nn.Module):
+    """Logits of a bias-free linear in at least fp32, and a gate over them.
+
+    Args:
+        model_dim: Width of the input.
+        rule: What the gate does in training.
+        eval_capacity_factor: Instead of the rule's factor outside training, where there is no noise either.
+    """
+
+    def __init__(self, model_dim: int, num_experts: int, rule: GateRule, eval_capacity_factor: float = 1.0) -> None:
+        super().__init__()
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.rule, self.name = rule, "moe.gate"
+        self._eval_rule = replace(rule, capacity_factor=eval_capacity_factor, noise=None)
+        self.track: _Track | None = None
+
+    def forward(self, x: Tensor, used_token: Tensor | None = None) -> Routed:
+        """Route tokens x [T, n]; `used_token` as in `ds_moe.gate`."""
+        rule, stream = self.rule if self.training else self._eval_rule, Stream(self.name)
+        with torch.autocast(x.device.type, enabled=False):
+            x = wide(x)
+            if rule.noise == "Jitter":
+                x = jitter(x, stream)
+            logits = nn.functional.linear(x, self.wg.weight.to(x.dtype))
+        given = None if self.track is None else self.track.given(x.shape[0])
+        routed = gate(logits, rule, stream, used_token, experts=given)
+        if self.track is not None:
+            self.track.took(routed.experts)
+        return routed
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How a layer's tokens go through its experts.
+
+    Attributes:
+        weigh_first: Weigh what goes into experts.
+        split: Tensor-parallel ranks, which have the same tokens, take a part of them each.
+        compare: Compare the routing of tensor-parallel ranks in every forward, which reads the device.
+    """
+
+    weigh_first: bool = False
+    split: bool = True
+    compare: bool = False
+
+
+def route_through(x: Tensor, routed: Routed, compute: Compute, places: Places, how: RoutingOptions) -> Tensor:
+    """`through_experts`, for ranks that may have the same tokens as their tensor-parallel peers.
+
+    Raises:
+        CommError: those peers routed differently and `how.compare` ("moe-routing-differs").
+    """
+    tensor = places.tensor
+    if how.compare and tensor.size > 1:
+        _compare(routed, places)
+    if tensor.size == 1 or not how.split:
+        return through_experts(x, routed, compute, places, weigh_first=how.weigh_first)
+    base, more = divmod(x.shape[0], tensor.size)
+    sizes = [base + (rank < more) for rank in range(tensor.size)]
+    start = sum(sizes[: tensor.rank])
+    part = replace(
+        routed,
+        experts=routed.experts[start : start + sizes[tensor.rank]],
+        weights=differentiable.split(routed.weights, tensor, 0, sizes, unit="moe weights"),
+        kept=None if routed.kept is None else routed.kept[start : start + sizes[tensor.rank]],
+    )
+    mine = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
+    out = through_experts(mine, part, compute, places, weigh_first=how.weigh_first)
+    return cast(Tensor, differentiable.gather(out, tensor, 0, sizes, unit="moe tokens"))
+
+
+def _compare(routed: Routed, places: Places) -> None:
+    flat = routed.experts.reshape(-1)
+    place = torch.arange(1, flat.numel() + 1, device=flat.device)
+    digest = torch.stack((((flat + 1) * place * 0x9E3779B1).sum(), flat.sum(), place.new_tensor(flat.numel())))
+    told = digest.new_empty((places.tensor.size, 3))
+    all_gather_single(told, digest, group=places.tensor, unit="moe routing")
+    if (told != told[0]).any():
+        raise CommError(
+            f"ranks {places.tensor.ranks} have the same tokens and route them differently (digests {told[:, 0].tolist()})",
+            code="moe-routing-differs",
+            fix="Seed noise and dropout alike on tensor-parallel ranks, and keep routers replicated.",
+        )
+
+
+class MOELayer(nn.Module):
+    """A gate and the experts of this rank.
+
+    Attributes:
+        places: Where the experts are; None until `place`, where they are on several ranks.
+        load: How they are loaded.
+    """
+
+    def __init__(self, gate_: TopKGate, experts: nn.Module, num_experts: int, ep_size: int) -> None:
+        super().__init__()
+        self.gate, self.experts = gate_, experts
+        self.num_experts, self.ep_size = num_experts, ep_size
+        self.places: Places | None = alone() if ep_size == 1 else None
+        self.how = RoutingOptions()
+        self.load = Load()
+        self.l_aux: Tensor | None = None
+        self.exp_counts: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+        """[..., n] to [..., m]; leaves `l_aux` and `exp_counts`."""
+        if self.places is None:
+            raise PlanError(
+                f"{self.num_experts} experts are to be on {self.ep_size} ranks, and nobody said on which",
+                code="moe-places",
+                fix="Call ds_moe.place(model) on all ranks before the first forward (and before ds_zero.shard).",
+            )
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        used = None if used_token is None else used_token.reshape(-1)
+        routed = self.gate(x, used)
+        self.load.note(routed)
+        self.l_aux, self.exp_counts = routed.loss, routed.counts
+        out = route_through(x, routed, self.experts, self.places, self.how)
+        return out.reshape(*hidden_states.shape[:-1], out.shape[-1])
+
+
+class MoE(nn.Module):
+    """Mixture of experts, with DeepSpeed's parameters.
+
+    Args:
+        hidden_size: Width of the input.
+        expert: Copied for each local expert; maps [rows, hidden_size] to the same.
+        num_experts: On all ranks together.
+        ep_size: Ranks that share one copy of all experts.
+        k: Choices a token.
+        capacity_factor, eval_capacity_factor, min_capacity: See `GateRule`.
+        use_residual: Add the output of one more expert that sees all tokens, mixed by two learned coefficients
+            (Rajbhandari et al. 2022).
+        noisy_gate_policy: None, "Jitter" or "RSample".
+        drop_tokens: False: no capacity; no token is dropped, and no rank waits to agree on one.
+        use_rts: k = 1: a full expert keeps tokens by lot.
+        use_tutel: Accepted with a warning: there is nothing it could make faster here.
+        enable_expert_tensor_parallelism: The expert module is cut over tensor-parallel ranks itself, so each of those sees all rows.
+        top2_2nd_expert_sampling: k = 2: draw the second expert.
+
+    Raises:
+        PlanError: ep_size does not divide num_experts ("moe-places"); k, factors or the policy make no sense ("moe-routing").
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
+            raise PlanError(
+                f"{num_experts} experts over expert groups of {ep_size} ranks",
+                code="moe-places",
+                fix="Use an ep_size that divides num_experts.",
+            )
+        if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+            raise PlanError(
+                f"noisy_gate_policy {noisy_gate_policy!r}", code="moe-routing", fix='Use None, "Jitter" or "RSample".'
+            )
+        if use_tutel:
+            warnings.warn("use_tutel changes nothing: no token is padded and no one-hot is made here", stacklevel=2)
+        noise = cast(Noise, None if noisy_gate_policy == "None" else noisy_gate_policy)
+        rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, use_rts, noise, top2_2nd_expert_sampling)
+        self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
+        self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
+        experts = Experts(expert, self.num_local_experts, self.expert_group_name)
+        router = TopKGate(hidden_size, num_experts, rule, eval_capacity_factor)
+        self.deepspeed_moe = MOELayer(router, experts, num_experts, ep_size)
+        self.deepspeed_moe.how = replace(self.deepspeed_moe.how, split=not enable_expert_tensor_parallelism)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [..., hidden_size], the balance loss (scalar with gradient), and choices of each expert (int64 [E])."""
+        layer = self.deepspeed_moe
+        out = layer(hidden_states, used_token)
+        if self.use_residual:
+            other = self.mlp(hidden_states)
+            mix = torch.softmax(self.coefficient(hidden_states), -1)
+            out = out * mix[..., 0:1] + (other[0] if isinstance(other, tuple) else other) * mix[..., 1:]
+        return out, cast(Tensor, layer.l_aux), cast(Tensor, layer.exp_counts)

@@ -1,0 +1,41 @@
+"""This package's part of `ds report`: which backend runs each op here, why no better one does, and what is wrong with this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_config.report_tables import Report, Table
+from ds_ops.doctor import Diagnosis, OpRow, diagnose
+from ds_ops.machine import read_machine
+
+__all__ = ["report", "report_of"]
+
+
+def report(quick: bool = False) -> Report:
+    """Look at this machine; nothing with `quick`, since that takes seconds, most of them torch's import in another process."""
+    return Report() if quick else report_of(diagnose(read_machine()))
+
+
+def report_of(diagnosis: Diagnosis) -> Report:
+    """A diagnosis as it is shown; JSON has every op by itself."""
+    heads = ("device", "dtypes", "backend", "why not better", "ops")
+    table = Table("ops", "the backend that runs, and why a better one does not", heads, tuple(_rows(diagnosis.ops)))
+    return Report(diagnosis.checks, (table,), {"ops": diagnosis.as_dict()["ops"]})
+
+
+def _rows(ops: Sequence[OpRow]) -> list[tuple[str, ...]]:
+    """Ops that are treated alike share a row."""
+    alike: dict[tuple[object, ...], list[OpRow]] = {}
+    for row in ops:
+        alike.setdefault((row.device, row.dtypes, row.backend, row.why_not), []).append(row)
+    rows: list[tuple[str, ...]] = []
+    for first, *rest in alike.values():
+        why = "\n".join(f"{backend}: {reason}{f' -> {fix}' if fix else ''}" for backend, reason, fix in first.why_not)
+        names = ", ".join(row.op for row in (first, *rest))
+        rows.append((first.device, _short(" ".join(first.dtypes)), first.backend or "none", _short(why), names))
+    return rows
+
+
+def _short(text: str) -> str:
+    """float32 as people say it."""
+    return text.replace("torch.", "").replace("bfloat", "bf").replace("float", "fp")

@@ -1,0 +1,262 @@
+"""Ring attention: keys and values go round the ranks that share a sequence, and each rank merges what it sees of them.
+
+Liu et al., arXiv:2310.01889. Words: a *part* is the tokens of one rank; it is one *chunk* of the sequence, or two of 2N chunks,
+one from each end (*zigzag*), which gives every rank as much to do under a causal mask. A *pair* is a chunk of queries and a
+chunk of keys: what of it is seen is decided before (`RingPlan.pairs`), so pairs that see nothing cost nothing.
+
+Forward sends keys and values N-1 times while pairs are computed; backward sends them again, and their gradients N times.
+With Ulysses around it (`DistributedAttention(RingAttention(plan, across), inside)`) the ranks of a host exchange heads and the
+ring goes across hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_comm import Group, GroupLike, Work, as_group
+from ds_comm.p2p import irecv, isend
+from ds_config.errors import PlanError
+from ds_ops.partial_attention import View, merge_partial, partial_attention, partial_attention_grad
+from ds_parallel.heads import Stretch, spread
+
+__all__ = ["Pair", "RingAttention", "RingPlan", "plan_ring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Places of a part's queries and of another part's keys, and of the whole sequence that they are.
+
+    Attributes:
+        queries, keys: Inside the two parts.
+        queries_at, keys_at: Inside the whole.
+        causal: The two are one chunk, under a causal mask; else every query sees every key.
+    """
+
+    queries: slice
+    keys: slice
+    queries_at: Stretch
+    keys_at: Stretch
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """Which chunks of a sequence each rank has, in the order it has them."""
+
+    chunks: tuple[tuple[Stretch, ...], ...]
+
+    def length(self, rank: int) -> int:
+        """Tokens of a rank."""
+        return sum(stop - start for start, stop in self.chunks[rank])
+
+    def part(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+        """A rank's tokens of a whole tensor."""
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]], dim)
+
+    def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """All ranks' parts, back in the sequence's order."""
+        pieces: list[tuple[int, Tensor]] = []
+        for chunks, part in zip(self.chunks, parts, strict=True):
+            sizes = [stop - start for start, stop in chunks]
+            pieces += zip((start for start, _ in chunks), part.split(sizes, dim), strict=True)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])], dim)
+
+    def pairs(self, rank: int, source: int, causal: bool) -> tuple[Pair, ...]:
+        """What `rank`'s queries see of `source`'s keys."""
+        found = []
+        for queries, at in _places(self.chunks[rank]):
+            for keys, key_at in _places(self.chunks[source]):
+                hidden = causal and key_at[0] > at[0]
+                if not hidden and at[0] < at[1] and key_at[0] < key_at[1]:
+                    found.append(Pair(queries, keys, at, key_at, causal and key_at == at))
+        return tuple(found)
+
+    def work(self, rank: int, causal: bool) -> int:
+        """Scores that a rank computes, half of a pair that is causal."""
+        total = 0
+        for source in range(len(self.chunks)):
+            for pair in self.pairs(rank, source, causal):
+                area = (pair.queries_at[1] - pair.queries_at[0]) * (pair.keys_at[1] - pair.keys_at[0])
+                total += area // 2 if pair.causal else area
+        return total
+
+
+def plan_ring(length: int, ranks: int, *, zigzag: bool = True) -> RingPlan:
+    """Parts of a sequence. Pure.
+
+    Args:
+        zigzag: Two chunks a rank, from both ends: balanced under a causal mask.
+    """
+    if not zigzag:
+        return RingPlan(tuple((stretch,) for stretch in spread(length, ranks)))
+    chunks = spread(length, 2 * ranks)
+    return RingPlan(tuple((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks)))
+
+
+class RingAttention:
+    """Attention of this rank's queries to the whole sequence: [batch, part, heads, head size] in and out.
+
+    Args:
+        plan: Which rank has which tokens.
+        group: The ranks, in the plan's order.
+        causal: No query sees a later key.
+        scale: Factor of scores; 1 / sqrt(head size) by default.
+    """
+
+    def __init__(self, plan: RingPlan, group: GroupLike, *, causal: bool = True, scale: float | None = None) -> None:
+        self.plan, self.group, self.causal, self.scale = plan, as_group(group), causal, scale
+        if len(plan.chunks) != self.group.size:
+            raise PlanError(
+                f"a ring of {len(plan.chunks)} parts on {self.group}",
+                code="sequence-ring",
+                fix="Make the plan with the size of the group.",
+            )
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            query: [batch, part, heads, head size]; key, value the same with heads that divide those.
+            documents: [batch, whole sequence], the same on all ranks: which document each token is of; tokens see their own.
+        Raises:
+            PlanError: the part has another length than the plan says ("sequence-ring").
+        """
+        expected = self.plan.length(self.group.rank)
+        if query.shape[1] != expected or key.shape[1] != expected:
+            raise PlanError(
+                f"this rank has {query.shape[1]} queries and {key.shape[1]} keys, by the plan {expected}",
+                code="sequence-ring",
+                fix="Cut sequences with plan.part, and make a plan for every length.",
+            )
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out: Tensor = _Ring.apply(q, k, v, self, documents)
+        return out.transpose(1, 2)
+
+    def view(self, pair: Pair, documents: Tensor | None) -> View | None:
+        """What is seen of a pair; None for nothing."""
+        if documents is None:
+            return View(pair.causal, None, self.scale)
+        mine = documents[:, pair.queries_at[0] : pair.queries_at[1], None]
+        seen = mine == documents[:, None, pair.keys_at[0] : pair.keys_at[1]]
+        if not bool(seen.any()):
+            return None
+        return View(pair.causal, None if bool(seen.all()) else seen.unsqueeze(1), self.scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, documents: Tensor | None) -> Tensor:
+        plan, group = ring.plan, ring.group
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+        both = torch.stack([k, v])
+        for source, keys, values in _round(both, plan, group):
+            for pair in plan.pairs(group.rank, source, ring.causal):
+                view = ring.view(pair, documents)
+                if view is None:
+                    continue
+                at = pair.queries
+                found = partial_attention(q[:, :, at], keys[:, :, pair.keys], values[:, :, pair.keys], view)
+                out[:, :, at], lse[:, :, at] = merge_partial(out[:, :, at], lse[:, :, at], *found)
+        result = out.to(q.dtype)
+        ctx.ring, ctx.documents = ring, documents
+        ctx.save_for_backward(q, k, v, result, lse)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: RingAttention = ctx.ring
+        plan, group = ring.plan, ring.group
+        dout = grads[0].contiguous()
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        passed = _Passed(k, lse.dtype, plan, group)
+        for source, keys, values in _round(torch.stack([k, v]), plan, group):
+            own = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
+            for pair in plan.pairs(group.rank, source, ring.causal):
+                view = ring.view(pair, ctx.documents)
+                if view is None:
+                    continue
+                at, there = pair.queries, pair.keys
+                qkv = (q[:, :, at], keys[:, :, there], values[:, :, there])
+                made = partial_attention_grad(dout[:, :, at], qkv, out[:, :, at], lse[:, :, at].contiguous(), view)
+                dq[:, :, at] += made[0]
+                own[0][:, :, there] += made[1]
+                own[1][:, :, there] += made[2]
+            passed.on(own)
+        dk, dv = passed.home()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _round(both: Tensor, plan: RingPlan, group: Group) -> Any:
+    """(whose, keys, values) of every rank, this one's first; the next are under way while these are used."""
+    rank, size = group.rank, group.size
+    current = both.contiguous()
+    for step in range(size):
+        source, works = (rank - step) % size, []
+        following = current
+        if step < size - 1:
+            length = plan.length((source - 1) % size)
+            following = current.new_empty((*both.shape[:3], length, both.shape[4]))
+            works = _shift(current, following, group, tag=2)
+        yield source, current[0], current[1]
+        for work in works:
+            work.wait()
+        current = following
+
+
+class _Passed:
+    """Gradients of keys and values on their way round: each rank adds its own, the owner gets the sum."""
+
+    def __init__(self, k: Tensor, dtype: torch.dtype, plan: RingPlan, group: Group) -> None:
+        self.k, self.dtype, self.plan, self.group = k, dtype, plan, group
+        self.step = 0
+        self.sent: list[Tensor] = []
+        self.works: list[Work] = []
+        self.coming: Tensor | None = None
+
+    def on(self, own: Tensor) -> None:
+        """Add what the previous rank sent, and send it on."""
+        group = self.group
+        if self.coming is not None:
+            for work in self.works:
+                work.wait()
+            own += self.coming
+        if group.size == 1:
+            self.coming = own
+            return
+        following = (group.rank - self.step - 1) % group.size  # whose come next; after the last step, our own
+        shape = (2, *self.k.shape[:2], self.plan.length(following), self.k.shape[3])
+        self.coming = torch.empty(shape, dtype=self.dtype, device=self.k.device)
+        self.sent = [own]  # must not change until it is sent
+        self.works = _shift(own, self.coming, group, tag=3)
+        self.step += 1
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        for work in self.works:
+            work.wait()
+        if self.coming is None:
+            raise RuntimeError("no gradient went round")
+        return self.coming[0], self.coming[1]
+
+
+def _shift(sent: Tensor, received: Tensor, group: Group, tag: int) -> list[Work]:
+    """To the next rank, from the one before. Even ranks send first, so that backends whose sends wait for the receive do not deadlock."""
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    send = lambda: isend(sent, group=group, group_dst=after, tag=tag, unit="ring")  # noqa: E731
+    receive = lambda: irecv(received, group=group, group_src=before, tag=tag, unit="ring")  # noqa: E731
+    return [send(), receive()] if group.rank % 2 == 0 else [receive(), send()]
+
+
+def _places(chunks: Sequence[Stretch]) -> list[tuple[slice, Stretch]]:
+    found, at = [], 0
+    for start, stop in chunks:
+        found.append((slice(at, at + stop - start), (start, stop)))
+        at += stop - start
+    return found

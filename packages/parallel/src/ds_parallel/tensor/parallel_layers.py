@@ -1,0 +1,224 @@
+"""The layers of a model that is cut: what each computes with its part of the weights.
+
+A module keeps its identity, its hooks and the names of its parameters; its class becomes one of these in front of its own.
+A parameter in several parts (a fused QKV) becomes one parameter a part, `weight_0`, `weight_1`, ...: each is one box of
+the logical tensor, which is what sharding and checkpoints understand. `weight` is then put together when it is asked for.
+
+    column   y_r = f(x) W_r^T + b_r        f: as it is forward, gradients summed backward
+    row      y = g(x_r W_r^T) + b          g: summed forward, as it is backward
+    (Shoeybi et al., arXiv:1909.08053, section 3)
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_comm import Group
+from ds_comm.differentiable import copy, gather, reduce, split
+from ds_config.errors import UnsupportedError
+from ds_parallel._torch import version_of
+from ds_parallel.tensor.dim_shards import Cut
+from ds_parallel.tensor.layer_rules import Kind
+
+__all__ = ["Fan", "Part", "cut_class", "kind_of", "part_names"]
+
+
+class Fan:
+    """`f` of an input that several column layers read: one sum of gradients for all of them.
+
+    The layers of one attention or one MLP share it. Whichever reads an input first makes the copy; the others find it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if torch.compiler.is_compiling():  # the compiler's passes see what reads one input
+            return copy(x, self.group)
+        if self._last is not None:
+            source, made, version = self._last
+            found = made()
+            if source() is x and found is not None and version == version_of(x):
+                return found
+        result = copy(x, self.group)
+        self._last = (weakref.ref(x), weakref.ref(result), version_of(x))
+        return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a module that is cut knows of itself.
+
+    Attributes:
+        group: The tensor-parallel ranks.
+        cut: Of its weight (of `gate_up_proj` for packed experts).
+        fan: Shared by the layers that read one input.
+        transposed: The weight is [in, out].
+        gather_output, split_input: See `Rule`.
+    """
+
+    group: Group
+    cut: Cut
+    fan: Fan
+    transposed: bool = False
+    gather_output: bool = False
+    split_input: bool = False
+
+    def widths(self, part: int) -> list[int]:
+        """What each rank holds of a part."""
+        return [stop - start for start, stop in self.cut.parts[part]]
+
+
+def part_names(name: str, cut: Cut) -> list[str]:
+    """Names of the parameters that take the place of `name`: itself, or one a part."""
+    return [name] if len(cut.parts) == 1 else [f"{name}_{index}" for index in range(len(cut.parts))]
+
+
+def cut_class(plain: type[nn.Module], kind: Kind, names: dict[str, list[str]], dims: dict[str, int]) -> type[nn.Module]:
+    """The class of a module of class `plain` that is cut.
+
+    Args:
+        names: For every parameter that is cut, the names that take its place.
+        dims: The dim along which each of these is put together.
+    Raises:
+        UnsupportedError: `plain` computes in its own way ("tensor-layer").
+    """
+    space: dict[str, Any] = {"__module__": plain.__module__, "_ds_plain": plain}
+    for name, parts in names.items():
+        if len(parts) > 1:
+            space[name] = property(_Joined(name, tuple(parts), dims[name]))
+    front = _FRONTS[kind]
+    if kind is Kind.EXPERTS or plain in (nn.Linear, nn.Embedding) or plain.__name__ in _SAME_AS_LINEAR:
+        bases: tuple[type, ...] = (front, plain)
+    elif issubclass(plain, nn.Embedding) and _calls_super(plain):
+        bases = (plain, _EMBEDDINGS[kind])  # its own forward calls the next one, which is ours
+    else:
+        raise UnsupportedError(
+            f"{plain.__module__}.{plain.__name__} has a forward of its own, which cannot be computed with a part of its weight",
+            code="tensor-layer",
+            fix="Apply tensor parallelism before what replaces layers (adapters, quantization), or skip this layer.",
+        )
+    return type(f"{kind.value.capitalize()}{plain.__name__}", bases, space)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """How a layer is cut; None where it is not."""
+    return next((kind for kind, front in _FRONTS.items() if isinstance(module, front)), None)
+
+
+class _Joined:
+    """Reads a parameter that is in several parts: a new tensor every time, except inside a forward that holds it."""
+
+    def __init__(self, name: str, parts: tuple[str, ...], dim: int) -> None:
+        self.name, self.parts, self.dim = name, parts, dim
+
+    def __call__(self, module: nn.Module) -> Tensor | None:
+        held: Tensor | None = vars(module).get(f"_held_{self.name}")
+        if held is not None:
+            return held
+        found = [getattr(module, part) for part in self.parts]
+        return None if found[0] is None else torch.cat(found, self.dim)
+
+
+class _Front:
+    _ds_part: Part
+
+
+class _Column(_Front):
+    def forward(self, x: Tensor) -> Tensor:
+        part, outs = self._ds_part, []
+        x = part.fan(x)
+        several = len(part.cut.parts) > 1
+        for index in range(len(part.cut.parts)):
+            end = f"_{index}" if several else ""
+            weight, bias = getattr(self, f"weight{end}"), getattr(self, f"bias{end}", None)
+            out = functional.linear(x, weight.t() if part.transposed else weight, bias)
+            outs.append(gather(out, part.group, -1, part.widths(index)) if part.gather_output else out)
+        return torch.cat(outs, -1) if several else outs[0]
+
+
+class _Row(_Front):
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._ds_part
+        if part.split_input:
+            x = split(x, part.group, -1, part.widths(0))
+        out: Tensor = reduce(functional.linear(x, self.weight.t() if part.transposed else self.weight), part.group)
+        return out if self.bias is None else out + self.bias
+
+
+class _Vocabulary(_Front):
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        part = self._ds_part
+        start, stop = part.cut.parts[0][part.group.rank]
+        local = ids - start
+        outside = (local < 0) | (local >= stop - start)
+        rows = functional.embedding(local.masked_fill(outside, 0), self.weight, self.padding_idx)
+        return reduce(rows.masked_fill(outside.unsqueeze(-1), 0), part.group)
+
+
+class _Features(_Front):
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        part = self._ds_part
+        found = functional.embedding(ids, self.weight, self.padding_idx)
+        return gather(found, part.group, -1, part.widths(0)) if part.gather_output else found
+
+
+class _Experts(_Front):
+    """Every float input is read in part by each rank: hidden states, and the weights of the chosen experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        part = self._ds_part
+
+        def fanned(value: Any) -> Any:
+            is_read = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+            return copy(value, part.group) if is_read else value
+
+        self.__dict__["_held_gate_up_proj"] = self.gate_up_proj  # type: ignore[attr-defined]
+        try:
+            out = super().forward(*map(fanned, args), **{key: fanned(value) for key, value in kwargs.items()})  # type: ignore[misc]
+        finally:
+            del self.__dict__["_held_gate_up_proj"]
+        return reduce(out, part.group)
+
+
+class _VocabularyEmbedding(_Vocabulary, nn.Embedding):
+    pass
+
+
+class _FeaturesEmbedding(_Features, nn.Embedding):
+    pass
+
+
+_FRONTS: dict[Kind, type] = {
+    Kind.COLUMN: _Column,
+    Kind.ROW: _Row,
+    Kind.VOCABULARY: _Vocabulary,
+    Kind.FEATURES: _Features,
+    Kind.EXPERTS: _Experts,
+}
+_EMBEDDINGS: dict[Kind, type] = {Kind.VOCABULARY: _VocabularyEmbedding, Kind.FEATURES: _FeaturesEmbedding}
+_SAME_AS_LINEAR = ("Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear")
+
+
+def _calls_super(kind: type[nn.Module]) -> bool:
+    code: CodeType | None = getattr(kind.forward, "__code__", None)
+    return kind.forward is nn.Embedding.forward or (code is not None and "__class__" in code.co_freevars)

@@ -1,0 +1,365 @@
+"""The tensor-parallel plan: for every layer what becomes of it, who said so, and what each rank holds. Pure.
+
+print(make_tensor_plan(facts_of(model), TensorOptions(degree=4)))
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_config.errors import PlanError
+from ds_parallel.tensor.dim_shards import Cut, Part, Unit, cut_dim
+from ds_parallel.tensor.module_info import GROUP_SIZES, KEY_VALUE_COUNTS, Attention, Layer, ModelFacts
+from ds_parallel.tensor.presets import preset_for, preset_named
+from ds_parallel.tensor.layer_rules import Kind, LayerSpec, Rule, first_match, rules_of_specs, rules_of_tp_plan
+
+__all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
+
+_HEADS = "lm_head_patterns"
+_EXPERT_GRAIN = 8  # grouped matrix products need rows of whole 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOptions:
+    """What a user asks for.
+
+    Attributes:
+        degree: Tensor-parallel ranks.
+        specs: The user's own rules; they come first.
+        preset: A family's rules by name; None: by the model's type.
+        defaults: Whether preset, the model's own plan and its structure are asked at all.
+        heads: Names of last layers, cut by vocabulary if no rule matches them.
+        rules: More rules, asked last: what an analysis of the model's structure found.
+        grain: Elements that stay together where a dim is cut evenly.
+        strict: A linear layer that no rule matches is an error.
+        embeddings: What becomes of token embeddings that a rule would cut by vocabulary.
+        experts: Whether packed experts are cut; False where expert parallelism cuts them by number.
+        gather_logits: Whether the last layer's output is put together on every rank; without it the loss must be
+            `vocabulary_cross_entropy`.
+    """
+
+    degree: int
+    specs: tuple[LayerSpec, ...] = ()
+    preset: str | None = None
+    defaults: bool = True
+    heads: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    grain: int = 1
+    strict: bool = False
+    embeddings: Kind = Kind.VOCABULARY
+    experts: bool = True
+    gather_logits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one layer.
+
+    Attributes:
+        layer: What it is.
+        kind: What becomes of it.
+        cuts: By the names of its own parameters; those that are not named are whole on every rank.
+        reason: Who said so, and why where it is not cut.
+        attention: The attention it is part of, by name.
+    """
+
+    layer: Layer
+    kind: Kind
+    cuts: Mapping[str, Cut]
+    reason: str
+    gather_output: bool = False
+    split_input: bool = False
+    sum_gradient: bool = False
+    attention: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Elements of activations that are summed over the tensor-parallel ranks for every token.
+
+    Attributes:
+        forward: By row layers, experts and embeddings.
+        backward: Of the inputs of column layers.
+    """
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """Decisions in the model's order.
+
+    Attributes:
+        attributes: For each attention module that is cut, its own whole numbers: by name one value a rank.
+        heads: For each of these, (query heads, key-value heads) of a rank as stretches.
+        head_arguments: Names of their arguments that hold something for every head.
+    """
+
+    degree: int
+    decisions: tuple[Decision, ...]
+    heads: Mapping[str, tuple[tuple[tuple[int, int], tuple[int, int]], ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    head_arguments: tuple[str, ...] = ()
+
+    @property
+    def cut(self) -> tuple[Decision, ...]:
+        """The layers that are cut."""
+        return tuple(decision for decision in self.decisions if decision.kind is not Kind.SKIP)
+
+    def numel(self, rank: int) -> tuple[int, int]:
+        """(elements of listed layers that `rank` holds, elements of them in the uncut model)."""
+        held = total = 0
+        for decision in self.decisions:
+            for key, shape in decision.layer.shapes.items():
+                count = 1
+                for size in shape:
+                    count *= size
+                cut = decision.cuts.get(key)
+                total += count
+                held += count if cut is None else count // cut.size * cut.width(rank)
+        return held, total
+
+    def traffic(self) -> Traffic:
+        """What is summed over the ranks for every token."""
+        forward = backward = 0
+        read: set[tuple[str, int]] = set()  # layers below one module that read one input sum its gradient once
+        for decision in self.cut:
+            if decision.kind is Kind.EXPERTS:
+                hidden = decision.layer.shapes["down_proj"][1]
+                forward, backward = forward + hidden, backward + hidden
+                continue
+            whole, inner = decision.layer.features
+            if decision.kind is Kind.ROW:
+                forward += whole
+            elif decision.kind is Kind.VOCABULARY:
+                forward += inner
+            elif decision.kind is Kind.COLUMN:
+                fan = (decision.name.rpartition(".")[0], inner)
+                backward += 0 if fan in read else inner
+                read.add(fan)
+        return Traffic(forward, backward)
+
+    def __str__(self) -> str:
+        rows: Counter[tuple[str, ...]] = Counter()
+        for decision in self.decisions:
+            if decision.layer.role == "other" and not decision.sum_gradient:
+                continue
+            rows[(_starred(decision.name), decision.kind.value, _describe(decision), decision.reason)] += 1
+        held, total = self.numel(0)
+        lines = [f"tensor parallel over {self.degree}: rank 0 holds {held:,} of {total:,} elements"]
+        table = [(f"{row[0]} (x{count})" if count > 1 else row[0], *row[1:]) for row, count in rows.items()]
+        widths = [max((len(row[at]) for row in table), default=0) for at in range(3)]
+        lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
+    """Decide for every layer: the user's rules, then a preset, then the model's own plan, then `options.rules`, then its structure.
+
+    Raises:
+        PlanError: a layer is in no rule and `strict` is set ("tensor-unmatched"); nothing is cut ("tensor-nothing"); see
+            `cut_dim` and `rules_of_tp_plan`.
+    """
+    rules = rules_of_specs(options.specs, facts.model_type)
+    head_arguments: tuple[str, ...] = ()
+    if options.defaults:
+        preset = (
+            preset_named(options.preset, facts.flags) if options.preset else preset_for(facts.model_type, facts.flags)
+        )
+        if preset is not None:
+            rules += preset.rules
+            head_arguments = preset.head_arguments
+        elif facts.tp_plan:
+            rules += rules_of_tp_plan(facts.tp_plan)
+        rules += [
+            Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, _HEADS, (Part(),), gather_output=True)
+            for name in options.heads
+        ]
+        rules += [*options.rules, *facts.structure]
+    decisions = _with_tied_heads(tuple(_decide(layer, rules, facts, options) for layer in facts.layers), facts)
+    _check(decisions, facts, options)
+    cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
+    heads = {attention.name: attention.heads.stretches(options.degree) for attention in cut}
+    attributes = {attention.name: _attributes(attention, options.degree) for attention in cut}
+    return TensorPlan(options.degree, decisions, heads, attributes, head_arguments)
+
+
+def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
+    """Last layers that only a name cuts stay whole with the embedding that they are tied to."""
+    whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is Kind.SKIP}
+    tied = {
+        name: next((whole[other] for other in names if other in whole), None) for names in facts.tied for name in names
+    }
+
+    def decided(decision: Decision) -> Decision:
+        other = tied.get(f"{decision.name}.weight") if decision.reason == _HEADS else None
+        if other is None:
+            return decision
+        return Decision(decision.layer, Kind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
+
+    return tuple(map(decided, decisions))
+
+
+def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorOptions) -> Decision:
+    rule = first_match(rules, layer.name)
+    if rule is None:
+        return Decision(layer, Kind.SKIP, {}, "no rule")
+    kind = options.embeddings if rule.kind is Kind.VOCABULARY else rule.kind
+    if kind is Kind.SKIP or options.degree == 1:
+        return Decision(layer, Kind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
+    if kind is Kind.EXPERTS and not options.experts:
+        return Decision(layer, Kind.SKIP, {}, f"{rule.source}: expert parallelism cuts them by number")
+    roles = {
+        "linear": (Kind.COLUMN, Kind.ROW),
+        "embedding": (Kind.VOCABULARY, Kind.FEATURES),
+        "experts": (Kind.EXPERTS,),
+    }
+    if kind not in roles.get(layer.role, ()):
+        return Decision(layer, Kind.SKIP, {}, f"{rule.source}: a layer of this sort cannot be cut by {kind.value}")
+    attention = facts.attention_of(layer.name)
+    try:
+        cuts = _cuts(layer, kind, rule, attention, options)
+    except PlanError as error:
+        raise PlanError(f"{layer.name}: {error.message}", code=error.code, fix=error.fix) from None
+    own = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
+    gather = rule.gather_output and (options.gather_logits or kind is not Kind.COLUMN)
+    gather |= kind is Kind.FEATURES and rule.parts is None  # its readers expect all of it
+    return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=own)
+
+
+def _cuts(layer: Layer, kind: Kind, rule: Rule, attention: Attention | None, options: TensorOptions) -> dict[str, Cut]:
+    def cut(size: int, dim: int, parts: tuple[Part, ...]) -> Cut:
+        heads = attention.heads if attention is not None else None
+        grain = max(options.grain, _EXPERT_GRAIN) if kind is Kind.EXPERTS else options.grain
+        return cut_dim(size, dim, parts, options.degree, heads=heads, grain=grain)
+
+    if kind is Kind.EXPERTS:
+        return _expert_cuts(layer, cut)
+    whole, inner = layer.features
+    first, second = (1, 0) if layer.transposed else (0, 1)
+    if kind is Kind.VOCABULARY:
+        return {"weight": cut(whole, 0, (Part(),))}
+    if kind in (Kind.ROW, Kind.FEATURES):
+        parts = rule.parts or _parts_by_size(inner, attention)
+        return {"weight": cut(inner, second, parts)}
+    parts = rule.parts or _parts_by_size(whole, attention)
+    if attention is not None:
+        _check_fused(whole, parts, attention)
+    found = cut(whole, first, parts)
+    return {"weight": found} | ({"bias": Cut(0, found.size, found.parts)} if "bias" in layer.shapes else {})
+
+
+def _expert_cuts(layer: Layer, cut: object) -> dict[str, Cut]:
+    gate_up, down = layer.shapes["gate_up_proj"], layer.shapes["down_proj"]
+    extra = sorted(set(layer.shapes) - {"gate_up_proj", "down_proj"})
+    if extra or gate_up[1] != 2 * down[2] or gate_up[2] != down[1]:
+        raise PlanError(
+            f"packed experts with gate_up_proj {gate_up}, down_proj {down}"
+            + (f" and {', '.join(extra)}" if extra else ""),
+            code="tensor-parts",
+            fix="Known are gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]. Skip this layer.",
+        )
+    return {
+        "gate_up_proj": cut(gate_up[1], 1, (Part(), Part())),  # type: ignore[operator]
+        "down_proj": cut(down[2], 2, (Part(),)),  # type: ignore[operator]
+    }
+
+
+def _parts_by_size(size: int, attention: Attention | None) -> tuple[Part, ...]:
+    """What a rule without parts means: inside attention whole heads, by the size; elsewhere an even cut."""
+    if attention is None:
+        return (Part(),)
+    query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
+    if query == keys or size == query * width:
+        return (Part(Unit.QUERY),) if size % query == 0 else (Part(),)
+    if size == keys * width:
+        return (Part(Unit.KEY_VALUE),)
+    return (Part(Unit.GROUP),) if size % keys == 0 else (Part(),)
+
+
+def _check_fused(size: int, parts: tuple[Part, ...], attention: Attention) -> None:
+    """Queries, keys and values in one weight must be as wide together as the heads that the module says it has.
+
+    A configuration may say a number of key-value heads that the layers were not made with; they would be cut in the wrong places.
+    """
+    query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
+    heads = {Unit.QUERY: query, Unit.KEY_VALUE: keys, Unit.GROUP: query + 2 * keys}
+    units = {part.unit for part in parts}
+    fused = Unit.GROUP in units or (len(parts) > 1 and Unit.GRAIN not in units)
+    said = [heads.get(part.unit, 0) * width for part in parts]
+    if width and fused and all(part.size is None for part in parts) and sum(said) != size:
+        raise PlanError(
+            f"it is {size} wide, and {query} query heads with {keys} key-value heads of {width} are {' + '.join(map(str, said))} = {sum(said)}",
+            code="tensor-parts",
+            fix="Correct the number of key-value heads in the model's configuration, or give the sizes of the parts in partition_config.",
+        )
+
+
+def _by_heads(rule: Rule, layer: Layer, kind: Kind, attention: Attention) -> bool:
+    if kind is Kind.EXPERTS:
+        return False
+    size = layer.features[0 if kind is Kind.COLUMN else 1]
+    return any(part.unit is not Unit.GRAIN for part in rule.parts or _parts_by_size(size, attention))
+
+
+def _attributes(attention: Attention, degree: int) -> dict[str, tuple[int, ...]]:
+    """What an attention module's own numbers are on each rank."""
+    found: dict[str, tuple[int, ...]] = {}
+    counts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in attention.heads.stretches(degree)]
+    query, keys = attention.heads.query, attention.heads.key_value
+    for key, value in attention.attributes.items():
+        if key in GROUP_SIZES:
+            found[key] = tuple(q // kv for q, kv in counts)
+        elif key in KEY_VALUE_COUNTS and value == keys:
+            found[key] = tuple(kv for _, kv in counts)
+        elif value == query:
+            found[key] = tuple(q for q, _ in counts)
+        elif attention.width and value == query * attention.width:
+            found[key] = tuple(q * attention.width for q, _ in counts)
+    return found
+
+
+def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOptions) -> None:
+    unmatched = [d.name for d in decisions if d.reason == "no rule" and d.layer.role == "linear"]
+    if options.strict and unmatched:
+        names = list(dict.fromkeys(map(_starred, unmatched)))
+        raise PlanError(
+            f"no rule matches {len(unmatched)} linear layers: {', '.join(names)}",
+            code="tensor-unmatched",
+            fix="Add a layer spec for each (partition_type skip keeps a layer whole), or leave strict_mode off.",
+        )
+    linear = [decision for decision in decisions if decision.layer.role == "linear"]
+    asked = bool(linear) and not unmatched and all(decision.kind is Kind.SKIP for decision in linear)
+    if options.degree > 1 and not asked and not any(decision.cuts for decision in decisions):
+        known = f"a model of type {facts.model_type!r}" if facts.model_type else "a model of no known type"
+        raise PlanError(
+            f"no layer of {known} is cut: no preset and no plan of its own, and its layers are in no rule",
+            code="tensor-nothing",
+            fix="Describe its layers in tensor_parallel.partition_config, or name a preset_model.",
+        )
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
+
+
+def _describe(decision: Decision) -> str:
+    cut = decision.cuts.get("weight") or decision.cuts.get("gate_up_proj")
+    said = "gradient summed" if decision.sum_gradient else ""
+    if cut is None:
+        return said
+    parts = []
+    for part in cut.parts:
+        widths = [stop - start for start, stop in part]
+        text = f"{widths[0]}" if len(set(widths)) == 1 else "/".join(map(str, widths))
+        parts.append(text + (" shared" if len(set(part)) < len(part) else ""))
+    said = f"{cut.size} -> " + " + ".join(parts)
+    return said + (", gathered" if decision.gather_output else "") + (", input split" if decision.split_input else "")

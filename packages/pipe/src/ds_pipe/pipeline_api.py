@@ -1,0 +1,197 @@
+"""The verb to start with: `pipeline(model, ...)` gives a function that runs one step's forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_comm
+from ds_config.errors import PlanError
+from ds_pipe.actions import Action, Op, Program
+from ds_pipe.costs import Costs
+from ds_pipe.decoder_stages import DecoderStages
+from ds_pipe.executor import Executor, Feed, Reduction
+from ds_pipe.module import PipelineModule
+from ds_pipe.program_passes import add_comms, mark_reduce
+from ds_pipe.programs import inference, listed, make_program
+from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
+from ds_pipe.staged import StagedModel
+from ds_pipe.verify import verify
+
+__all__ = ["Pipeline", "pipeline", "split_batch"]
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels of a microbatch: a pair as it is; a dict with `labels` is its own inputs.
+
+    Raises:
+        PlanError: it is neither ("pipe-batch").
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return dict(batch), batch["labels"]
+    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list, dict)) else "")
+    raise PlanError(
+        f"a microbatch is {what}",
+        code="pipe-batch",
+        fix="Yield (inputs, labels) or a dict with labels, or pass batch_fn, which makes a pair of what you yield.",
+    )
+
+
+class Pipeline:
+    """Steps of a model in stages. Made by `pipeline`.
+
+    Attributes:
+        model: The stages of this rank.
+        executor: Runs programs; `executor.timeline = []` makes it record when each action ran.
+        losses: Of the last step or evaluation by microbatch, this rank's data only; on the last stage's rank.
+    """
+
+    def __init__(self, model: StagedModel, make: Callable[[int], Program], microbatches: int) -> None:
+        self.model, self.microbatches = model, microbatches
+        self._make, self._programs = make, dict[tuple[int, bool], Program]()
+        program = make(microbatches)
+        splits = any(a.op is Op.INPUT_GRAD for row in program.ranks for a in row)
+        self.executor = Executor(model, splits, max(verify(add_comms(program)).peak_activations) + 1)
+        self.reduction: Reduction = PlainReduction(model)
+        self.losses = torch.zeros(0, dtype=torch.float64)
+        self.reduces_every_backward = False
+        self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
+
+    def reduce_with(self, optimizer: ReducingOptimizer, every_backward: bool = False) -> None:
+        """Let an optimizer reduce gradients: `ds_zero.shard(model, ..., group=places.data, norm=places.world)`.
+
+        Args:
+            every_backward: After every microbatch (ZeRO 2 and 3 keep only their share of gradients), or once a step.
+        """
+        self.reduction = OptimizerReduction(self.model, optimizer, every_backward)
+        self.reduces_every_backward = every_backward
+
+    def program(self, microbatches: int | None = None) -> Program:
+        """What all ranks run in a step, verified."""
+        count, every = microbatches or self.microbatches, self.reduces_every_backward
+        if (count, every) not in self._programs:
+            program = add_comms(mark_reduce(self._make(count), every))
+            verify(program)
+            self._programs[count, every] = program
+        return self._programs[count, every]
+
+    def __call__(self, data: Iterable[Any] | Iterator[Any], microbatches: int | None = None) -> Tensor:
+        """Forwards and backwards of one step: afterwards gradients are in `.grad` of the rank's parameters, averaged.
+
+        Args:
+            data: Yields microbatches. Drawn from on the ranks of the first stage (inputs) and of the last (labels), which must
+                see the same ones; other ranks may pass anything.
+            microbatches: How many this step has, the same on all ranks; the number given at the start by default. A list is as
+                long as it is.
+        Returns:
+            Mean loss over microbatches and data, a float64 scalar, the same on all ranks.
+        Collective over the pipeline and its replicas.
+        """
+        count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
+        found: dict[int, Tensor] = {}
+
+        def criterion(microbatch: int, out: Any, labels: Any) -> Tensor:
+            loss: Tensor = out if self.model.loss is None else self.model.loss(out, labels)
+            found[microbatch] = loss.detach()
+            return self.reduction.scale(loss / count if count > 1 else loss)
+
+        self.executor.run(self._row(self.program(count)), self._feed(data), self.reduction, criterion)
+        return self._shared(found, count)
+
+    def evaluate(
+        self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True
+    ) -> tuple[dict[int, Any], Tensor | None]:
+        """Forwards only, without gradients and in evaluation mode.
+
+        Returns:
+            Outputs by microbatch, on the last stage's rank and empty elsewhere; and the mean loss, as a step gives it, or None.
+        Collective over the pipeline and its replicas.
+        """
+        count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
+        outputs: dict[int, Any] = {}
+        found: dict[int, Tensor] = {}
+
+        def done(microbatch: int, out: Any, labels: Any) -> None:
+            outputs[microbatch] = out
+            if with_loss:
+                found[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
+
+        training = self.model.module.training
+        self.model.module.eval()
+        try:
+            self.executor.evaluate(self.forwards(count), self._feed(data), done)
+        finally:
+            self.model.module.train(training)
+        return outputs, self._shared(found, count) if with_loss else None
+
+    def forwards(self, count: int) -> tuple[Action, ...]:
+        """This rank's row of an evaluation of `count` microbatches."""
+        rank_of = self.model.rank_of
+        return self._row(add_comms(inference(len(rank_of), count, rank_of)))
+
+    def _row(self, program: Program) -> tuple[Action, ...]:
+        return program.ranks[self.model.places.pipe.rank]
+
+    def _feed(self, data: Iterable[Any]) -> Feed:
+        users = self.model.first + self.model.last
+        return Feed(iter(data if users else ()), self.batch_fn, users)
+
+    def _shared(self, found: Mapping[int, Tensor], count: int) -> Tensor:
+        self.losses = torch.stack(
+            [found[m].double().reshape(()).cpu() for m in sorted(found)] or [torch.zeros(()).double()]
+        )
+        total = self.losses.sum().reshape(1)
+        if self.model.last:
+            ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.loss")
+        return self.executor.share(total)[0] / (count * self.model.places.gradient.size)
+
+    def close(self) -> None:
+        """Take all hooks from the model."""
+        self.executor.close()
+
+
+def pipeline(
+    model: PipelineModule | DecoderStages | StagedModel,
+    microbatches: int,
+    schedule: str | Callable[[int], Program] | None = None,
+    costs: Costs | None = None,
+    cap: float = float("inf"),
+) -> Pipeline:
+    """A step function for a model in stages.
+
+    Args:
+        model: Cut for this rank: a PipelineModule, a DecoderStages, or a StagedModel of your own.
+        microbatches: Of a step, where a call does not say.
+        schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was cut, or a function from the number of microbatches to a
+            program; by default what the model was cut for.
+        costs: Measured times of all stages: the program is then made from them (`listed`), whatever `schedule` says.
+        cap: With `costs`, the activation memory a rank may hold.
+    Raises:
+        PlanError: the schedule needs another number of stages than the model was cut into ("pipe-schedule").
+        ScheduleError: the program cannot run.
+    """
+    staged = model if isinstance(model, StagedModel) else model.staged
+    name = schedule or ("1f1b" if isinstance(model, StagedModel) else model.pipe_staging.schedule)
+    ranks = staged.places.pipe.size
+    virtual = len(staged.rank_of) // ranks
+
+    def make(count: int) -> Program:
+        if costs is not None:
+            return listed(count, costs, staged.rank_of, cap)
+        program = name(count) if callable(name) else make_program(name, ranks, count, virtual)
+        owners = program.owners()
+        if tuple(owners.get(s, -1) for s in range(program.stages)) != staged.rank_of:
+            raise PlanError(
+                f"schedule {name if isinstance(name, str) else 'given'} has its stages on ranks "
+                f"{[owners[s] for s in range(program.stages)]}, the model was cut for {list(staged.rank_of)}",
+                code="pipe-schedule",
+                fix="Cut the model for it: PipelineModule(..., schedule=NAME).",
+            )
+        return program
+
+    return Pipeline(staged, make, microbatches)

@@ -1,0 +1,140 @@
+"""What a tuning leaves: the best configuration as a file with comments, DeepSpeed's summary, tables, and words for one candidate. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_config.sizes import bytes_text
+from ds_engine.trial_spec import laid_over
+from ds_engine.trial_results import Measured
+from ds_tune.search import Metric, Result, Standing, value_of
+from ds_tune.cost_model import Prediction
+from ds_tune.space import ACCUMULATION, MICRO, TRAIN, Candidate, LeftOut
+
+__all__ = ["best_text", "explained", "left_text", "rows_of", "summary_text", "tuned"]
+
+
+def tuned(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
+    """The user's configuration with the candidate's settings, and without the section that asked for tuning."""
+    made = laid_over(config, candidate.changes)
+    made.pop("autotuning", None)
+    return made
+
+
+def best_text(config: Mapping[str, Any], candidate: Candidate, measured: Measured, tried: Sequence[Result]) -> str:
+    """JSON with comments, which `ds_engine.load_config` reads: what changed and what was measured."""
+    made = tuned(config, candidate)
+    counts = {outcome: sum(r.outcome == outcome for r in tried) for outcome in dict.fromkeys(r.outcome for r in tried)}
+    lines = [
+        "// Written by ds tune. A step of "
+        f"{candidate.plan.batch.train} samples took {measured.step_s * 1e3:.4g} ms on {measured.world} {measured.device} ranks",
+        f"// ({candidate.plan.batch.train / measured.step_s:.4g} samples a second) and at most {bytes_text(measured.peak_bytes)} of memory on one rank.",
+        f"// Trials: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}.",
+    ]
+    if candidate.environ:
+        lines.append(f"// Start it with {' '.join(f'{k}={v}' for k, v in candidate.environ.items())}.")
+    return "\n".join([*lines, *_object(made, _flat(config), "", 0)]) + "\n"
+
+
+def _flat(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{under}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _object(made: Mapping[str, Any], before: Mapping[str, Any], under: str, depth: int) -> list[str]:
+    lines, pad = ["{"], "  " * (depth + 1)
+    for i, (key, value) in enumerate(made.items()):
+        comma = "," if i + 1 < len(made) else ""
+        name = f"{under}{key}"
+        if isinstance(value, Mapping) and value:
+            first, *rest = _object(value, before, f"{name}.", depth + 1)
+            lines += [f"{pad}{json.dumps(key)}: {first}", *rest[:-1], rest[-1] + comma]
+            continue
+        if name not in before:
+            lines.append(f"{pad}// not there before")
+        elif before[name] != value and json.dumps(before[name]) != json.dumps(value):
+            lines.append(f"{pad}// was {json.dumps(before[name])}")
+        lines.append(f"{pad}{json.dumps(key)}: {json.dumps(value)}{comma}")
+    return [*lines, "  " * depth + "}"]
+
+
+def explained(candidate: Candidate, prediction: Prediction, measured: Measured | None = None) -> str:
+    """One candidate in words: every part of its prediction, and what was measured."""
+    lines = [f"{candidate.name}: {candidate.plan.batch}"]
+    found = "" if measured is None else f", measured {bytes_text(measured.peak_bytes)}"
+    lines.append(f"  memory of a rank  {bytes_text(int(prediction.peak_bytes))}{found}")
+    lines += [f"    {name:<28} {_bytes(value):>12}" for name, value in prediction.memory.items() if round(value)]
+    found = "" if measured is None else f", measured {measured.step_s * 1e3:.2f} ms"
+    lines.append(f"  one step  {prediction.step_s * 1e3:.2f} ms{found}")
+    lines += [f"    {name:<28} {value * 1e3:>9.2f} ms" for name, value in prediction.time.items() if value]
+    return "\n".join(lines)
+
+
+def _bytes(value: float) -> str:
+    return f"-{bytes_text(int(-value))}" if value < 0 else bytes_text(int(value))
+
+
+def rows_of(
+    candidates: Sequence[Candidate], results: Sequence[Result], known: Standing, metric: Metric
+) -> list[dict[str, Any]]:
+    """One row a trial, in the order they were made: what was predicted, with all that is known now, and what was measured."""
+    by_name = {c.name: c for c in candidates}
+    rows = []
+    for result in results:
+        candidate, measured = by_name[result.name], result.measured
+        said = known.predicted.get(result.name)
+        rows.append({
+            "name": result.name, "rung": result.rung, "outcome": result.outcome, "message": result.message,
+            "seconds": round(result.seconds, 2), "settings": dict(candidate.settings),
+            "predicted_ms": None if said is None else said.step_s * 1e3,
+            "measured_ms": None if measured is None else measured.step_s * 1e3,
+            "predicted_bytes": None if said is None else int(said.peak_bytes),
+            "measured_bytes": None if measured is None else measured.peak_bytes,
+            metric: None if measured is None else value_of(measured, candidate.plan.batch.train, metric),
+        })  # fmt: skip
+    return rows
+
+
+def summary_text(candidates: Sequence[Candidate], results: Sequence[Result], metric: Metric) -> str:
+    """DeepSpeed's `summary.txt`: by tuning space (a ZeRO stage) the number of experiments, the best value and its name."""
+    by_name = {c.name: c for c in candidates}
+    spaces: dict[str, list[Result]] = {}
+    for result in results:
+        spaces.setdefault(f"z{by_name[result.name].plan.config.zero_optimization.stage}", []).append(result)
+    rows = [("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")]
+    for name, inside in sorted(spaces.items()):
+        values = [
+            (value_of(r.measured, by_name[r.name].plan.batch.train, metric), r.name)
+            for r in inside
+            if r.measured is not None
+        ]
+        best = max(values, default=(0.0, "none was measured"))
+        rows.append((name, str(len(inside)), f"{abs(best[0]):.6g}" if values else "", best[1]))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return (
+        "\n".join(
+            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+        + "\n"
+    )
+
+
+def left_text(left: Sequence[LeftOut]) -> str:
+    """What was left out, by reason: how often, and the first of each."""
+    reasons: dict[str, list[LeftOut]] = {}
+    for one in left:
+        reasons.setdefault(one.code, []).append(one)
+    return "\n".join(
+        f"  {len(inside):>4} x {code}: {inside[0].reason}  (first: {_settings(inside[0].settings)})"
+        for code, inside in reasons.items()
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    order = sorted(settings, key=lambda key: key not in (MICRO, ACCUMULATION, TRAIN))
+    return ", ".join(f"{key.rsplit('.', 1)[-1]} {settings[key]}" for key in order)

@@ -1,0 +1,444 @@
+"""Reading and changing whole parameters, gradients and optimizer state of a sharded model.
+
+Words: *full* functions give or take a tensor in the parameter's true shape (of a part of a logical tensor: that of the part) and are
+collective over the ranks that the parameter lives on: every one calls them, in the same order. *local* functions give or take this rank's elements, 1-D, and
+communicate nothing. A write goes to the shard in master format, so the next step starts from it. What another tier keeps is fetched
+for it; what was only read stays until the next update.
+
+A gradient is what the next `step` would use before clipping: averaged over ranks, loss scale and divisor taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+import ds_comm as comm
+from ds_config.errors import PlanError, ShardedAccessError
+from ds_zero.runtime.attributes import ShardedGradient
+from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
+from ds_zero.runtime.sharded_model import Sharding, sharding_of
+from ds_zero.runtime.param_storage import parts_of
+from ds_zero.runtime.unit import Unit
+
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is: its unit, its number in it."""
+
+    sharding: Sharding
+    unit: Unit
+    member: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.spec.params[self.member].name
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(start in the parameter, start in the shard, elements) of what this rank owns."""
+        owned = self.unit.owned
+        return [(p.interval.start, p.start, p.interval.numel) for p in owned if p.name == self.name]
+
+
+def _place(param: Tensor) -> _Place | None:
+    sharding = sharding_of(param)
+    found = None if sharding is None else sharding.find(param)
+    return None if sharding is None or found is None else _Place(sharding, *found)
+
+
+# ---- whole parameters
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  the reference's name; used as a context manager only
+    params: Iterable[Parameter] | Parameter | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+    *,
+    write: bool = False,
+) -> Iterator[None]:
+    """Inside, `params` are whole and usable on every rank. Collective on entry and, with changes, on exit.
+
+    Args:
+        params: Parameters, or a module for all of its.
+        modifier_rank: This rank's changes (rank within the group that the parameter's gradient is summed over) become everyone's.
+        fwd_module: Accepted for compatibility; a parameter used outside its own module needs no registration here.
+        enabled: False makes this do nothing.
+        write: Keep changes that every rank made alike.
+    Raises:
+        ShardedAccessError: a parameter was changed without `modifier_rank` or `write` ("sharded-write"); on exit, after
+            the change was dropped. Where parameters are kept whole (stages 0 to 2) a change that every rank makes is kept.
+    Cost: (N-1)/N of the bytes of the units the parameters are in; with modifier_rank their bytes once more.
+    """
+    del fwd_module
+    if not enabled:
+        yield
+        return
+    if isinstance(params, Parameter):
+        params = [params]
+    found = params.parameters() if isinstance(params, nn.Module) else params
+    # Clients give a parameter twice, and the bias of a layer that has none.
+    wanted = list({id(p): p for p in found if isinstance(p, Parameter)}.values())
+    scattered = [p for p in wanted if is_scattered(p)]
+    with _scattered(scattered, modifier_rank, write), _sharded(wanted, modifier_rank, write):
+        yield
+
+
+@contextmanager
+def _scattered(params: list[Parameter], modifier_rank: int | None, write: bool) -> Iterator[None]:
+    """Of models that `Init` has cut and `shard` has not seen yet."""
+    params.sort(key=number_of)  # callers give sets, whose order differs between ranks
+    for param in params:
+        _scatter(param).pin(param)
+    before = [param._version for param in params]
+    try:
+        yield
+    finally:
+        lost = [
+            p for p, v in zip(params, before, strict=True) if p._version != v and modifier_rank is None and not write
+        ]
+        names = [_scatter(p).name_of(p) for p in lost]
+        for param in params:
+            _scatter(param).unpin(param, modifier_rank, alike=write)
+    if lost:
+        raise _not_written(names)
+
+
+def _scatter(param: Parameter) -> Scatter:
+    scatter = scatter_of(param)
+    if scatter is None:
+        raise ShardedAccessError(
+            f"a parameter of shape {tuple(param.shape)} was sharded inside GatheredParameters",
+            code="sharded-access",
+            fix="Call shard or initialize outside of it.",
+        )
+    return scatter
+
+
+@contextmanager
+def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) -> Iterator[None]:
+    places = [p for p in map(_place, wanted) if p is not None]
+    order = {s: i for i, s in enumerate(dict.fromkeys(p.sharding for p in places))}
+    places.sort(key=lambda p: (order[p.sharding], p.unit.number, p.member))
+    units = list(dict.fromkeys(p.unit for p in places))
+    channels = {p.unit: p.unit.seat.unforeseen() for p in places if p.unit.releases}
+    for unit in units:
+        unit.unshard(channels.get(unit))
+        unit.pins += 1
+    before = [p.unit.params[p.member]._version for p in places]
+    try:
+        yield
+    finally:
+        changed = [p for p, v in zip(places, before, strict=True) if p.unit.params[p.member]._version != v]
+        lost = [p for p in changed if p.unit.releases and modifier_rank is None and not write]
+        for unit in units:
+            unit.pins -= 1
+        if modifier_rank is not None:
+            for place in places:
+                group = place.unit.seat.family.group
+                comm.broadcast(
+                    place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.name
+                )
+            changed = places
+        changed = _quiet(changed, modifier_rank is not None or write, places)
+        _keep([p for p in changed if p not in lost])
+        for unit in units:
+            unit.reshard(spare_aliases=True)
+    if lost:
+        raise _not_written([p.name for p in lost])
+
+
+def _not_written(names: Sequence[str]) -> ShardedAccessError:
+    return ShardedAccessError(
+        f"{', '.join(names[:5])} changed inside GatheredParameters without write access; undone",
+        code="sharded-write",
+        fix="Pass modifier_rank=0 if one rank changes it, or write=True if every rank makes the same change.",
+    )
+
+
+def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[_Place]:
+    """What may be written to shards now. In memory that ranks share, only when all of them are here to do the same."""
+    if told:
+        for sharding in dict.fromkeys(p.sharding for p in places):
+            sharding.quiet("GatheredParameters", [p.unit for p in places if p.sharding is sharding])
+        return changed
+    return [p for p in changed if not p.unit.storage.common]  # those are adopted by the next step
+
+
+def _keep(places: Sequence[_Place]) -> None:
+    """The full copy's values become the shard's."""
+    with torch.no_grad():
+        for place in places:
+            place.unit.tier.fetch()
+            flat = place.unit.storage.views[place.member].reshape(-1)
+            for start, at, numel in place.ranges():
+                place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
+    for unit in dict.fromkeys(place.unit for place in places):
+        unit.storage.forget()
+        unit.storage.publish()
+        unit.tier.store()
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, `model` is whole and has none of our hooks: generate as with a plain model. Collective on entry and exit.
+
+    Cost: one gather of the whole model; this rank holds all of it meanwhile.
+    """
+    sharding = sharding_of(next(iter(model.parameters()), torch.empty(0)))
+    if sharding is None:
+        yield model
+        return
+    with GatheredParameters(model.parameters()), sharding.runtime.paused():
+        yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
+    """Does nothing: a parameter that another module uses in forward is gathered when it is touched, and stays for backward."""
+    del module, parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Parameter) -> None:
+    """Does nothing; see `register_external_parameter`."""
+    del module, parameter
+
+
+# ---- elements of shards: the same functions for parameters, gradients and optimizer state
+
+_Source = Callable[[_Place], "list[tuple[int, Tensor]] | None"]
+"""What this rank owns of a place: (first element, 1-D view) for each range; None if there is nothing of the kind."""
+
+
+def _param(place: _Place) -> list[tuple[int, Tensor]]:
+    place.unit.tier.fetch()
+    return [(start, place.unit.shard[at : at + numel]) for start, at, numel in place.ranges()]
+
+
+def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
+    place.sharding.runtime.reducing.drain()
+    found = [(start, place.unit.gradients.view(at, at + numel)) for start, at, numel in place.ranges()]
+    return None if place.unit.gradients.sums is None else [(start, grad) for start, grad in found if grad is not None]
+
+
+def _state(key: str) -> _Source:
+    """State lives with the optimizer's parts, which may be whole units or single parameters."""
+
+    def source(place: _Place) -> list[tuple[int, Tensor]] | None:
+        found = []
+        place.unit.tier.fetch_state()
+        for start, at, numel in place.ranges():
+            for part in place.unit.parts:
+                if part.start <= at and at + numel <= part.stop:
+                    value = place.sharding.state_of(part).get(key)
+                    if not isinstance(value, Tensor) or value.numel() != part.stop - part.start:
+                        return None
+                    found.append((start, value.view(-1)[at - part.start : at - part.start + numel]))
+        return found
+
+    return source
+
+
+def _owned(param: Tensor, source: _Source) -> tuple[_Place, list[tuple[int, Tensor]]] | None:
+    place = _place(param)
+    ranges = None if place is None else source(place)
+    return None if place is None or ranges is None else (place, ranges)
+
+
+def _get_local(param: Tensor, source: _Source) -> Tensor | None:
+    owned = _owned(param, source)
+    if owned is None:
+        return None
+    place, ranges = owned
+    if len(ranges) == 1:
+        return ranges[0][1].detach()
+    return torch.cat([data.detach() for _, data in ranges]) if ranges else place.unit.shard[:0].detach()
+
+
+def _get_full(param: Tensor, source: _Source, dtype: torch.dtype | None = None) -> Tensor | None:
+    place = _place(param)
+    if place is None:
+        return None
+    ranges, group = source(place), place.unit.seat.shards
+    slot = place.unit.layout.slots[place.member]
+    # One more element counts the ranks that have something, so that all of them know when nobody has.
+    full = torch.zeros(slot.numel + 1, dtype=dtype or place.unit.dtypes.master, device=place.unit.full.device)
+    full[-1] = 1.0 if ranges is not None and (ranges or not slot.numel) else 0.0
+    with torch.no_grad():
+        for start, data in ranges or ():
+            full[start : start + data.numel()].copy_(data)
+        comm.all_reduce(full, group=group, unit=place.name)
+    return full[:-1].view(slot.shape) if full[-1] else None
+
+
+def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
+    owned = _owned(param, source)
+    if owned is None:
+        place = _place(param)
+        name = place.name if place is not None else f"a parameter of shape {tuple(param.shape)}"
+        raise PlanError(
+            f"{name} has nothing here to set: it is not part of a sharded model, or has no such gradient or state yet",
+            code="access-nothing",
+            fix="Set gradients after a backward, and optimizer state after the first step (or after `materialize`).",
+        )
+    place, ranges = owned
+    shape = place.unit.layout.slots[place.member].shape
+    if not local and tuple(value.shape) != shape:
+        raise PlanError(
+            f"{place.name} has shape {shape}, the value to set {tuple(value.shape)}",
+            code="access-shape",
+            fix="Pass a tensor of the parameter's shape.",
+        )
+    flat, done = value.reshape(-1), 0
+    with torch.no_grad():
+        for start, data in ranges:
+            first = done if local else start
+            data.copy_(flat[first : first + data.numel()])
+            done += data.numel()
+
+
+# ---- the reference's names
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
+    """The parameter in true shape, on every rank, in master format (fp32, if that of a frozen one is narrower); None if it is not
+    part of a sharded model. Collective."""
+    place = _place(param)
+    frozen = place is not None and not place.unit.spec.trained and param.is_floating_point()
+    return _get_full(param, _param, torch.promote_types(param.dtype, torch.float32) if frozen else None)
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set the parameter, the same value on every rank; the full copy follows. Collective."""
+    with _written(param):
+        _set(param, value, _param, local=False)
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
+    """This rank's elements of the parameter in master format: a view where they are one range."""
+    return _get_local(param, _param)
+
+
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements. Collective where full copies, or secondary ones, are kept: they follow."""
+    with _written(param):
+        _set(param, value, _param, local=True)
+
+
+@contextmanager
+def _written(param: Parameter) -> Iterator[None]:
+    """Around a write to shards: no rank is in a forward or backward before, and every copy follows after."""
+    place = _place(param)
+    if place is not None:
+        place.sharding.quiet(place.name, [place.unit])
+    yield
+    if place is not None:
+        place.unit.mark_updated()
+        place.unit.tier.store()
+        if not place.unit.releases:
+            place.unit.unshard()
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """The averaged gradient in the accumulate format and true shape; None if no rank has one. Collective.
+
+    Before anything of a step was reduced (inside `no_sync`): this rank's own gradient, as if every rank had the same.
+    """
+    place = _place(param)
+    own = None if place is None else place.unit.gradients.own(place.member)
+    if own is not None and not isinstance(own, ShardedGradient) and place is not None:
+        return _scaled(param, own.detach() * place.unit.seat.size)
+    return _scaled(param, _get_full(param, _grad))
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient; a copy."""
+    return _scaled(param, _get_local(param, _grad))
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """Set the averaged gradient; norm, clipping and update use it. The same value on every rank."""
+    _set(param, value / _factor(param), _grad, local=False)
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements of the averaged gradient."""
+    _set(param, value / _factor(param), _grad, local=True)
+
+
+def safe_update_full_grad_vectorized(
+    params: Sequence[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
+) -> None:
+    """`update_func(averaged gradient, parameter)` gives the new gradient. Collective: one collective a unit, not a parameter.
+
+    Every rank calls `update_func` for every parameter, with the same values.
+    """
+    places = [p for p in map(_place, params) if p is not None]
+    for unit in dict.fromkeys(p.unit for p in places):
+        members = [p for p in places if p.unit is unit]
+        _grad(members[0])
+        if unit.gradients.sums is None:
+            continue
+        shard = torch.cat(unit.gradients.sums)
+        whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+        for (start, stop), part in zip(unit.layout.spans, parts_of(shard, unit.layout), strict=True):
+            comm.all_gather_single(whole[start:stop], part, unit.seat.shards, unit=unit.spec.name)
+        for place in members:
+            slot, param = unit.layout.slots[place.member], unit.params[place.member]
+            factor = place.sharding.grad_factor(unit)
+            new = update_func(whole[slot.offset : slot.offset + slot.numel].view(slot.shape) * factor, param)
+            safe_set_full_grad(param, new)
+
+
+def _factor(param: Tensor) -> float:
+    place = _place(param)
+    return 1.0 if place is None else place.sharding.grad_factor(place.unit)
+
+
+def _scaled(param: Tensor, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad * _factor(param)
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """An entry of the optimizer's state (`exp_avg`) in true shape; None before the optimizer made it. Collective."""
+    return _get_full(param, _state(optim_state_key))
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's elements of an entry of the optimizer's state."""
+    return _get_local(param, _state(optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set an entry of the optimizer's state; the same value on every rank."""
+    _set(param, value, _state(optim_state_key), local=False)
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of an entry of the optimizer's state."""
+    _set(param, value, _state(optim_state_key), local=True)

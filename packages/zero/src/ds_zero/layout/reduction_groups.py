@@ -1,0 +1,178 @@
+"""Which ranks hold a parameter, which of them share one copy of its state, and the check that they hold the same.
+
+*Family* and *assignment* are those of `ds_comm.reduction_group`. A parameter without an assignment is of the family *dense*: the ranks that the
+model was given to. A *replica* is `shard_size` neighbouring ranks that share one copy of the sharded state. Rank r of every replica
+holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS").
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import ds_comm as comm
+from ds_comm import Group, part_group, single_group
+from ds_comm.reduction_group import Family, Logical, assignment_of
+from ds_comm.groups import node_groups
+from ds_config.errors import PlanError
+from ds_zero.layout.units import DENSE, UnitSpec
+from ds_zero.runtime.init_shards import scatter_of
+
+__all__ = ["Replicas", "check_same", "cut", "family_name", "find_families"]
+
+
+class Replicas(NamedTuple):
+    """Where this rank is: the ranks of its replica, those that hold the same shard, and the groups of these that were made for it."""
+
+    shards: Group
+    twins: Group
+    made: tuple[Group, ...] = ()
+
+
+def split_replicas(group: Group, shard_size: int | None) -> Replicas:
+    """Cut the ranks of `group` into replicas of `shard_size` neighbours; None: one replica. Collective over the group.
+
+    Raises:
+        PlanError: `shard_size` does not divide the ranks ("zero-shard-size").
+    """
+    alone = single_group("alone", group.global_rank)
+    size = group.size if shard_size is None else shard_size
+    if size < 1 or group.size % size:
+        raise PlanError(
+            f"{group.size} ranks cannot be cut into replicas of {size}",
+            code="zero-shard-size",
+            fix=f"Set shard_size to a divisor of {group.size}, or leave it out to share one copy between all ranks.",
+        )
+    if size == group.size:
+        return Replicas(group, alone)
+    if size == 1:
+        return Replicas(alone, group)
+    made = node_groups(group, size, ("replica", "twins"))
+    return Replicas(*made, made)
+
+
+def family_name(tensor: Tensor) -> str:
+    """The name of a tensor's family."""
+    family = assignment_of(tensor).family
+    return DENSE if family is None else family.name
+
+
+def find_families(model: nn.Module, group: Group) -> dict[str, Family]:
+    """The families of a model's parameters and buffers: dense first, the others by name.
+
+    Raises:
+        PlanError: two families have one name, or one does not have this rank ("zero-family").
+    """
+    found: dict[str, Family] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        family = assignment_of(tensor).family
+        if family is None:
+            continue
+        known = found.setdefault(family.name, family)
+        if family.name == DENSE or _facts(known) != _facts(family) or family.group.global_rank != group.global_rank:
+            raise PlanError(
+                f"{name} is of family {family.name!r} over {family.group} with divisor {family.divisor}, and that name stands for "
+                f"{'parameters without a family' if family.name == DENSE else f'{known.group} with divisor {known.divisor}'}",
+                code="zero-family",
+                fix="Give each set of ranks, divisor and copies a name of its own, and make its groups on their members.",
+            )
+        scatter = scatter_of(tensor)
+        if scatter is not None and scatter.group.ranks != family.group.ranks:
+            raise PlanError(
+                f"{name} is of family {family.name!r} over {family.group}, and Init made it equal on {scatter.group}",
+                code="zero-family",
+                fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
+            )
+    return {DENSE: Family(DENSE, group, group.size)} | {name: found[name] for name in sorted(found)}
+
+
+def _facts(family: Family) -> tuple[object, ...]:
+    shards = None if family.shards is None else family.shards.ranks
+    return family.group.ranks, family.divisor, shards, family.copies
+
+
+def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
+    """The ranks that share one copy of a family's state, and their twins. Collective over the family's group.
+
+    Args:
+        within: The ranks that the model was given to.
+        shard_size: As in ShardOptions.
+    Raises:
+        PlanError: the ranks cannot be cut alike ("zero-shard-size", "zero-family").
+    """
+    group = family.group
+    inside = tuple(rank for rank in group.ranks if rank in within.ranks)
+    if family.shards is None and len(inside) == group.size:
+        return split_replicas(group, shard_size)
+    mine = inside if family.shards is None else family.shards.ranks
+    parts = sorted({tuple(ranks) for ranks in comm.all_gather_json(mine, group, unit="shard")})
+    if sorted(rank for ranks in parts for rank in ranks) != sorted(group.ranks) or len({len(p) for p in parts}) > 1:
+        raise PlanError(
+            f"family {family.name!r} is summed over {group}; its state is cut over {parts}, which are not equal parts of it",
+            code="zero-family",
+            fix="Cut over groups of one size that have every rank of the sum once.",
+        )
+    twins = tuple(ranks[mine.index(group.global_rank)] for ranks in parts)
+    known = family.shards or (within if mine == within.ranks else None)
+    shards = known or part_group(mine, "shards")
+    replicas = part_group(twins, "twins")
+    return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
+
+
+def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, Family]) -> None:
+    """Raise on all ranks of a family that do not hold the same of it. Collective over each family's group.
+
+    They must also have its units at the same place among the units of families that all of them have: that is the order in which
+    they communicate.
+    """
+    _check_present(families)
+    for name, family in families.items():
+        if family.group.size == 1:
+            continue
+        common = {n for n, f in families.items() if set(f.group.ranks) >= set(family.group.ranks)}
+        ours = [spec for spec in specs if spec.family in common]
+        text = repr([_content(spec, logical) for spec in ours]).encode()
+        # 63 bits, the same in every process (Python's own hash is not).
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        mine = torch.tensor([digest], dtype=torch.int64)
+        all_of = torch.empty(family.group.size, dtype=torch.int64)
+        comm.all_gather_single(all_of, mine, family.group, unit="shard")
+        if len(set(all_of.tolist())) > 1:
+            of = "" if name == DENSE else f"of family {name!r} "
+            raise PlanError(
+                f"the ranks hold different models: {sum(len(s.params) for s in ours)} parameters {of}in {len(ours)} units here, "
+                f"digests by rank {all_of.tolist()}",
+                code="zero-models-differ",
+                fix="Build the same model and the same optimizer groups on every rank; assign a family to what differs.",
+            )
+
+
+def _check_present(families: Mapping[str, Family]) -> None:
+    """A family that a rank of its group lacks would let the others wait for that rank."""
+    group = families[DENSE].group
+    mine = torch.tensor([len(families)], dtype=torch.int64)
+    if group.size > 1:
+        comm.all_reduce(mine, group=group, unit="shard")
+    if group.size == 1 or mine.item() == group.size:
+        return
+    told = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
+    for rank, others in zip(group.ranks, told, strict=True):
+        for name, ranks in others.items():
+            lacking = [r for r, has in zip(group.ranks, told, strict=True) if r in ranks and has.get(name) != ranks]
+            if lacking:
+                raise PlanError(
+                    f"on rank {rank} the model has parameters of family {name!r} over ranks {tuple(ranks)}; on ranks {lacking} it has none",
+                    code="zero-family",
+                    fix="Give every rank of a family's group a part of it, or leave those ranks out of the group.",
+                )
+
+
+def _content(spec: UnitSpec, logical: Mapping[str, Logical]) -> tuple[Any, ...]:
+    # A tied weight has other names, and other modules, on other stages; its logical name is the same.
+    params = [(replace(p, name="", module=""), logical[p.name]) for p in spec.params]
+    return (spec.family, spec.residency, "" if spec.family != DENSE else spec.module, params)

@@ -1,0 +1,360 @@
+"""What `shard` is asked for, and what planning reads of a model.
+
+Words: a *placement* says where state is kept between uses, for a role: masters and optimizer state (`ShardOptions.tier`), or parameters
+(`ShardOptions.param_tier`). *Host* is memory of the CPU, page-locked where that makes copies faster. *File* is a scratch file of each
+rank, of which a bounded number of *buffers* is in host memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_comm import Group, Work
+from ds_comm.lossy.compressed import Feedback, Quantized
+from ds_comm.lossy.hierarchy import Hierarchy
+from ds_config.errors import PlanError
+from ds_ops.io import IOSettings
+from ds_zero.layout.elements import Kind, UnitLayout
+from ds_zero.layout.reduction_groups import family_name
+from ds_zero.layout.dtypes_plan import Dtypes, Precision
+from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, Residency, UnitBytes, UnitPolicy, UnitSpec
+
+__all__ = [
+    "PAGE_BYTES",
+    "PLAIN",
+    "Habits",
+    "Messages",
+    "Nodes",
+    "Placement",
+    "ShardOptions",
+    "UpdatePolicy",
+    "describe",
+    "dtype_name",
+    "placed_numel",
+]
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where ranks are close to each other, and what is made of it. At stage 3.
+
+    Attributes:
+        size: Neighbouring ranks of a node.
+        two_steps: Gather across nodes first, then inside.
+        secondary: Keep what was gathered inside the node until the next update: 1/size of the parameters on each rank.
+    """
+
+    size: int
+    two_steps: bool = False
+    secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A place for state, usable as `tier=` and `param_tier=` of `shard`.
+
+    Attributes:
+        where: `"host"` or `"file"`.
+        folder: Of the scratch files; made if it is not there. Nothing is left in it, however the process ends.
+        pin: Page-lock host memory where the device gains from it; a refusal falls back to plain memory with one warning.
+        share: Which part of the elements is placed there, counted from the model's end; the rest stays on the device.
+        buffers: Units of which the bytes of a file may be in memory at a time, at least 2.
+        near: Of parameters: so many elements of a rank stay in host memory before files are used.
+        read_ahead: Read the next unit while one is used.
+        write_behind: Write a unit while the next one is used.
+        io: How transfers are cut and queued.
+        early: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
+            (`update/early.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
+    Raises:
+        PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
+    """
+
+    where: Literal["host", "file"] = "host"
+    folder: str | None = None
+    pin: bool = True
+    share: float = 1.0
+    buffers: int = 4
+    near: int = 0
+    read_ahead: bool = True
+    write_behind: bool = True
+    io: IOSettings = field(default_factory=IOSettings)
+    early: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.where not in ("host", "file"):
+            wrong.append(f"where is 'host' or 'file', not {self.where!r}")
+        if (self.where == "file") != (self.folder is not None):
+            wrong.append(f"where = {self.where!r} with folder = {self.folder!r}")
+        if self.buffers < 2:
+            wrong.append(f"buffers = {self.buffers}, at least 2 are needed to overlap anything")
+        if not 0.0 <= self.share <= 1.0:
+            wrong.append(f"share = {self.share}, not between 0 and 1")
+        if not 0.0 <= self.early <= 1.0:
+            wrong.append(f"early = {self.early}, not between 0 and 1")
+        if self.early and self.where == "file":
+            wrong.append(
+                f"early = {self.early} with where = 'file': what an early update overwrites is kept in host memory"
+            )
+        if wrong:
+            raise PlanError(
+                "; ".join(wrong),
+                code="offload-placement",
+                fix="Give a folder for files, and none for host memory; early updates are for host memory.",
+            )
+
+    def __str__(self) -> str:
+        return self.where
+
+    resident = False
+    """Never a range of the buffer that forward uses."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether a unit is updated by itself: so many buffers hold all that is in memory."""
+        return self.where == "file"
+
+    def planned(self, found: UnitBytes) -> UnitBytes:
+        """Masters and optimizer state are here instead of on the device. Pure."""
+        moved = found.shard + found.optim
+        held = 2 * moved if self.early else moved
+        return replace(found, shard=0, optim=0, **{self.where: getattr(found, self.where) + held})
+
+    def planned_params(self, found: UnitBytes) -> UnitBytes:
+        """What gathers send is here instead of on the device. Pure."""
+        return replace(found, full=0, **{self.where: getattr(found, self.where) + found.full})
+
+    def staging(self, units: Sequence[UnitBytes]) -> int:
+        """Bytes of host memory for what is on its way to or from files."""
+        if self.where != "file":
+            return 0
+        return min(self.buffers, len(units)) * max(
+            (-(-unit.file // PAGE_BYTES) * PAGE_BYTES for unit in units), default=0
+        )
+
+    def spread(self, units: Sequence[UnitSpec]) -> list[str | Placement]:
+        """Of each unit, in canonical order, whether it is placed here. Whole units: at least the share asked for."""
+        numels = [unit.numel if unit.trained else 0 for unit in units]
+        return [self if here else "device" for here in placed_numel(numels, self.share)]
+
+    def spread_params(self, numels: Sequence[int]) -> list[Placement]:
+        """Of each unit, in canonical order, where its parameters are between uses, given the elements that a rank keeps of it."""
+        host, done, found = replace(self, where="host", folder=None, near=0), 0, []
+        for numel in numels:
+            done += numel
+            found.append(host if self.where == "file" and done <= self.near else self)
+        return found
+
+
+def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
+    """Which of several units are in the last `share` of all elements, counting a unit that lies across the border in."""
+    kept, done = (1.0 - share) * sum(numels), 0
+    found = []
+    for numel in numels:
+        done += numel
+        found.append(share > 0.0 and done > kept)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """How parameters and gradients travel between ranks: as they are. The seat of policies that send less, which are subclasses.
+
+    Attributes:
+        codes_gathers, codes_sums: Whether what arrives is not what was sent, to the bit.
+    """
+
+    @property
+    def codes_gathers(self) -> bool:
+        return False
+
+    @property
+    def codes_sums(self) -> bool:
+        return False
+
+    def of_unit(self, *, trained: bool, gathered: bool) -> Messages:
+        """What a unit uses of it that is cut over ranks; `gathered`: it is released between uses."""
+        del trained, gathered
+        return self
+
+    def check(self, residency: Residency) -> None:
+        """Raise where it could not act."""
+
+    def check_format(self, dtype: torch.dtype) -> None:
+        """Raise where it is not known to train parameters of a format as well."""
+
+    def message(self, what: Literal["gather", "reduce"], layout: UnitLayout, dtype: torch.dtype) -> int:
+        """Bytes of a shard on its way."""
+        del what
+        return layout.shard_numel * dtype.itemsize
+
+    def buffers(self, layout: UnitLayout, dtypes: Dtypes) -> tuple[int, int, int]:
+        """Bytes on a rank beside those of plain messages: during a gather, during a reduction, and kept."""
+        del layout, dtypes
+        return 0, 0, 0
+
+    def gather(self, out: Tensor, mine: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
+        """Start to fill `out` [ranks * n] from every rank's `mine` [n] by `start(out, mine)`, which gathers tensors of one format."""
+        return start(out, mine)
+
+    def levels(self, shards: Group) -> Hierarchy | None:
+        """Two levels for the gradients of `shards`; None where one hop is right. Collective over `shards`."""
+        del shards
+        return None
+
+    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
+        """The collectives that reduce one unit's gradients, and where their errors are; None where gradients are exact."""
+        del levels
+        return None, None
+
+
+PLAIN = Messages()
+
+
+class UpdatePolicy(Protocol):
+    """Says which elements a step updates. A value; the same on all ranks.
+
+    Attributes:
+        states: Tensors per element that it keeps beside those of the optimizer.
+    """
+
+    @property
+    def states(self) -> int: ...
+
+    def start(self, inner: Optimizer, sharding: Any) -> Any:
+        """The `Updater` of an optimizer whose model is sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How a model is sharded.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3, or a Residency.
+        group: Ranks to shard and average over; None: all.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
+        clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
+        overlap: Communicate while computing.
+        norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
+            norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
+        policy: Sizes of units and of what stays gathered.
+        strict: Raise on all ranks if the ranks of a step used different parameters.
+        layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
+            independently of each other, whole for one that needs whole parameters (found out by asking it).
+        shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
+            over all ranks. None: all ranks share one copy. Of a family that lives on some of the ranks: of its ranks.
+        nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
+        sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
+        memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
+            parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
+        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.state_stores.TIERS`, a
+            `ds_zero.Placement`, or a function that says one of these for each unit.
+        param_tier: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
+        wire: What travels as small codes instead of as it is (`ds_zero.Wire`, ZeRO++).
+        updates: Which elements are stepped when (`ds_zero.policies.zenflow.Importance`); None: all in every step.
+    """
+
+    stage: int | Residency = 1
+    group: Group | dist.ProcessGroup | None = None
+    precision: Precision | str | None = None
+    clip: float | None = None
+    norm: Group | dist.ProcessGroup | None = None
+    overlap: bool = True
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    strict: bool = False
+    layout: Kind | None = None
+    shard_size: int | None = None
+    nodes: Nodes | None = None
+    sparse: bool = False
+    memory: Literal["auto", "private", "shared"] = "auto"
+    tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
+    param_tier: str | Placement = "device"
+    wire: Messages = PLAIN
+    updates: UpdatePolicy | None = None
+
+    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
+        """The tiers of units, in canonical order."""
+        if isinstance(self.tier, Placement):
+            return self.tier.spread(specs)
+        return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
+
+    def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
+        """Where the parameters of units are kept, in canonical order.
+
+        Args:
+            shards: Of each unit, over how many ranks it is cut.
+        """
+        if isinstance(self.param_tier, str):
+            return [self.param_tier] * len(specs)
+        cut = [spec.residency.shard_params for spec in specs]
+        numels = [-(-s.numel // n) if c else 0 for s, n, c in zip(specs, shards, cut, strict=True)]
+        return list(self.param_tier.spread_params(numels))
+
+    @property
+    def residency(self) -> Residency:
+        """The stage as a value."""
+        if isinstance(self.stage, Residency):
+            return self.stage
+        if self.stage not in STAGES:
+            raise PlanError(
+                f"ZeRO stage {self.stage!r} does not exist",
+                code="zero-stage",
+                fix="Use a stage from 0 to 3, or a Residency.",
+            )
+        return STAGES[self.stage]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What an optimizer needs of its parameters, and keeps for them.
+
+    Attributes:
+        layout: How their units are laid out.
+        states: Tensors per element that it keeps (AdamW 2, SGD with momentum 1, SGD 0).
+    """
+
+    layout: Kind = "flat"
+    states: int = 2
+
+
+def describe(
+    model: nn.Module,
+    groups: Mapping[int, int],
+    habits: Habits | Mapping[int, Habits],
+    precision: Precision | None = None,
+) -> tuple[list[ParamInfo], list[ModuleInfo]]:
+    """The planner's records of a model.
+
+    Args:
+        groups: id of a parameter -> number of its optimizer group.
+        habits: Of the optimizer, for all trained parameters or by number of the group.
+        precision: Parameters to which different rules of it apply do not share a unit.
+    """
+    modules = [
+        ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
+    ]
+    params = []
+    for name, param in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        group = groups.get(id(param)) if param.requires_grad else None
+        own = Habits(states=0)
+        if group is not None:
+            own = habits if isinstance(habits, Habits) else habits[group]
+        rule = precision.rule_of(name) if precision is not None else None
+        shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
+        params.append(ParamInfo(name, shape, dtype, owner, group, family, own.layout, rule, own.states))
+    return params, modules

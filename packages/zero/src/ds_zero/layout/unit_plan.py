@@ -1,0 +1,358 @@
+"""One plan: what each unit is, where its state lives and how its gradients travel, before anything is allocated. No tensor, no group.
+
+`Sharding` makes what stands here and decides nothing more; `plan` makes the same from a model, or from records, for any number of ranks.
+
+Words: *kept* bytes are there between steps, exactly; *passing* bytes come and go within a step and are bounded here:
+gathered units, gradient buffers on their way. Activations are not part of model states and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import nn
+
+from ds_comm.reduction_group import assignment_of
+from ds_zero.layout.elements import UnitLayout, plan_layout
+from ds_zero.layout.shard_options import PLAIN, Habits, Messages, Nodes, Placement, ShardOptions, describe
+from ds_zero.layout.dtypes_plan import Dtypes, Precision
+from ds_zero.layout.units import ModuleInfo, ParamInfo, Residency, UnitBytes, UnitSpec, plan_units
+from ds_zero.offload.state_stores import kind_of
+
+__all__ = [
+    "Ranks",
+    "Reduction",
+    "Storage",
+    "UnitBytes",
+    "UnitPlan",
+    "ZeroPlan",
+    "passing_bytes",
+    "plan",
+    "plan_all",
+    "plan_unit",
+]
+
+
+class Storage(Enum):
+    """Where a unit's parameters are between uses."""
+
+    PRIVATE = "private"  # every rank keeps all of them
+    RELEASED = "released"  # every rank keeps its shard, and gathers the rest for a use
+    SHARED = "shared"  # the ranks of a host keep one copy between them
+
+
+class Reduction(Enum):
+    """How gradients are summed over the ranks that share a unit's state."""
+
+    ARENA = "arena"  # a flat buffer, and the collective of the backend
+    POSTING = "posting"  # in memory that the ranks share
+    EXCHANGE = "exchange"  # by messages from the memory where autograd made them
+    QUANTIZED = "quantized"  # a flat buffer, of which small codes are sent
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What planning knows of the ranks of a family.
+
+    Attributes:
+        shards: Ranks that share one copy of its state.
+        shared: They are on one host, and keep one copy of the parameters.
+        anywhere: Messages between them leave from any memory at no cost.
+        nodes: Which of them are close to each other; None: gathers are flat.
+    """
+
+    shards: int = 1
+    shared: bool = False
+    anywhere: bool = False
+    nodes: Nodes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """One unit.
+
+    Attributes:
+        spec: Its parameters, their family, and what is kept of them.
+        layout: Where each element lives.
+        dtypes: In which formats; of parameters that are not trained all are that of the parameter.
+        storage, reduction: Which strategy runs it.
+        nodes: How it is gathered between nodes; None: flat.
+        tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
+        param_tier: Where its parameters are between uses.
+        bytes: On every rank (ranks hold equal shares).
+        wire: What of it travels as codes.
+    """
+
+    spec: UnitSpec
+    layout: UnitLayout
+    dtypes: Dtypes
+    storage: Storage
+    reduction: Reduction
+    nodes: Nodes | None
+    tier: str | Placement
+    param_tier: str | Placement
+    bytes: UnitBytes
+    wire: Messages = PLAIN
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the master shard is a range of the buffer that forward uses."""
+        own = self.storage is Storage.RELEASED or not kind_of(self.tier).resident
+        return self.dtypes.same and len(self.layout.segments) == 1 and not own
+
+    @property
+    def early(self) -> bool:
+        """Whether its update may begin while backward goes on."""
+        return self.spec.trained and isinstance(self.tier, Placement) and self.tier.early > 0
+
+    @property
+    def undo(self) -> int:
+        """Bytes of host memory for what an early update overwrites: the master shard and the optimizer's state of it."""
+        if not self.early:
+            return 0
+        state = (self.dtypes.state or self.dtypes.master).itemsize * self.spec.params[0].states
+        return self.layout.shard_numel * (self.dtypes.master.itemsize + state)
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether a copy of the shard is kept in the format and place that gathers send from."""
+        return self.storage is Storage.RELEASED and self.spec.trained and not self.sends_shard
+
+    @property
+    def sends_shard(self) -> bool:
+        """Whether the master shard is what gathers send: nothing else is made of it."""
+        if self.storage is Storage.RELEASED and not self.spec.trained:
+            return True
+        resident = kind_of(self.tier).resident and self.param_tier == "device"
+        released = self.storage is Storage.RELEASED
+        return (
+            self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not Storage.SHARED
+        )
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that a rank sends to others of its shards for one gather and for one reduction; shared memory sends none."""
+        if self.storage is Storage.SHARED:
+            return {"gather": 0, "reduce": 0}
+        others, dtypes = self.layout.world - 1, self.dtypes
+        reduce = others * self.wire.message("reduce", self.layout, dtypes.reduce) if self.spec.trained else 0
+        return {"gather": others * self.wire.message("gather", self.layout, dtypes.param), "reduce": reduce}
+
+    def __str__(self) -> str:
+        elsewhere = {"host": self.bytes.host, "file": self.bytes.file}
+        told = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in elsewhere.items() if nbytes)
+        formats = " ".join(
+            str(d).removeprefix("torch.") for d in dict.fromkeys((self.dtypes.param, self.dtypes.master))
+        )
+        return (
+            f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes{told and f' and {told}'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPlan:
+    """What will be: the units, and each one's bytes on every rank.
+
+    Attributes:
+        world: Ranks that train the model.
+        residency: What is sharded.
+        units: In canonical order.
+    """
+
+    world: int
+    residency: Residency
+    units: tuple[UnitPlan, ...]
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """Bytes of parameters, masters, gradients and optimizer state on one rank, by category."""
+        return {k: sum(getattr(u.bytes, k) for u in self.units) for k in ("full", "shard", "grads", "optim")}
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory on one rank: what stays there, and what is on its way to and from files."""
+        staged = 0
+        for role in ("tier", "param_tier"):
+            for place in {p for u in self.units if isinstance(p := getattr(u, role), Placement)}:
+                staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
+        return sum(unit.bytes.host for unit in self.units) + staged
+
+    @property
+    def file(self) -> int:
+        """Bytes in scratch files of one rank."""
+        return sum(unit.bytes.file for unit in self.units)
+
+    @property
+    def early(self) -> int:
+        """Units that may be updated while backward goes on."""
+        return sum(unit.early for unit in self.units)
+
+    @property
+    def undo(self) -> int:
+        """Bytes of `host` for what early updates overwrite."""
+        return sum(unit.undo for unit in self.units)
+
+    @property
+    def passing(self) -> int:
+        """Most bytes that come and go at a time, see `passing_bytes`."""
+        return passing_bytes((unit.bytes for unit in self.units), self.residency)
+
+    @property
+    def peak(self) -> int:
+        """Upper bound of model-state bytes on one rank at any time."""
+        return sum(self.kept.values()) + self.passing
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.units)} units on {self.world} ranks, {self.residency}"]
+        lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.kept.items()]
+        elsewhere = {"host": self.host, "file": self.file}
+        lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in elsewhere.items() if size]
+        if self.early:
+            kept = f"{self.undo / 2**20:.1f} MiB of host keep what they overwrite"
+            lines += [f"  early    {self.early:10} units are updated while backward goes on; {kept}"]
+        lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
+        return "\n".join(lines)
+
+
+def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
+    """Most bytes that come and go at a time: the unit in use, the next one, and gradient buffers.
+
+    Of these there are up to two, one that is summed and one that is filled, and a third where parameters are sharded; as many as
+    units where gradients are reduced after the last microbatch only.
+    """
+    found = list(units)
+    gathered = sorted((b.gathered for b in found), reverse=True)[:2]
+    arenas = [b.arena for b in found]
+    several = (3 if residency.shard_params else 2) * max(arenas, default=0)
+    return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
+
+
+def plan_unit(
+    spec: UnitSpec,
+    precision: Precision,
+    ranks: Ranks,
+    tier: str | Placement = "device",
+    param_tier: str | Placement = "device",
+    wire: Messages = PLAIN,
+) -> UnitPlan:
+    """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
+    param_tier = param_tier if spec.residency.shard_params else "device"
+    if param_tier != "device":
+        ranks = replace(ranks, shared=False)
+    shards = ranks.shards if spec.residency.shard_optim else 1
+    layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
+    dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
+    dtypes = dtypes if spec.trained else dtypes.frozen
+    storage, reduction = Storage.PRIVATE, Reduction.ARENA
+    if shards == 1 and param_tier != "device":
+        storage = Storage.RELEASED
+    if shards > 1 and ranks.shared:
+        storage, reduction = Storage.SHARED, Reduction.POSTING
+    elif shards > 1:
+        storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
+        reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
+    nodes = ranks.nodes if storage is Storage.RELEASED else None
+    form = PLAIN
+    if shards > 1 and not ranks.shared and dtypes.param.is_floating_point:
+        form = wire.of_unit(trained=spec.trained, gathered=storage is Storage.RELEASED)
+        form.check_format(dtypes.param)
+        reduction = Reduction.QUANTIZED if form.codes_sums else reduction
+    if not spec.trained:  # what it is sent from is all there is of it
+        tier = param_tier
+    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
+    found = _bytes(made)
+    if spec.trained and isinstance(param_tier, Placement):
+        found = param_tier.planned_params(found)
+    return replace(made, bytes=kind_of(made.tier).planned(found))
+
+
+def _bytes(unit: UnitPlan) -> UnitBytes:
+    layout, dtypes, shards = unit.layout, unit.dtypes, unit.layout.world
+    full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
+    kept = {
+        Storage.PRIVATE: full,
+        Storage.RELEASED: own * dtypes.param.itemsize if unit.keeps_sent else 0,
+        Storage.SHARED: full // shards,
+    }
+    found = UnitBytes(
+        full=kept[unit.storage],
+        shard=0 if unit.aliased else own * dtypes.master.itemsize,
+        gathered=full if unit.storage is Storage.RELEASED else 0,
+    )
+    if unit.nodes is not None:  # by way of nodes: its secondary copy is kept, its first step passes
+        piece = found.gathered // unit.nodes.size
+        kept_near, staged = (piece if unit.nodes.secondary else 0), (piece if unit.nodes.two_steps else 0)
+        found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
+    gather, reduce, errors = unit.wire.buffers(layout, dtypes)
+    found = replace(found, gathered=found.gathered + gather)
+    if not unit.spec.trained:
+        return found
+    arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
+    apart = own * dtypes.accumulate.itemsize if shards > 1 or wide else 0
+    arena, apart = arena + reduce, apart + errors
+    optim = unit.spec.params[0].states * own * (dtypes.state or dtypes.master).itemsize
+    if shards == 1:
+        return replace(found, optim=optim, grads=apart + arena)
+    return replace(found, optim=optim, grads=apart, arena=arena)
+
+
+def plan(
+    model: nn.Module | Iterable[ParamInfo],
+    world: int,
+    options: ShardOptions | None = None,
+    *,
+    state_tensors: int = 2,
+    modules: Sequence[ModuleInfo] = (),
+    families: Mapping[str, int] | None = None,
+) -> ZeroPlan:
+    """What `shard` would do with a model on `world` ranks. Works on a model on the meta device, or on records alone.
+
+    Args:
+        model: A model whose parameters that require gradients are trained in one group; or the planner's records.
+        options: As for `shard`; the group is not used. Memory is taken as shared where that is asked for by name.
+        state_tensors: Per element, of the optimizer, where `model` is one; records say it themselves.
+        modules: With records, their modules in registration order.
+        families: With records, on how many ranks the parameters of each family live; those of others on `world`.
+    """
+    options = options or ShardOptions()
+    precision = Precision.of(options.precision)
+    sizes = dict(families or {})
+    if isinstance(model, nn.Module):
+        habits = Habits(options.layout or "flat", state_tensors)
+        params, found = describe(model, {id(p): 0 for p in model.parameters()}, habits, precision)
+        sizes |= {f.name: f.group.size for p in model.parameters() if (f := assignment_of(p).family) is not None}
+    else:
+        params, found = list(model), list(modules) or [ModuleInfo("")]
+    specs = plan_units(params, found, options.residency, options.policy)
+    options.wire.check(options.residency)
+    ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
+    return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))
+
+
+def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, Ranks]) -> tuple[UnitPlan, ...]:
+    """Decide about all units of a model whose families live on `ranks`."""
+    precision, tiers = Precision.of(options.precision), options.tiers_of(specs)
+    param_tiers = options.param_tiers_of(specs, [ranks[spec.family].shards for spec in specs])
+    return tuple(
+        plan_unit(spec, precision, ranks[spec.family], tier, param_tier, options.wire)
+        for spec, tier, param_tier in zip(specs, tiers, param_tiers, strict=True)
+    )
+
+
+def ranks_of(world: int, options: ShardOptions) -> Ranks:
+    """What planning assumes of ranks that there are not yet."""
+    shards = min(options.shard_size or world, world)
+    nodes = options.nodes if options.nodes is not None and 1 < options.nodes.size < shards else None
+    return Ranks(shards, shared=options.memory == "shared", nodes=nodes)

@@ -1,0 +1,453 @@
+"""Where a unit's state is between uses: its master shard and the optimizer's state of it, and its parameters.
+
+A *tier* keeps the master shard and the state. `ShardedOptimizer` updates every unit in four steps, units in canonical order:
+
+    fetch    the shard and the optimizer's state of it are where the optimizer reads and writes them
+    update   the optimizer steps the unit's parts with its summed gradients
+    publish  the shard's new values go where gathers send them from, in the format forward uses
+    store    the shard and the state go back to their tier
+
+Units of the tier `device` are updated together, by one call of the optimizer; for them fetch and store are nothing. A unit of a tier
+that is *alone* is updated by a call for it, while the next one is fetched. Forward and backward never need a tier.
+
+The optimizer updates state in host memory there: a step moves the gradient one way and the new parameters the other way. In a file a
+unit is a *record* of *regions*: the master first, then each tensor of the optimizer's state that has as many elements; other state
+(the row sums of Adafactor) stays in memory. Stored tensors have their shape and no memory, so nobody reads old values.
+
+A new tier is a subclass and a row of `TIERS`. Gradients of a unit are final when its reduction is (`Gradients.finish`), long before the
+step; a norm that clips is known after the last. So what updates a unit in host memory before its step keeps what it overwrites, and
+takes it back as soon as somebody fetches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from ds_config.errors import PlanError
+from ds_ops.scratch import Event, Record, Ring, RingSettings, host_bytes
+from ds_zero.layout.elements import UnitLayout
+from ds_zero.layout.shard_options import Placement
+from ds_zero.layout.dtypes_plan import Dtypes
+from ds_zero.layout.units import UnitBytes, UnitSpec
+
+__all__ = ["TIERS", "Part", "Place", "Tier", "Tiered", "kind_of", "made", "nothing", "place_of"]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A range of the shard that the optimizer sees as one parameter.
+
+    Attributes:
+        tensor: View of shard[start:stop], flat or in the parameter's shape.
+        start, stop: In the shard.
+        members: Numbers of the parameters with elements in it.
+    """
+
+    tensor: Parameter
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+States = Callable[[Part], dict[str, Any]]
+
+
+class Tiered(Protocol):
+    """Of a unit what a tier may use: `Unit`. The one thing that it may set is `shard`.
+
+    Attributes:
+        number: In its model.
+        parts: What the optimizer sees of the shard; empty while the tier is made.
+    """
+
+    number: int
+    spec: UnitSpec
+    layout: UnitLayout
+    dtypes: Dtypes
+    params: list[Parameter]
+    shard: Tensor
+    parts: list[Part]
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Place:
+    """What keeps a tensor of one unit between uses. This one: on the device, nothing to do.
+
+    Attributes:
+        apart: Its memory is not the device's.
+    """
+
+    apart = False
+
+    def __init__(self) -> None:
+        self._copying: list[Event] = []
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel], of any content: where the tensor is while it is made."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def fetch(self) -> None:
+        """Return when the tensor, and what belongs to it, may be read and written. Nothing if they may be already."""
+
+    def fetch_to_send(self) -> None:
+        """`fetch`, for those who only read: copies of it that are queued on the device go on."""
+        self.fetch()
+
+    def lend(self, after: Event) -> None:
+        """The device copies from the tensor until `after` has happened: its memory is written later only."""
+        self._copying = [*(event for event in self._copying if not event.query()), after]
+
+    def _settle(self) -> None:
+        for event in self._copying:
+            event.synchronize()
+        self._copying = []
+
+    def store(self) -> None:
+        """They were written, or only read: put them away."""
+
+    def drop(self) -> None:
+        """They were only read since the last `store`: put them away."""
+
+
+class Tier(Place):
+    """The tier `device`: master and state are kept where the model is. Made once for each unit, on all ranks alike.
+
+    Attributes:
+        resident: The shard is always readable, and may be a range of the buffer that forward uses.
+        alone: A unit is updated by itself.
+        unit: Whose state this is.
+        states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
+        parks: The optimizer's state lies on the device between updates, so that others may move it meanwhile.
+        parked: Brings back what was parked; None where nothing is.
+    """
+
+    resident = True
+    alone = False
+    parks = True
+
+    def __init__(self, unit: Tiered) -> None:
+        super().__init__()
+        self.unit = unit
+        self.states: States = lambda part: {}
+        self.parked: Callable[[], None] | None = None
+
+    def fetch_state(self) -> None:
+        """`fetch`, for those who read the optimizer's state as well as the shard."""
+        self.fetch()
+        if self.parked is not None:
+            self.parked()
+
+    @staticmethod
+    def planned(found: UnitBytes) -> UnitBytes:
+        """What of a unit's bytes is kept on the device, given what the tier `device` keeps. Pure."""
+        return found
+
+    def begin_fetch(self) -> None:
+        """Start what `fetch` ends. Called while another unit is updated."""
+
+    def gradient(self, summed: Tensor, part: Tensor) -> Tensor:
+        """What the optimizer is given: a sum in the format, shape and place of the part."""
+        if summed.device != part.device:
+            summed = self.landing(part).copy_(summed.view(-1))
+        elif summed.dtype != part.dtype:
+            summed = summed.to(part.dtype)
+        return summed if summed.shape == part.shape else summed.view(part.shape)
+
+    def landing(self, part: Tensor) -> Tensor:
+        """[numel] of the part's format and place, for a gradient that comes from a device. Kept: copies into new memory are slow."""
+        return torch.empty(part.numel(), dtype=part.dtype, device=part.device)
+
+
+TIERS: dict[str, type[Tier]] = {"device": Tier}
+"""By name, as `ShardOptions.tier` says it."""
+
+
+def kind_of(tier: str | Placement) -> type[Tier] | Placement:
+    """What planning asks a tier: `resident`, `alone`, `planned`."""
+    return tier_of(tier) if isinstance(tier, str) else tier
+
+
+def tier_of(name: str) -> type[Tier]:
+    """The tier of a name.
+
+    Raises:
+        PlanError: there is none ("zero-tier").
+    """
+    found = TIERS.get(name)
+    if found is None:
+        raise PlanError(
+            f"there is no tier {name!r} to keep state in",
+            code="zero-tier",
+            fix=f"Choose from {', '.join(sorted(TIERS))}, or add a row to ds_zero.offload.state_stores.TIERS.",
+        )
+    return found
+
+
+_MASTER = ""
+
+
+def made(placement: Placement | str, unit: Any) -> Tier:
+    """What keeps the masters and optimizer state of a unit."""
+    if isinstance(placement, str):
+        return tier_of(placement)(unit)
+    return HostTier(placement, unit) if placement.where == "host" else FileTier(placement, unit)
+
+
+class Sender(Protocol):
+    """Who has what gathers send; the one thing that a place may set."""
+
+    sent: Tensor | None
+
+
+def place_of(placement: Placement | str, unit: Any, sender: Sender) -> Place:
+    """What keeps `sender.sent` of a unit between gathers."""
+    if isinstance(placement, str):
+        return Place()
+    return HostPlace(placement) if placement.where == "host" else FilePlace(placement, unit, sender)
+
+
+class HostPlace(Place):
+    """In memory of the host."""
+
+    apart = True
+
+    def __init__(self, placement: Placement, *unit: Any) -> None:
+        super().__init__(*unit)
+        self.placement = placement
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return host_bytes(numel * dtype.itemsize, device, pin=self.placement.pin).view(dtype)
+
+    def fetch(self) -> None:
+        self._settle()
+
+    def fetch_to_send(self) -> None:
+        """Nothing: it is there."""
+
+
+class HostTier(HostPlace, Tier):
+    """In memory of the host, where the optimizer updates it.
+
+    Attributes:
+        wanted: Called by `fetch`: what was done to the state before its step is taken back, see `update/ahead.py`.
+    """
+
+    resident = False
+    parks = False
+
+    def __init__(self, placement: Placement, unit: Tiered) -> None:
+        super().__init__(placement, unit)
+        self.wanted: Callable[[], None] = nothing
+        self._landings: dict[Tensor, Tensor] = {}
+
+    def fetch(self) -> None:
+        self.wanted()
+        self._settle()
+
+    def fetch_to_send(self) -> None:
+        self.wanted()
+
+    def landing(self, part: Tensor) -> Tensor:
+        if part not in self._landings:  # one for each part: all are updated by one call
+            self._landings[part] = self.memory(part.numel(), part.dtype, self.unit.device)
+        return self._landings[part]
+
+
+def nothing() -> None:
+    """Nobody listens."""
+
+
+class _Filed(Place, ABC):
+    """In a file, except while it is used."""
+
+    apart = True
+
+    def _open(self, role: str, placement: Placement, unit: Any, nbytes: int) -> None:
+        self.placement = placement
+        self.ring: Ring = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
+        self.regions, self.record = Regions(unit.layout.shard_numel), Record(self.ring, nbytes)
+        self._held = False
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._held = True
+        return self.regions.add(_MASTER, dtype).of(self.record.blank(), _MASTER)
+
+    def fetch(self) -> None:
+        self.fetch_to_send()
+        self._settle()
+
+    def fetch_to_send(self) -> None:
+        if not self._held:
+            self._held = True
+            self._point(self.record.hold())
+
+    def store(self) -> None:
+        if self._held:
+            self._take_in()
+            self._point(None)
+            self.record.put(self._let_go())
+
+    def drop(self) -> None:
+        if self._held:
+            self._point(None)
+            self.record.drop(self._let_go())
+
+    def _let_go(self) -> Sequence[Event]:
+        """The slot is held no more. Returns after what the device has read it."""
+        after, self._copying, self._held = self._copying, [], False
+        return after
+
+    def _take_in(self) -> None:
+        """What was made or replaced since the fetch goes into the slot."""
+
+    @abstractmethod
+    def _point(self, memory: Tensor | None) -> None:
+        """Every tensor to its range of `memory`; None: to none."""
+
+
+def _ring(placement: Placement, device: torch.device) -> Ring:
+    if placement.folder is None:
+        raise ValueError("a ring belongs to files")
+    told = (placement.folder, placement.buffers, placement.pin, placement.write_behind, placement.io)
+    return Ring(RingSettings(*told), device)
+
+
+class FilePlace(_Filed):
+    """In a file, except while it is sent."""
+
+    def __init__(self, placement: Placement, unit: Any, sender: Sender) -> None:
+        super().__init__()
+        self.sender = sender
+        self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
+
+    def fetch_to_send(self) -> None:
+        if self._held:
+            return
+        super().fetch_to_send()
+        following = self.ring.used(self.record)
+        if following is not None and self.placement.read_ahead:
+            following.begin()
+
+    def _point(self, memory: Tensor | None) -> None:
+        self.sender.sent = self.regions.of(memory, _MASTER)
+
+
+class _Landing:
+    """Memory of the host that gradients come to, kept by the pool."""
+
+    def __init__(self, nbytes: int, device: torch.device, pin: bool) -> None:
+        self.memory = host_bytes(nbytes, device, pin=pin)
+
+    def close(self) -> None:
+        del self.memory
+
+
+class FileTier(_Filed, Tier):
+    """In a file, except while it is updated."""
+
+    resident = False
+    alone = True
+    parks = False
+
+    def __init__(self, placement: Placement, unit: Any) -> None:
+        super().__init__(unit)
+        self._pool = unit.seat.pool
+        self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
+
+    def begin_fetch(self) -> None:
+        if not self._held and self.placement.read_ahead:
+            self.record.begin()
+
+    def landing(self, part: Tensor) -> Tensor:
+        # Units are updated one after another, by each thread: one memory for all parts of a size.
+        key, nbytes = ("landing", part.numel(), part.dtype, get_ident()), part.numel() * part.dtype.itemsize
+        made: _Landing = self._pool.shared(key, lambda: _Landing(nbytes, self.unit.device, self.placement.pin))
+        return made.memory.view(part.dtype)
+
+    def _state(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Tensors that have the elements of their part: (key, where they start in the shard, the tensor)."""
+        for part in self.unit.parts:
+            for key, value in self.states(part).items():
+                if _per_element(value, part):
+                    yield key, part.start, value
+
+    def _take_in(self) -> None:
+        for key, _, value in self._state():
+            self.regions.add(key, value.dtype)
+        memory = self.record.grow(self.regions.nbytes)
+        moved = self.regions.of(memory, _MASTER)
+        if moved.data_ptr() != self.unit.shard.data_ptr():
+            moved.copy_(self.unit.shard)
+        for part in self.unit.parts:
+            states = self.states(part)
+            for key in [key for key, value in states.items() if _per_element(value, part)]:
+                value, place = states[key], self.regions.of(memory, key)[part.start : part.stop]
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value.detach().view(-1))
+                    # Not `value.data = place`: a view of an optimizer's arena would keep that arena alive.
+                    states[key] = nowhere((0,), value.dtype)
+                    states[key].data = place.view(value.shape)
+
+    def _point(self, memory: Tensor | None) -> None:
+        master = self.unit.shard = self.regions.of(memory, _MASTER)
+        kept = [(key, start, value) for key, start, value in self._state() if key in self.regions]
+        if memory is None:
+            for tensor in (*(part.tensor for part in self.unit.parts), *(value for _, _, value in kept)):
+                tensor.data = nowhere(tensor.shape, tensor.dtype)
+            return
+        for part in self.unit.parts:
+            part.tensor.data = master[part.start : part.stop].view(part.tensor.shape)
+        for key, start, value in kept:
+            value.data = self.regions.of(memory, key)[start : start + value.numel()].view(value.shape)
+
+
+class Regions:
+    """Where in a record each kind of state lies; each has as many elements.
+
+    Starts are apart by pages and by a quarter of one more: arrays that one pass reads together collide in caches otherwise.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.numel, self.nbytes = numel, 0
+        self._at: dict[str, tuple[int, torch.dtype]] = {}
+        self._gone: dict[str, Tensor] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._at
+
+    def add(self, key: str, dtype: torch.dtype) -> Regions:
+        """Allocate memory for one kind, if there is none."""
+        if key not in self._at:
+            start = -(-self.nbytes // 4096) * 4096 + len(self._at) % 4 * 1024
+            self._at[key] = (start, dtype)
+            self.nbytes = start + self.numel * dtype.itemsize
+            self._gone[key] = nowhere((self.numel,), dtype)
+        return self
+
+    def of(self, memory: Tensor | None, key: str) -> Tensor:
+        """[numel]: that kind's range of a record; without memory a tensor of the same shape that has none."""
+        if memory is None:
+            return self._gone[key]
+        start, dtype = self._at[key]
+        return memory[start : start + self.numel * dtype.itemsize].view(dtype)
+
+
+def _per_element(value: Any, part: Part) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim()) and value.numel() == part.stop - part.start
+
+
+def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of a shape that has no memory; only its shape and dtype may be read."""
+    made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
+    made.untyped_storage().resize_(0)
+    return made

@@ -1,0 +1,467 @@
+"""Where a unit's parameters are between uses, one strategy for each `Storage` of the plan: private, released, shared.
+
+Words: *full* is the flat buffer that all parameters of the unit are views of, in the format forward uses. A gather fills it from what
+each rank *sends*: its chunk of full, or the shard where nothing else is made of it, or *sent*, a copy of the shard in full's format
+that is written once an update, so that gathers recast nothing.
+
+    private    every rank keeps full. A gather is an all-gather into it, in place.
+    released   full has no memory between uses; parameters refuse to be used. The plan's `param_tier` says where what is sent is kept.
+    shared     the ranks of a host keep one copy, *home*; full is this rank's overlay of it (`ds_comm.shm_units`). A gather is a barrier.
+
+A buffer that a collective is using belongs to that collective's handle; `finish` waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+import ds_comm as comm
+from ds_comm.hierarchical import Route
+from ds_config.errors import PlanError
+from ds_zero._torch import storage_uses
+from ds_zero.layout.elements import Piece, Slot, UnitLayout, gaps_between
+from ds_zero.layout.shard_options import PLAIN, Messages
+from ds_zero.layout.unit_plan import Storage, UnitPlan
+from ds_zero.offload.copies import to_device
+from ds_zero.offload.state_stores import Place, Tier, place_of
+from ds_zero.runtime.sharded_parameter import release, restore
+from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.unit_groups import Seat, Secondary
+
+__all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
+
+_AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25  # elements: what is made stays in a cache; a device gets few launches
+
+
+class Stored(Protocol):
+    """Of a unit what its storage uses: `Unit`."""
+
+    number: int
+    plan: UnitPlan
+    seat: Seat
+    params: list[Parameter]
+    owned: tuple[Piece, ...]
+    tier: Tier
+    shard: Tensor
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def parts_of(shard: Tensor, layout: UnitLayout) -> list[Tensor]:
+    """What of a shard belongs to each segment."""
+    return [shard[s.at : s.at + s.chunk] for s in layout.segments]
+
+
+def clear_gaps(shard: Tensor, owned: Sequence[Piece]) -> None:
+    """Zeros where a shard belongs to no parameter."""
+    for gap in gaps_between([(piece.start, piece.stop) for piece in owned], shard.numel()):
+        shard[gap.start : gap.stop].zero_()
+
+
+class PrivateStorage:
+    """Every rank keeps full. Also what the other strategies have in common.
+
+    Attributes:
+        full: The flat buffer, [numel]; before `adopt` its content is unspecified.
+        views: Of each parameter, its range of full in its shape.
+        sent: What gathers send where that is a copy of the shard; None elsewhere.
+        coarse: Full holds what codes said.
+        common: Once every rank has published and all have passed a barrier, full is current.
+    """
+
+    common = False
+
+    def __init__(self, unit: Stored) -> None:
+        self._unit, self._layout = unit, unit.plan.layout
+        self._works: list[comm.Work] = []
+        self.sent: Tensor | None = None
+        self.coarse = False
+        self.full = self._allocate()
+
+    def _allocate(self) -> Tensor:
+        full = _take_over(self._unit)
+        if full is None:
+            full = torch.empty(self._layout.numel, dtype=self._unit.plan.dtypes.param, device=self._unit.device)
+        for gap in self._layout.gaps:
+            full[gap.start : gap.stop].zero_()
+        return full
+
+    def chunks(self, full: Tensor | None = None) -> list[Tensor]:
+        """This rank's chunk of each segment, of full by default: where `publish` writes."""
+        rank, base = self._unit.seat.shards.rank, self.full if full is None else full
+        return [base[s.start + rank * s.chunk :][: s.chunk] for s in self._layout.segments]
+
+    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+        """Put one parameter's flat values where they are kept; None stands for values that come later, zeros until then.
+
+        Args:
+            pieces: What of the parameter is this rank's.
+        """
+        del pieces
+        there = self.full[slot.offset : slot.offset + slot.numel]
+        if value is None:
+            there.zero_()
+        elif not there.is_set_to(value):
+            there.copy_(value)
+
+    def adopt(self) -> None:
+        """Parameters are views of full from now on."""
+        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
+        for param, view in zip(self._unit.params, self.views, strict=True):
+            param.data = view
+
+    # ---- gathers
+
+    def start(self, channel: comm.Group | None, *, exact: bool) -> None:
+        """Start to fill full. Sends (N-1)/N of its bytes.
+
+        Args:
+            channel: Ranks of the seat over another channel than for foreseen gathers.
+            exact: Send no codes.
+        """
+        del exact
+        if self._layout.world > 1:
+            self._gather(channel, PLAIN)
+
+    def _gather(self, channel: comm.Group | None, wire: Messages) -> None:
+        seat = self._unit.seat
+        route = seat.route if channel is None and seat.nodes is not None and seat.nodes.two_steps else None
+        start = partial(self._send, route, channel)
+        for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
+            self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
+
+    def _load(self, source: Tensor) -> Tensor:
+        """What a gather sends, on the device; where it is copied there, its place is told until when it is read."""
+        there, after = to_device(source, self.full.device)
+        if after is not None:
+            self._sender.lend(after)
+        return there
+
+    @property
+    def _sender(self) -> Place:
+        """What keeps the tensor that gathers send, where that is none of full's memory."""
+        return self._unit.tier
+
+    def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
+        name, gathers = self._unit.plan.name, self._unit.seat.gathers
+        if route is not None:
+            return route.gather(out, mine, name)
+        return comm.all_gather_single(out, mine, channel or gathers, async_op=True, unit=name)
+
+    def _sources(self) -> list[Tensor]:
+        """What a gather sends, one tensor a segment. Where it is not in its place in full, the collective puts it there, too."""
+        if not self._unit.plan.sends_shard:
+            return self.chunks()
+        self._unit.tier.fetch_to_send()
+        return parts_of(self._unit.shard, self._layout)
+
+    def finish(self) -> bool:
+        """Wait for `start`. Whether anything was sent."""
+        gathered = bool(self._works)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return gathered
+
+    def release(self, *, spare_aliases: bool) -> None:
+        """Give full's memory back, if this strategy does."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether what gathers send is elsewhere than on the device between uses."""
+        return False
+
+    def load(self) -> bool:
+        """Start to copy what the next gather sends from where it rests to the device. Whether there is anything to copy."""
+        return False
+
+    def forget(self) -> None:
+        """The shards were written: the next gather comes from them. On all ranks alike."""
+
+    # ---- updates and edits
+
+    def publish(self) -> None:
+        """The shard's values go where gathers send them from, in full's format."""
+        plan = self._unit.plan
+        if not plan.aliased and not plan.sends_shard:
+            self._publish_to(self.chunks())
+
+    def _publish_to(self, places: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for there, mine in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
+                for out, part in zip(there.split(_AT_A_TIME_THERE), mine.split(_AT_A_TIME_THERE), strict=True):
+                    out.copy_(part if out.device.type == "cpu" else part.to(out.device))  # the format changes there
+
+    def take_back(self) -> None:
+        """`param.data = other` gave a parameter other memory: its values are a change like any, and it is a view of full again."""
+        for info, param, view in zip(self._unit.plan.spec.params, self._unit.params, self.views, strict=True):
+            if param.data_ptr() == view.data_ptr():
+                continue
+            found, own = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
+            if found != own:
+                raise PlanError(
+                    f"{info.name} was sharded as {own[1]} {tuple(own[0])} on {own[2]}; its `data` was replaced by {found[1]} "
+                    f"{tuple(found[0])} on {found[2]}",
+                    code="zero-replaced",
+                    fix="Convert or move the model before `shard`, or write values in place.",
+                )
+            with torch.no_grad():
+                view.copy_(param.data)
+                param.data = view
+
+    @torch.no_grad()
+    def adopt_edits(self, written: Collection[int]) -> None:
+        """Edits of full that every rank made alike go into the shard, if it is kept apart from full.
+
+        A write through `param.data` leaves no trace but the values: full is compared with the shard in its format, one pass over both.
+        Where the shard is in another tier, which may round it, only parameters whose version changed count: `written` are their numbers.
+        """
+        if self._unit.plan.aliased:
+            return
+        if not self._unit.tier.resident:
+            names = {self._unit.plan.spec.params[i].name for i in written}
+            flat = torch.cat(self.chunks()) if names else None
+            for piece in [piece for piece in self._unit.owned if piece.name in names]:
+                self._unit.tier.fetch()
+                self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
+            return
+        for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
+            at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
+            for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
+                told = shard.to(full.dtype)
+                if full.device.type != "cpu" or not torch.equal(full, told):  # a device is not asked: that would wait
+                    wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
+                    torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
+
+    def adopt_overlay(self) -> None:
+        """What this rank alone sees of its edits goes to the others. Nothing where full is a rank's own."""
+
+    # ---- memory
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What on the device has to have its bytes between uses."""
+        return [self.full]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now on the device; a secondary copy and what gathers send count."""
+        return self.full.untyped_storage().nbytes()
+
+    def drop_idle(self) -> int:
+        """Give back copies that a gather can do without. Returns their bytes."""
+        return 0
+
+
+class ReleasedStorage(PrivateStorage):
+    """Full has memory while it is used only. It is never written at start: the model need not fit whole.
+
+    Attributes:
+        param_tier: Keeps `sent`.
+    """
+
+    def __init__(self, unit: Stored) -> None:
+        super().__init__(unit)
+        plan, nodes, route = unit.plan, unit.seat.nodes, unit.seat.route
+        self.param_tier = place_of(plan.param_tier, unit, self)
+        if plan.keeps_sent:
+            self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
+            clear_gaps(self.sent, unit.owned)
+        self._loaded: Tensor | None = None
+        near = nodes is not None and nodes.secondary
+        self._near = Secondary(route, plan.layout, plan.name) if route is not None and near else None
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self._layout.numel, dtype=self._unit.plan.dtypes.param, device=self._unit.device)
+
+    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+        del slot
+        for piece in pieces if self.sent is not None else ():
+            there = self.sent[piece.start : piece.stop]  # type: ignore[index]
+            there.zero_() if value is None else there.copy_(value[piece.interval.start : piece.interval.stop])
+
+    def adopt(self) -> None:
+        super().adopt()
+        self._uses, self._nbytes = storage_uses(self.full), self.full.untyped_storage().nbytes()
+        self._is_out = False
+        self.release(spare_aliases=False)
+        if self.sent is not None:
+            self.param_tier.store()
+
+    def start(self, channel: comm.Group | None, *, exact: bool) -> None:
+        if self._is_out:
+            self.full.untyped_storage().resize_(self._nbytes)
+        wire = PLAIN if exact else self._unit.plan.wire
+        self.coarse = wire.codes_gathers
+        if channel is None and not exact and self._near is not None and self._near.valid:
+            self._works += self._near.gather(self.full)
+            return
+        self.forget()
+        self._gather(channel, wire)
+
+    @property
+    def rests(self) -> bool:
+        return self.param_tier.apart and self.sent is not None
+
+    def load(self) -> bool:
+        on_node = self._near is not None and self._near.valid
+        if not self.rests or self.sent is None or not self._is_out or self._works or on_node:
+            return False
+        if self._loaded is None:
+            self.param_tier.fetch_to_send()
+            self._loaded = self._load(self.sent)
+        return True
+
+    @property
+    def _sender(self) -> Place:
+        return self._unit.tier if self.sent is None else self.param_tier
+
+    def _sources(self) -> list[Tensor]:
+        if self.sent is None:
+            return super()._sources()
+        if self._loaded is None:
+            self.param_tier.fetch_to_send()
+        return parts_of(self.sent if self._loaded is None else self._loaded, self._layout)
+
+    def finish(self) -> bool:
+        gathered = super().finish()
+        self._loaded = None
+        if gathered and self.sent is not None:
+            self.param_tier.drop()
+        elif gathered and not self._unit.plan.spec.trained:
+            self._unit.tier.drop()
+        if gathered and self._near is not None:
+            self._near.keep(self.full)
+        for param in self._unit.params if self._is_out else ():
+            restore(param)
+        self._is_out = False
+        return gathered
+
+    def release(self, *, spare_aliases: bool) -> None:
+        """Give full's memory back.
+
+        Args:
+            spare_aliases: If other tensors share the memory (a state_dict taken meanwhile), leave it to them and go on with
+                another buffer. Otherwise they would point to nothing; what autograd saved for backward is meant to.
+        """
+        if spare_aliases and storage_uses(self.full) > self._uses:
+            self.full = torch.empty_like(self.full)
+            super().adopt()
+        self.full.untyped_storage().resize_(0)
+        for param in self._unit.params:
+            release(param)
+        self._is_out, self.coarse = True, False
+
+    def forget(self) -> None:
+        if self._near is not None:
+            self._near.valid = False
+
+    def publish(self) -> None:
+        self._loaded = None
+        if self.sent is not None:
+            self.param_tier.fetch()
+            self._publish_to(parts_of(self.sent, self._layout))
+            self.param_tier.store()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        if self.sent is not None:
+            return [] if self.param_tier.apart else [self.sent]
+        return [] if self._unit.tier.apart else [self._unit.shard]
+
+    @property
+    def nbytes(self) -> int:
+        held = 0 if self._near is None else self._near.nbytes
+        held += 0 if self.sent is None or self.param_tier.apart else self.sent.untyped_storage().nbytes()
+        return held + super().nbytes
+
+    def drop_idle(self) -> int:
+        return 0 if self._near is None else self._near.drop()
+
+
+class SharedStorage(PrivateStorage):
+    """The ranks of a host keep one copy of the parameters; see `ds_comm.shm_units`.
+
+    Attributes:
+        home: The copy.
+    """
+
+    common = True
+
+    def __init__(self, unit: Stored) -> None:
+        if unit.seat.host is None:
+            raise RuntimeError(f"unit {unit.plan.name} is planned in shared memory, and there is none")
+        self._host = unit.seat.host
+        super().__init__(unit)
+
+    def _allocate(self) -> Tensor:
+        self.home, full = self._host.full(self._unit.number)
+        return full
+
+    def chunks(self, full: Tensor | None = None) -> list[Tensor]:
+        return super().chunks(self.home if full is None else full)
+
+    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+        for piece in pieces if value is not None else ():  # every rank writes its part, once for all of them
+            start, stop = piece.interval.start, piece.interval.stop
+            self.home[slot.offset + start : slot.offset + stop].copy_(value[start:stop])  # type: ignore[index]
+
+    def start(self, channel: comm.Group | None, *, exact: bool) -> None:
+        """Nothing: `finish` waits."""
+
+    def finish(self) -> bool:
+        self._host.barrier(f"gather of {self._unit.plan.name}")
+        self._host.forget(self._unit.number)
+        return False
+
+    def adopt_edits(self, written: Collection[int]) -> None:
+        """Nothing here: `adopt_overlay`."""
+
+    def adopt_overlay(self) -> None:
+        """This rank's edits of its own chunk go into home and the shard, the others are dropped: their owners have made them.
+
+        Call where no rank reads parameters: after every rank's backward, before the update.
+        """
+        apart = not self._unit.plan.aliased
+        if apart:
+            self._unit.tier.fetch()
+        shards = parts_of(self._unit.shard, self._layout)
+        with torch.no_grad():
+            for shard, home, mine in zip(shards, self.chunks(), self.chunks(self.full), strict=True):
+                if apart:
+                    changed = home != mine
+                    shard[changed] = mine[changed].to(shard.dtype)
+                home.copy_(mine)
+        self._host.forget(self._unit.number)
+
+
+_KINDS: Mapping[Storage, type[PrivateStorage]] = {
+    Storage.PRIVATE: PrivateStorage,
+    Storage.RELEASED: ReleasedStorage,
+    Storage.SHARED: SharedStorage,
+}
+
+
+def storage_of(unit: Stored) -> PrivateStorage:
+    """The strategy that the plan chose."""
+    return _KINDS[unit.plan.storage](unit)
+
+
+def _take_over(unit: Stored) -> Tensor | None:
+    """The memory of a parameter that fills the unit and is nobody else's: it becomes full as it is, nothing is copied."""
+    (param, *others), slot = unit.params, unit.plan.layout.slots[0]
+    fits = slot.numel == unit.plan.layout.numel and param.dtype == unit.plan.dtypes.param
+    if others or not fits or param.is_meta or is_scattered(param):
+        return None
+    storage = param.untyped_storage()
+    ours = storage_uses(param) == 1 and storage.nbytes() == param.nbytes and not param.is_inference()
+    if not ours or not param.is_contiguous() or not storage.resizable() or storage.is_shared():
+        return None
+    return param.data.view(-1)

@@ -1,0 +1,386 @@
+"""When units reduce: hooks on parameters, driven by autograd; and the model's `zero_grad`. Knows no module.
+
+A unit is reduced when the last of its parameters' gradients has arrived. The end of the outermost backward closes whatever is
+open, so unused, reused, tied and checkpointed modules need no case of their own.
+
+Note "an attribute of the model". Summed gradients are not in `param.grad`, which torch's `zero_grad` clears without a hook: a loop that
+calls it after a backward it does not want would step them later. So the instance gets an attribute of that name, until `close`.
+
+Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
+parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ds_zero._torch import graph_task_id, without_torch_function
+from ds_zero.runtime.attributes import GradAttributes
+from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gathering import Gathering
+from ds_zero.runtime.gradients import Gradients
+from ds_zero.runtime.gather_order import ReduceOrder
+from ds_zero.runtime.unit import Unit
+
+__all__ = ["Helper", "Reducing", "ZeroGrad"]
+
+
+_PATIENCE_S = 0.02
+
+
+class Helper:
+    """Calls `help` while a `waiting` block lasts.
+
+    Args:
+        help_once: A bound method; only a weak reference to its object is kept. Runs on another thread, never at the same
+            time as code outside `waiting`.
+    """
+
+    def __init__(self, help_once: Callable[[], None]) -> None:
+        self._help = weakref.WeakMethod(help_once)
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block may wait for other ranks."""
+        if self._thread is None:
+            args = (weakref.ref(self), self._stop)
+            self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._since = None
+
+    def poll(self) -> None:
+        """Help once if a wait has lasted long."""
+        with self._lock:
+            if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
+                help_once = self._help()
+                if help_once is not None:
+                    help_once()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
+    while not stop.wait(_PATIENCE_S):
+        helper = owner()
+        if helper is None:
+            return
+        helper.poll()
+        del helper
+
+
+_NAME = "zero_grad"
+
+
+class ZeroGrad:
+    """The `zero_grad` of one model. A copied or pickled model has one that does what torch's does.
+
+    Args:
+        model: Whose it is.
+        forget: Drops what was reduced.
+    """
+
+    def __init__(self, model: nn.Module, forget: Callable[[], None] | None = None) -> None:
+        self._model, self._forget = weakref.ref(model), forget
+        self._before = model.__dict__.get(_NAME)
+
+    def attach(self) -> None:
+        """The model has it from now on."""
+        model = self._model()
+        if model is not None:
+            model.__dict__[_NAME] = self
+
+    def detach(self) -> None:
+        """The model has what it had before."""
+        model = self._model()
+        if model is None or model.__dict__.get(_NAME) is not self:
+            return
+        del model.__dict__[_NAME]
+        if self._before is not None:
+            model.__dict__[_NAME] = self._before
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if self._forget is not None:  # first: a stand-in has no values that could be set to zero
+            self._forget()
+        if self._before is None:
+            type(model).zero_grad(model, set_to_none)
+        else:
+            self._before(set_to_none)
+
+    def __reduce__(self) -> tuple[type[ZeroGrad], tuple[nn.Module | None]]:
+        return ZeroGrad, (self._model(),)
+
+
+def _one_by_one(several: Sequence[Gradients]) -> None:
+    for gradients in several:
+        gradients.reduce()
+
+
+class Reducing:
+    """The reductions of one model.
+
+    Args:
+        units: In canonical order, the same on every rank.
+        backward: Where the model's backward is.
+        gathering: Told of units whose gradients have all arrived; gathers go on while a reduction is waited for.
+        inflight_bytes: Gradient bytes that may be in unfinished reductions.
+    Attributes:
+        trained: Numbers of the units with gradients.
+        now: Whether a backward reduces its gradients.
+        unused: Of each unit the parameters that no backward of this step has given a gradient.
+        attributes: What `param.grad` is between backwards.
+    """
+
+    def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
+        self.units, self.inflight_bytes = list(units), inflight_bytes
+        self.trained = [i for i, u in enumerate(units) if u.spec.trained]
+        self.now, self._deferred = True, False
+        self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
+        self.attributes = GradAttributes(units, self.unused, backward, self.forget)
+        self._first: Tensor | None = None
+        self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
+        self._hosts = list(dict.fromkeys(u.seat.host for u in units if u.seat.host is not None))
+        # Gradients that are summed with ranks outside this backward wait for the step.
+        self._apart = [n for n in self.trained if self.units[n].seat.apart]
+        self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
+        self._inflight: deque[int] = deque()
+        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._reduce_several: Callable[[Sequence[Gradients]], None] = _one_by_one
+        self._held: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
+        self._handed: dict[
+            tuple[int, int], tuple[weakref.ref[Tensor], int]
+        ] = {}  # by unit and member: gradient, version
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._helper = Helper(gathering.run_ahead)
+
+    def attach(self) -> None:
+        """Put a hook on every trained parameter."""
+        for number in self.trained:
+            for member, param in enumerate(self.units[number].params):
+                self._handles.append(param.register_post_accumulate_grad_hook(self._fired_hook(number, member)))
+
+    def detach(self) -> None:
+        """Take the hooks back."""
+        self.attributes.detach()
+        self._helper.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- backward
+
+    def _fired_hook(self, number: int, member: int) -> Callable[[Tensor], None]:
+        # Weak: autograd keeps this function where the garbage collector does not look, so a strong one would never die.
+        owner = weakref.ref(self)
+
+        def fired(param: Tensor) -> None:
+            reducing = owner()
+            if reducing is None:
+                return
+            if reducing.attributes.added is not None:
+                reducing.attributes.land(param)
+            if not reducing._is_empty(number, member, param):
+                reducing.arrived(number, member)
+
+        return fired
+
+    def hand_over(self, number: int, member: int, grad: Tensor) -> None:
+        """A graph has the gradient of a parameter: as `arrived`, and see the note "handed over"."""
+        param = self.units[number].params[member]
+        with without_torch_function():
+            held = param.grad = grad if param.grad is None else param.grad + grad
+        self._handed[number, member] = weakref.ref(held), held._version
+        del held
+        self.arrived(number, member)
+
+    def _is_empty(self, number: int, member: int, param: Tensor) -> bool:
+        """Whether autograd calls the hook of a parameter whose gradient a graph has handed over, and adds nothing to it."""
+        found = self._handed.pop((number, member), None)
+        if found is None:
+            return False
+        with without_torch_function():
+            now = param.grad
+        return now is None or (now is found[0]() and now._version == found[1])
+
+    def arrived(self, number: int, member: int) -> None:
+        """A gradient was added to that of a parameter."""
+        if graph_task_id() != self._backward.task:
+            self._backward.enter()
+        if self._first is None:
+            self._first = self.units[number].params[member]
+        for host in self._hosts:
+            host.finish_ready()
+        if self._arrivals.add(number, member):
+            self._complete(number)
+
+    def begin_backward(self) -> None:
+        """The outermost backward begins."""
+        self.attributes.take()
+        self._first = None
+        self._arrivals.any = False
+        self._held.clear()
+        self._order.begin()
+
+    def finish_backward(self) -> None:
+        """It is over: every trained unit is reduced, unless no parameter took part (torch.autograd.grad)."""
+        self._handed.clear()
+        arrivals = self._arrivals
+        for number in self.trained:
+            self.unused[number] &= arrivals.missing[number]
+        if arrivals.any and self.now:
+            missed = sorted((n for n in arrivals.again if self._order.was_issued(n)), reverse=True)
+            for number in self._order.finish():
+                self._reduce(number)
+            for number in missed:
+                self._reduce(number, alone=True)
+            arrivals.late.update(missed)
+            self._deferred = False
+            for number in self._apart:
+                self._gather_leftovers(number)
+        elif arrivals.any:
+            for number in self.trained:
+                if arrivals.late or arrivals.again or arrivals.missing[number]:
+                    self._gather_leftovers(number)
+        if not arrivals.known:
+            arrivals.late &= arrivals.again
+            arrivals.known = True
+        self.attributes.put(self._first)
+
+    def _complete(self, number: int) -> None:
+        """All gradients of a unit have arrived, as far as this graph goes."""
+        arrivals = self._arrivals
+        if self._backward.inside and not arrivals.known:
+            arrivals.late.add(number)  # a checkpointed segment; another one may use the same parameters
+        if number not in arrivals.late and number not in self._apart:
+            for other in self._order.ready(number) if self.now else ():
+                self._reduce(other)
+            if not self.now:
+                self.units[number].gradients.collect(now=False)
+        self._gathering.completed(number)
+
+    def _reduce(self, number: int, *, alone: bool = False) -> None:
+        gradients = self.units[number].gradients
+        gradients.collect()
+        bucket = None if alone else self._bucket_of.get(number)
+        if bucket is None:
+            gradients.reduce()
+            self._inflight.append(number)
+        else:
+            waiting = self._held.setdefault(bucket, [])
+            waiting.append(number)
+            if len(waiting) == len(bucket):
+                self._reduce_bucket(bucket)
+        self._limit_inflight()
+
+    def _reduce_bucket(self, bucket: tuple[int, ...]) -> None:
+        """As far as it has been collected."""
+        numbers = self._held.pop(bucket)
+        self._reduce_several([self.units[number].gradients for number in numbers])
+        self._inflight.extend(numbers)
+
+    def _limit_inflight(self) -> None:
+        held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
+        helps = self._gathering.released and self._backward.task is not None
+        while self._inflight and held > self.inflight_bytes:
+            oldest = self.units[self._inflight.popleft()].gradients
+            held -= oldest.full_bytes
+            with self._helper.waiting() if helps else nullcontext():
+                oldest.finish()
+
+    def _gather_leftovers(self, number: int) -> None:
+        unit = self.units[number]
+        if any(p.grad is not None for p in unit.params):
+            unit.gradients.collect(now=False)
+
+    # ---- between backwards
+
+    @contextmanager
+    def reduction(self, now: bool) -> Iterator[None]:
+        """Whether a backward inside reduces its gradients. Nested contexts combine with *and*."""
+        before, self.now = self.now, self.now and now
+        if not self.now:
+            self._deferred = True
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def close(self) -> None:
+        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did."""
+        self.attributes.take()
+        if any(p.grad is not None for n in self.trained for p in self.units[n].params):
+            self._deferred = True
+            for number in self.trained:
+                found = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+                self.unused[number] -= found
+        for number in reversed(self.trained if self._deferred else self._apart):
+            self._gather_leftovers(number)
+            self._reduce(number)
+        self._deferred = False
+        self.drain()
+
+    def sum_together(self, buckets: Sequence[tuple[int, ...]], reduce: Callable[[Sequence[Gradients]], None]) -> None:
+        """Reduce the units of each bucket by one call of `reduce` from now on. Between steps, the same on every rank.
+
+        Args:
+            reduce: As `Gradients.reduce` of each; they were collected.
+        """
+        self._bucket_of = {number: bucket for bucket in buckets for number in bucket}
+        self._reduce_several = reduce
+
+    def drain(self) -> None:
+        """Wait for every reduction that was started."""
+        while self._inflight:
+            self.units[self._inflight.popleft()].gradients.finish()
+
+    def forget(self) -> None:
+        """Drop every gradient of this step."""
+        self.attributes.remove()
+        self.drain()
+        self._deferred = False
+        for number in self.trained:
+            self.units[number].gradients.clear()
+        self.stepped()
+
+    def stepped(self) -> None:
+        """A step begins: nothing was used in it."""
+        for number in self.trained:
+            self.unused[number].update(range(len(self.units[number].params)))
+
+    def absent(self, number: int) -> set[int]:
+        """Parameters of a unit that this rank's backwards have given no gradient in this step, as far as they are."""
+        return self.unused[number] & self._arrivals.missing[number]
+
+    @property
+    def seen(self) -> list[int]:
+        """The order in which units were ready in the last backward."""
+        return self._order.seen
+
+    def adopt(self, seen: Sequence[int]) -> None:
+        """Follow `seen` from now on. The same on every rank."""
+        self._order.adopt(seen)

@@ -1,0 +1,421 @@
+"""A model cut into units, and what drives them: made once, owns everything it made, gives all of it back.
+
+`Sharding` is what `shard` builds and what the optimizer, checkpoint and access functions work with; a model without an optimizer (a
+frozen reference, inference) needs nothing more. `Runtime` are its hooks. Order between ranks is that of `order.py`: nothing here depends
+on which rank is faster or on which path it takes.
+
+Note "two orders". Gathers and reductions travel on channels of their own, each in its own order, because a rank cannot reduce before it
+has gathered and computed. Waiting for a reduction inside a backward could therefore wait for a rank that waits for our next gather. So
+such a wait helps: while it lasts, the next gathers in order are started. Gathers that no sequence foresees have a third channel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ds_comm as comm
+from ds_accel import host_memory
+from ds_comm import Group, LocalShard, all_gather_json
+from ds_comm.reduction_group import Family, logical_of
+from ds_comm.placement import Interval
+from ds_comm.buffer_pool import Pool
+from ds_comm.broadcast_state import make_same
+from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
+from ds_config.sizes import bytes_text
+from ds_zero.layout.elements import Piece
+from ds_zero.layout.reduction_groups import check_same, family_name, find_families
+from ds_zero.layout.shard_options import Habits, ShardOptions, describe, dtype_name
+from ds_zero.layout.unit_plan import ZeroPlan, plan_all
+from ds_zero.layout.dtypes_plan import Precision
+from ds_zero.layout.units import DENSE, plan_units
+from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
+from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gathering import Gathering
+from ds_zero.runtime.reduce_runtime import Reducing
+from ds_zero.runtime.reduce_strategies import tables
+from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.unit_groups import Seating
+from ds_zero.runtime.unit import Part, Unit
+
+__all__ = ["Runtime", "ShardOptions", "Sharding", "sharding_of"]
+
+
+class Runtime(Backward):
+    """The hooks of one model.
+
+    Args:
+        model: Its root module.
+        units: In canonical order, the same on every rank.
+        ahead_numel: Elements gathered before they are needed.
+        inflight_bytes: Gradient bytes that may be in unfinished reductions; below 0 each is finished where it starts.
+    Attributes:
+        gathering, reducing: The two sides.
+        begun: Called when a backward begins; what it raises ends that backward.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], ahead_numel: int, inflight_bytes: int) -> None:
+        super().__init__()
+        self.begun: Callable[[], None] = lambda: None
+        self._keys = _keys(units)
+        self._model, self._settled = model, False
+        self.gathering = Gathering(units, self, ahead_numel)
+        self.reducing = Reducing(units, self, self.gathering, inflight_bytes)
+        self.reducing.attach()
+        self.gathering.attach(model)
+
+    def detach(self) -> None:
+        """Remove every hook. Units must not be released."""
+        self.reducing.detach()
+        self.gathering.detach()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model's modules have none of our hooks. Its parameters must stay gathered meanwhile."""
+        self.gathering.remove_hooks()
+        try:
+            yield
+        finally:
+            self.gathering.attach(self._model)
+
+    # ---- phases of a backward
+
+    def begin_backward(self) -> None:
+        self.begun()
+        self.reducing.begin_backward()
+        self.gathering.begin_backward()
+
+    def end_backward(self) -> None:
+        """Every trained unit is reduced, every released unit goes back."""
+        self.gathering.finish_backward()
+        self.reducing.finish_backward()
+        self.abandon_backward()
+        self.gathering.release_all()
+
+    def abandon_backward(self) -> None:
+        """Gradients it left behind stay, as in torch."""
+        self.gathering.clear_backward()
+
+    def end_inner(self, units: set[int]) -> None:
+        self.gathering.end_inner(units)
+
+    # ---- between steps
+
+    def settle(self, group: Group) -> None:
+        """Once, after the first step: follow the order that was seen, if all ranks saw the same. Collective."""
+        if self._settled:
+            return
+        self._settled = True
+        # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
+        seen = {"reduces": self.reducing.seen, **self.gathering.seen}
+        mine = {"seen": seen, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
+        everyone: list[dict[str, Any]] = all_gather_json(mine, group, unit="settle")
+        if all((one["seen"], one["keys"]) == (everyone[0]["seen"], everyone[0]["keys"]) for one in everyone):
+            self.reducing.adopt(seen["reduces"])
+            self.gathering.adopt(seen)
+        shared = {(family, place) for one in everyone for family, place in one["shared"]}
+        self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
+
+    def stepped(self) -> None:
+        """An update was made, or left out."""
+        self.gathering.stepped()
+        self.reducing.stepped()
+
+
+def _keys(units: Sequence[Unit]) -> list[tuple[str, int]]:
+    """(family, place among its units) of each unit."""
+    counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [(unit.spec.family, next(counters[unit.spec.family])) for unit in units]
+
+
+def _check_everyone(everyone: Group, families: Mapping[str, Family], options: ShardOptions) -> None:
+    wants = options.clip is not None or options.precision is not None
+    beyond = sorted({rank for f in families.values() for rank in f.group.ranks} - set(everyone.ranks))
+    if beyond and (wants or options.norm is not None):
+        raise PlanError(
+            f"gradients are summed with ranks {beyond}, and the norm goes over {everyone} only",
+            code="zero-norm",
+            fix="Pass norm= a group of all ranks that hold a part of the model.",
+        )
+
+
+def _check_host(plan: ZeroPlan, everyone: Group) -> None:
+    """Every rank refuses if the host of one cannot hold what its ranks would keep there. Collective if anything is kept there."""
+    if not plan.host:
+        return
+    told: list[str] = [""] * everyone.size
+    refusal = room_refusal(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
+    comm.all_gather_object(told, refusal, everyone, unit="plan")
+    if any(told):
+        raise PlanError(
+            next(filter(None, told)),
+            code="offload-host-memory",
+            fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
+        )
+
+
+def room_refusal(needed: int, ranks: int, *, what: str) -> str:
+    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
+    available = host_memory().available
+    if needed * ranks <= available:
+        return ""
+    return (
+        f"{ranks} ranks of this host would keep {bytes_text(needed)} each in its memory, together {bytes_text(needed * ranks)}, "
+        f"of which {bytes_text(available)} are free:\n{what}"
+    )
+
+
+class Sharding:
+    """The units of one model and the hooks that drive them.
+
+    Args:
+        model: Equal on every rank in shape; values are made equal to rank 0's. What is assigned to a family (`ds_comm.reduction_group`) is
+            equal on the family's ranks only.
+        groups: id of a parameter -> number of its optimizer group. Parameters not in it are not trained.
+        options: How.
+        habits: What the optimizer needs and keeps, by number of its group; by default the layout of the options for all.
+    Attributes:
+        plan: What was decided, unit by unit, before anything was allocated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        options: ShardOptions,
+        habits: Mapping[int, Habits] | None = None,
+    ) -> None:
+        self.model, self.options = model, options
+        self.group = comm.ensure_world() if options.group is None else comm.as_group(options.group)
+        self.precision = Precision.of(options.precision)
+        residency = options.residency
+        if options.sparse and residency.shard_optim:
+            raise PlanError(
+                f"sparse gradients were asked for with {residency}: shards of a gradient are summed, not rows",
+                code="zero-sparse",
+                fix="Use stage 0, or leave it out.",
+            )
+        options.wire.check(residency)
+        self.families = find_families(model, self.group)
+        self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
+        _check_everyone(self.everyone, self.families, options)
+        params, modules = describe(model, groups, habits or Habits(options.layout or "flat"), self.precision)
+        specs = plan_units(params, modules, residency, options.policy)
+        by_name = dict(model.named_parameters())
+        self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
+        check_same(specs, self.logical, self.families)
+        self.unloaded = {name for name, param in by_name.items() if param.is_meta}
+        ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
+        for name, family in self.families.items():
+            make_same([t for t in (*ready, *model.buffers()) if family_name(t) == name], family.group)
+        self.pool = Pool()
+        self.away: list[Away] = []
+        on_host = all(p.device.type == "cpu" for p in by_name.values())
+        rows = tables(model) if options.sparse else frozenset()
+        self.seating = Seating(self.families, self.pool, options, host=on_host, tables=rows)
+        self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
+        _check_host(self.plan, self.everyone)
+        self.seating.share(self.plan.units)
+        self.units = [
+            Unit(unit, [by_name[p.name] for p in unit.spec.params], self.seating.seats[unit.spec.family], number)
+            for number, unit in enumerate(self.plan.units)
+        ]
+        for host in self.seating.hosts:
+            host.barrier("shard")
+        self.runtime = Runtime(model, self.units, *self._run_ahead())
+        self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
+        self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
+        for param in by_name.values():
+            setattr(param, _TICKET, _Ticket(self))
+
+    def _run_ahead(self) -> tuple[int, int]:
+        """Elements gathered before they are needed, and gradient bytes in unfinished reductions."""
+        if not self.options.overlap:
+            return 0, -1
+        residency = self.plan.residency
+        arena = max((u.layout.numel * u.dtypes.accumulate.itemsize for u in self.units), default=0)
+        # One is summed while the next is filled; one more where gathers travel beside it and make it slower. At stage 0 the
+        # buffers are the gradients, so all may be under way.
+        several = (2 if residency.shard_params else 1) if residency.shard_optim else len(self.units)
+        return max((u.layout.numel for u in self.units), default=0), several * arena
+
+    def keep_gradients_local(self) -> None:
+        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
+
+        Their norm, alike on all ranks, is the root of the mean of the ranks' squared norms, which bounds the norm of their mean.
+
+        Raises:
+            UnsupportedError: some parameters are not on all ranks ("zero-family-local").
+        """
+        if len(self.families) > 1:
+            raise UnsupportedError(
+                f"the optimizer averages gradients itself, over {self.group}; the model has parameters of families "
+                f"{', '.join(sorted(set(self.families) - {DENSE}))}, which are averaged over other ranks",
+                code="zero-family-local",
+                fix="Use another optimizer for this model.",
+            )
+        alone = comm.single_group("alone", self.group.global_rank)
+        self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
+        for unit in self.units:
+            unit.seat = replace(unit.seat, family=self.families[DENSE], replicas=alone)
+            unit.gradients.seat = unit.seat
+
+    def find(self, param: Tensor) -> tuple[Unit, int] | None:
+        """The unit of a parameter and its number in it; None for a parameter of another model."""
+        return self._where.get(id(param))
+
+    def refresh(self) -> None:
+        """The shards were written from outside: make every copy of them new. Collective."""
+        self.unloaded.clear()
+        for unit in self.units:
+            unit.tier.fetch()
+            unit.mark_updated()
+            unit.tier.store()
+        self.gather_kept()
+
+    def put_away(self) -> None:
+        """What was fetched for whole access goes back to its tier, as it is now; views of it are not valid any more."""
+        for unit in self.units:
+            unit.tier.store()
+
+    def gather_kept(self) -> None:
+        """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
+        kept = [u for u in self.units if not u.releases]
+        for host in self.seating.hosts:
+            host.barrier("update")
+        for unit in kept:
+            unit.start_renew()
+            if not self.options.overlap:
+                unit.finish_unshard()
+        for unit in kept:
+            unit.finish_unshard()
+
+    def adopt_edits(self) -> None:
+        """Parameters that every rank edited alike since the last update go into the shards. Before an update, on all ranks."""
+        for unit in self.units:
+            unit.adopt_edits()
+        for host in self.seating.hosts:
+            for number in host.edited():
+                self.units[number].storage.adopt_overlay()
+
+    def quiet(self, what: str, units: Iterable[Unit] | None = None) -> None:
+        """Return when no rank is still in a forward or backward of this model, where others could see a write to `units` (all
+        of them). Collective over their ranks."""
+        hosts = {unit.seat.host for unit in (self.units if units is None else units)}
+        for host in self.seating.hosts:
+            if host in hosts:
+                host.barrier(what)
+
+    def suspend(
+        self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True, state: Iterable[Tensor] = ()
+    ) -> dict[str, int]:
+        """Move state to host memory between steps, for another program to use the device. `resume` brings it back.
+
+        Args:
+            kinds: Of `optimizer`, `masters`, `parameters`, `gradients`.
+            pin_memory: Into page-locked memory.
+            state: Tensors of the optimizer's state.
+        Returns:
+            Bytes given back by kind, and `buffers`: idle ones, which hold nothing. Memory that ranks share stays.
+        """
+        self.runtime.reducing.drain()
+        spare = 0
+        for unit in self.units:
+            unit.reshard()
+            spare += unit.drop_idle()
+        spare += self.pool.drop()
+        gone = take_away(self.units, state, kinds, pin_memory=pin_memory)
+        self.away += gone
+        return {k: sum(a.host.numel() for a in gone if a.kind == k) for k in kinds} | {"buffers": spare}
+
+    def resume(self) -> None:
+        """Bring back what `suspend` moved, to the same bits."""
+        bring_back(self.units, self.away)
+        self.away.clear()
+
+    def check_here(self) -> None:
+        """Raise if a step cannot be made, because state is away or has no values yet."""
+        if self.away:
+            raise ShardedAccessError(
+                f"step while state is away from the device: {', '.join(sorted({a.kind for a in self.away}))}",
+                code="zero-suspended",
+                fix="Call resume() first.",
+            )
+        if self.unloaded:
+            raise PlanError(
+                f"step on a model built on meta of which {len(self.unloaded)} parameters have no values yet",
+                code="zero-not-loaded",
+                fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
+            )
+
+    def param_shards(self) -> list[LocalShard]:
+        """This rank's elements of every parameter, in master format, as views: `param/<name>`.
+
+        What another tier keeps is fetched, and stays until the next update or `refresh`.
+        """
+        found = []
+        for unit in self.units:
+            unit.tier.fetch()
+            dtype = dtype_name(unit.shard.dtype)
+            for piece in self.pieces(unit):
+                shard = self.logical[piece.name].shard("param", dtype, piece.interval)
+                found.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
+        return found
+
+    @staticmethod
+    def pieces(unit: Unit) -> list[Piece]:
+        """What this rank owns of a unit; an empty parameter is the first rank's."""
+        owned = list(unit.owned)
+        if unit.seat.shards.rank == 0:
+            owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
+        return owned
+
+    def close(self) -> None:
+        """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
+        self.resume()
+        for unit in self.units:
+            unit.gradients.finish()
+            unit.unshard()
+        self.runtime.detach()
+        for unit in self.units:
+            for param in unit.params:
+                param.__dict__.pop(_TICKET, None)
+        for unit in self.units:
+            with torch.no_grad():
+                for param in unit.params:
+                    param.data = param.data.clone()
+        self.units.clear()
+        self._where.clear()
+        self.pool.close()
+        self.seating.drop()
+
+
+_TICKET = "_ds_zero_ticket"
+
+
+class _Ticket:
+    """On a parameter: which Sharding it belongs to. A pickled or copied one belongs to none."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Sharding | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
+
+    def __reduce__(self) -> tuple[type[_Ticket], tuple[()]]:
+        return _Ticket, ()
+
+
+def sharding_of(param: Tensor) -> Sharding | None:
+    """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
+    ticket = getattr(param, _TICKET, None)
+    return None if ticket is None or ticket.owner is None else ticket.owner()

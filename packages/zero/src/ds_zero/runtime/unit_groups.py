@@ -1,0 +1,315 @@
+"""Where a unit communicates: the ranks and channels of a family, the way of gathers between nodes, and the memory that ranks share.
+
+A *node* is `size` neighbouring ranks of those that share one copy of the sharded state. The group *inside* has the ranks of this node,
+*across* those with this rank's place in every node. Two ways, which go together:
+
+    two steps   Each rank first gathers its place's chunks across, then all of them inside (`ds_comm.hierarchical`).
+    secondary   What a gather brought is kept in pieces inside the node, 1/size of it a rank, until the next update. Until then
+                gathers stay inside the node. Reference: Wang et al. 2023, "ZeRO++", section 3.2 (hpZ).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ds_comm as comm
+from ds_comm import Group, drop_group, groups, twin_group
+from ds_comm.reduction_group import Family
+from ds_comm.shm_units import HostMemory, host_refusal
+from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.buffer_pool import Pool
+from ds_comm.hierarchical import Route
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.layout.elements import UnitLayout
+from ds_zero.layout.reduction_groups import cut
+from ds_zero.layout.shard_options import Nodes, ShardOptions
+from ds_zero.layout.unit_plan import Ranks, UnitPlan
+from ds_zero.layout.units import DENSE
+
+__all__ = ["Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere"]
+
+_log = logging.getLogger("ds_zero")
+
+
+class Secondary:
+    """This rank's piece of the copy of one unit that its node keeps between updates.
+
+    Attributes:
+        valid: Whether the piece is what the shards hold. Cleared, on all ranks alike, by whoever writes the shards.
+    """
+
+    def __init__(self, route: Route, layout: UnitLayout, unit: str) -> None:
+        self.valid = False
+        self._route, self._layout, self._unit = route, layout, unit
+        self._piece: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._piece is None else self._piece.nbytes
+
+    def gather(self, full: Tensor) -> list[comm.Work]:
+        """Start to fill the full buffer from the pieces of this node's ranks."""
+        if self._piece is None:
+            raise RuntimeError(f"unit {self._unit} has no secondary copy to gather from")
+        pieces = self._pieces(self._piece)
+        return [self._route.gather_inside(full[start:stop], mine, self._unit) for start, stop, mine in pieces]
+
+    def keep(self, full: Tensor) -> None:
+        """The full buffer was gathered from everywhere: copy this rank's piece of it. Nothing happens where that is valid."""
+        if self.valid:
+            return
+        if self._piece is None:
+            self._piece = torch.empty(
+                self._layout.numel // self._route.inside.size, dtype=full.dtype, device=full.device
+            )
+        with torch.no_grad():
+            for start, _, mine in self._pieces(self._piece):
+                mine.copy_(full[start + self._route.inside.rank * mine.numel() :][: mine.numel()])
+        self.valid = True
+
+    def drop(self) -> int:
+        """Give the memory back; returns its bytes."""
+        freed, self._piece, self.valid = self.nbytes, None, False
+        return freed
+
+    def _pieces(self, kept: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop) of each segment in the full buffer, and this rank's piece of it."""
+        size = self._route.inside.size
+        parts = kept.split([(stop - start) // size for start, stop in self._layout.spans])
+        return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """What the units of one family share.
+
+    Attributes:
+        family: Over which ranks their gradients are summed, and how that sum counts.
+        apart: Some of those ranks do not run this backward; see `families.py`.
+        shards: The ranks that hold the shards of a unit; a group of one holds it whole.
+        gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
+        replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
+        pool: Where gradient buffers come from.
+        shared: The ranks of `shards` keep one copy of the parameters between them ...
+        host: ... in this memory.
+        nodes: Which of the ranks are near, and what gathers make of it; None: nothing.
+        route: The way of gathers between nodes; None: flat.
+        levels: How codes of gradients do; None: flat.
+        tables: Names of parameters of whose gradients only the rows that are not zero are sent.
+    """
+
+    family: Family
+    apart: bool
+    shards: Group
+    gathers: Group
+    replicas: Group
+    pool: Pool
+    shared: bool = False
+    host: HostMemory | None = None
+    nodes: Nodes | None = None
+    route: Route | None = None
+    levels: Hierarchy | None = None
+    tables: frozenset[str] = frozenset()
+    _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
+
+    @property
+    def size(self) -> int:
+        """Ranks a gradient is summed over."""
+        return self.shards.size * self.replicas.size
+
+    @property
+    def counts(self) -> int:
+        """How often each element of a gradient is there, over all ranks."""
+        return self.replicas.size * self.family.copies
+
+    def unforeseen(self) -> Group:
+        """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
+        if not self._late:
+            apart = self.gathers is not self.shards
+            self._late.append(twin_group(self.shards, "unforeseen", None) if apart else self.gathers)
+        return self._late[0]
+
+
+class Seating:
+    """The seats of one model by family, and the groups made for them. Construction is collective over each family's group.
+
+    Args:
+        families: Dense first; the others in the same order on every rank.
+        host: Whether all parameters are on the host.
+        tables: See `Seat`.
+    """
+
+    def __init__(
+        self,
+        families: Mapping[str, Family],
+        pool: Pool,
+        options: ShardOptions,
+        *,
+        host: bool,
+        tables: frozenset[str] = frozenset(),
+    ) -> None:
+        self.pool, self.options, self._host, self._tables = pool, options, host, tables
+        self._dense = families[DENSE].group
+        self._made: list[Group] = []
+        self._dense_shards: Group | None = None
+        self.seats: dict[str, Seat] = {}
+        if options.nodes is not None and not options.residency.shard_params:
+            raise PlanError(
+                f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
+                "backward",
+                code="zero-nodes",
+                fix="Use stage 3, or leave nodes out.",
+            )
+        # Families of the same ranks share groups, and so one shared memory.
+        self._alike: dict[tuple[object, ...], list[str]] = {}
+        for name, family in families.items():
+            shards = None if family.shards is None else family.shards.ranks
+            alike = self._alike.setdefault((family.group.ranks, shards), [])
+            known = self.seats[alike[0]] if alike else self._make(family)
+            self.seats[name] = replace(known, family=family)
+            alike.append(name)
+
+    def _make(self, family: Family) -> Seat:
+        apart = not set(family.group.ranks) <= set(self._dense.ranks)
+        if not self.options.residency.shard_optim:
+            alone = comm.single_group("alone", family.group.global_rank)
+            return Seat(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
+        replicas = cut(family, self._dense, self.options.shard_size)
+        self._made += replicas.made
+        self._dense_shards = self._dense_shards or replicas.shards
+        shards = gathers = replicas.shards
+        shared = self._shares(shards)
+        nodes = self._nodes(shards, shared)
+        route = None if nodes is None else self._route(shards, nodes)
+        if self.options.residency.shard_params and shards.size > 1 and not shared:
+            gathers = twin_group(shards, "gather", None)
+            self._made.append(gathers)
+        levels = None if shared else self.options.wire.levels(shards)
+        self._made += () if levels is None else (levels.inside, levels.across)
+        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
+
+    def _shares(self, group: Group) -> bool:
+        # What is kept elsewhere between uses is nobody else's.
+        memory = self.options.memory if self.options.param_tier == "device" else "private"
+        if not self._host or memory == "private" or group.size == 1:
+            return False
+        if memory == "auto" and "cpu:shm" not in dist.get_backend_config(group.pg).split(","):
+            return False
+        refusal = host_refusal(group)
+        if not refusal:
+            return True
+        if memory == "auto":
+            _log.info("zero: memory stays private: %s", refusal)
+            return False
+        raise UnsupportedError(
+            f"memory='shared' was asked for and is not possible: {refusal}",
+            code="zero-memory",
+            fix="Leave memory at 'auto', or shard over ranks of one host.",
+        )
+
+    def _nodes(self, shards: Group, shared: bool) -> Nodes | None:
+        nodes = self.options.nodes
+        if nodes is not None and shared:
+            _log.info(
+                "zero: the ranks share one copy of the parameters in memory: nodes of %d change nothing", nodes.size
+            )
+            return None
+        if nodes is not None and self._dense_shards is not None and self._dense_shards.ranks != shards.ranks:
+            nodes = _near(nodes, self._dense, shards)
+        if nodes is None:
+            return None
+        if nodes.size >= shards.size or nodes.size == 1:
+            _log.info("zero: %d ranks in nodes of %d: gathers need no second level", shards.size, nodes.size)
+            return None
+        return nodes
+
+    def _route(self, shards: Group, nodes: Nodes) -> Route:
+        inside, across = node_groups(shards, nodes.size, ("node", "across"))
+        self._made += inside, across
+        return Route(inside, across, self.pool)
+
+    @property
+    def ranks(self) -> dict[str, Ranks]:
+        """What planning is to know of each family."""
+        device = torch.device("cpu" if self._host else "meta")
+        return {
+            name: Ranks(
+                seat.shards.size,
+                seat.shared,
+                sends_from_anywhere(seat.shards, device),
+                seat.nodes,
+            )
+            for name, seat in self.seats.items()
+        }
+
+    def share(self, units: Sequence[UnitPlan]) -> None:
+        """Get the memory that hosts share for `units`. Collective over each family's shards."""
+        for alike in self._alike.values():
+            seat = self.seats[alike[0]]
+            mine = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
+            if not seat.shared or not mine:
+                continue
+            widths = [
+                unit.layout.numel * max(unit.dtypes.reduce.itemsize, unit.dtypes.accumulate.itemsize)
+                for unit in mine.values()
+                if unit.spec.trained
+            ]
+            fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
+            host = HostMemory(seat.shards, fulls, max(widths, default=0))
+            for name in alike:
+                self.seats[name] = replace(self.seats[name], host=host)
+
+    @property
+    def hosts(self) -> list[HostMemory]:
+        """Shared memories, each once, in the order of families."""
+        return list(dict.fromkeys(seat.host for seat in self.seats.values() if seat.host is not None))
+
+    def drop(self) -> None:
+        """Destroy the groups that were made. Collective."""
+        late = {id(s._late): s._late for s in self.seats.values() if s.gathers is not s.shards}
+        for group in [*(group for found in late.values() for group in found), *reversed(self._made)]:
+            drop_group(group)
+        self._made.clear()
+
+
+def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
+    """The same nodes as a family sees them that lives on some of the ranks; None if not all have as many of them, side by side."""
+    places = [dense.ranks.index(rank) // nodes.size for rank in shards.ranks if rank in dense.ranks]
+    size = places.count(places[0]) if places else 0
+    if (
+        len(places) != shards.size
+        or size < 2
+        or places != sorted(places)
+        or any(places.count(p) != size for p in places)
+    ):
+        return None
+    return replace(nodes, size=size)
+
+
+def sends_from_anywhere(group: Group, device: torch.device) -> bool:
+    """Whether messages between these ranks leave from and arrive in any memory at no cost: gloo's on the CPU."""
+    if group.size == 1 or device.type != "cpu":
+        return False
+    return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
+
+
+def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
+    """The ranks of this rank's node, and those with its place in every node. Collective over `shards`.
+
+    Raises:
+        PlanError: the size does not divide the ranks ("zero-nodes").
+    """
+    if size < 1 or shards.size % size:
+        raise PlanError(
+            f"{shards.size} ranks that share the sharded state are not in nodes of {size}",
+            code="zero-nodes",
+            fix=f"Use a divisor of {shards.size} above 1, or leave it out.",
+        )
+    return groups.node_groups(shards, size, names)

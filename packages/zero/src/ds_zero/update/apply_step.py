@@ -1,0 +1,87 @@
+"""One update of a model, decided: early updates that hold stay, all others are made now, and new values go where gathers send them from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_zero.layout.units import DENSE
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.step_reduction import weight_of
+from ds_zero.update.overlapped_update import Ahead
+from ds_zero.update.wrapped_optimizer import Updater
+from ds_zero.update.optimizer_state import OptimizerState
+
+__all__ = ["Due", "apply"]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a step is to do.
+
+    Attributes:
+        units: Those that are trained, in canonical order.
+        factor: Gradients are multiplied by it.
+        unused: Of each unit the numbers of parameters that no rank used.
+    """
+
+    units: Sequence[Unit]
+    factor: float
+    unused: Sequence[set[int]]
+
+
+def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> None:
+    """Update all units. Gradients are used up, and stay for who clears them."""
+    for unit in [unit for unit in due.units if unit.tier.parked is not None]:
+        unit.tier.fetch_state()  # policies of updates read it before any unit is updated
+    kept.sharding.adopt_edits()
+    divisor, factor = kept.sharding.families[DENSE].divisor, due.factor
+    grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
+    first = any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads)
+    early = ahead.settle(factor, first=first)
+    done = set(early)
+    grads = [(unit, grad) for unit, grad in grads if unit not in done]
+    for unit, grad in grads:
+        if (weight := weight_of(unit, divisor)) != 1.0:
+            grad.mul_(weight)
+    if first:
+        for _, grad in grads:  # before it is cast: a loss scale may be more than the other format holds
+            grad.mul_(factor)
+        factor = 1.0
+    gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}
+    for unit, absent in gone.items():
+        if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
+            kept.split(unit)
+    updater.begin(due.units)
+    publish(early)
+    together = [u for u in gone if not u.tier.alone]
+    batches = [together, *([u] for u in gone if u.tier.alone)]
+    for batch, after in zip(batches, [*batches[1:], []], strict=True):
+        _update({unit: gone[unit] for unit in batch}, after, factor, updater)
+    updater.finish()
+
+
+def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float, updater: Updater) -> None:
+    """Update units, of which some parameters were used by nobody, in one call of the optimizer; see `tiers.py`."""
+    if not units:
+        return
+    for unit, absent in units.items():
+        unit.tier.fetch_state()
+        for part in unit.parts:
+            mine = unit.gradients.view(part.start, part.stop)
+            if mine is not None and (not absent.issuperset(part.members) or not absent):
+                part.tensor.grad = unit.tier.gradient(mine, part.tensor)
+    for unit in after:
+        unit.tier.begin_fetch()
+    updater.update(units, factor)
+    for unit in units:
+        for part in unit.parts:
+            part.tensor.grad = None
+    publish(units)
+
+
+def publish(units: Collection[Unit]) -> None:
+    """The shards of units have new values."""
+    for unit in units:
+        unit.mark_updated()
+        unit.tier.store()

@@ -1,0 +1,249 @@
+"""What the optimizer keeps of each parameter: read by name, cut with its parts, saved, loaded, and carried to another plan.
+
+Words: a *fragment* is what this rank has of one state tensor of one parameter: a range of it, or all of it where the state does
+not have the parameter's elements (the row and column sums of Adafactor). Whole tensors exist one parameter at a time. Names in what is
+saved are those of logical tensors, see `families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import ds_comm as comm
+from ds_comm import Group, LocalShard
+from ds_comm.placement import TensorShard
+from ds_config.errors import CheckpointError
+from ds_zero.layout.elements import Piece
+from ds_zero.layout.shard_options import dtype_name
+from ds_zero.offload.state_stores import Part
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.wrapped_optimizer import WAITING, state_format
+
+__all__ = ["Fragment", "Fragments", "OptimizerState"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, start + n) of the flattened state `key`, whose whole has `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    data: Tensor
+
+
+Fragments = dict[str, list[Fragment]]
+
+
+class OptimizerState:
+    """The state that `inner` keeps of the parts of a sharding's units."""
+
+    def __init__(self, inner: Optimizer, sharding: Sharding) -> None:
+        self.inner, self.sharding = inner, sharding
+
+    def of(self, part: Part) -> dict[str, Any]:
+        """Of one part; empty before its first step."""
+        found: dict[str, Any] = self.inner.state.get(part.tensor, {})
+        return found
+
+    def pieces(self, unit: Unit) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Tensors of a unit: (key, of which elements, as many values). What does not have the elements of its parameter (the row sums
+        of Adafactor) comes whole, with the parameter's first piece."""
+        unit.tier.fetch_state()
+        pieces = self.sharding.pieces(unit) if unit.parts else []
+        for part in unit.parts:
+            inside = [piece for piece in pieces if part.start <= piece.start and piece.stop <= part.stop]
+            for key, value in self.of(part).items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    continue
+                if value.numel() != part.stop - part.start:
+                    name = unit.spec.params[part.members[0]].name
+                    yield key, next(piece for piece in inside if piece.name == name), value
+                    continue
+                flat = value.view(-1)
+                for piece in inside:
+                    yield key, piece, flat[piece.start - part.start : piece.stop - part.start]
+
+    def shards(self) -> list[LocalShard]:
+        """This rank's part of the state, as writable 1-D views."""
+        found = []
+        for unit in self.sharding.units:
+            for key, piece, data in self.pieces(unit):
+                logical, dtype = self.sharding.logical[piece.name], dtype_name(data.dtype)
+                if data.numel() == piece.interval.numel:
+                    shard = logical.shard("optim", dtype, piece.interval, f"/{key}")
+                else:
+                    # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
+                    of = "" if logical.whole else f"@{','.join(map(str, logical.box.offset))}"
+                    shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
+                found.append(LocalShard(shard, data.view(-1)))
+        return found
+
+    def materialize(self, names: Iterable[str]) -> None:
+        """Create per-element state, zero, so that a load has something to fill."""
+        for unit in self.sharding.units:
+            unit.tier.fetch_state()
+            for part in unit.parts:
+                state = self.inner.state[part.tensor]
+                for name in names:
+                    if name not in state:
+                        dtype = part.tensor.dtype if name == WAITING else state_format(self.inner, part.tensor)
+                        state[name] = torch.zeros_like(part.tensor, requires_grad=False, dtype=dtype)
+
+    def split(self, unit: Unit) -> None:
+        """Give every parameter of a unit its own part, with its share of the state so far."""
+        if unit.layout.kind != "flat":
+            return
+        unit.tier.fetch_state()
+        for old in [part for part in unit.parts if len(part.members) > 1]:
+            new = [part for part in unit.split() if old.start <= part.start < old.stop]
+            state = self.inner.state.pop(old.tensor, None)
+            for part in new if state is not None else ():
+                self.inner.state[part.tensor] = {k: _share(v, old, part) for k, v in state.items()}
+            for group in self.inner.param_groups:
+                for i in [i for i, p in enumerate(group["params"]) if p is old.tensor]:
+                    group["params"][i : i + 1] = [p.tensor for p in new]
+            at = next(i for i, part in enumerate(unit.parts) if part is old)
+            unit.parts[at : at + 1] = new
+
+    # ---- another plan of the same model
+
+    def fragments(self) -> Fragments:
+        """Copies of this rank's part of all state. Collect before any unit is closed."""
+        found: Fragments = {}
+        for key, piece, data in [state for unit in self.sharding.units for state in self.pieces(unit)]:
+            each = data.numel() == piece.interval.numel
+            shape, start = (piece.shape, piece.interval.start) if each else (tuple(data.shape), 0)
+            found.setdefault(piece.name, []).append(Fragment(key, shape, start, data.clone()))
+        return found
+
+    def carry(self, mine: Fragments, trained: Collection[str]) -> None:
+        """Give parameters out of `trained` the state they had under another plan. Collective."""
+        known: set[str] = set()  # of which some rank has state
+        for family in self.sharding.families.values():
+            own = {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
+            told = comm.all_gather_json(sorted(own.intersection(mine)), family.group, unit="replan")
+            known |= {name for names in told for name in names}
+        for unit in self.sharding.units:
+            members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known.intersection(trained)}
+            if 0 < len(members) < len(unit.params):
+                self.split(unit)
+            for member, name in members.items():
+                self._fill(unit, member, _assemble(mine.get(name, []), name, unit.seat.family.group))
+
+    def _fill(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
+        info = unit.spec.params[member]
+        unit.tier.fetch_state()
+        pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
+        for part in (p for p in unit.parts if member in p.members):
+            held = self.inner.state[part.tensor]
+            for key, whole in state.items():
+                if whole.numel() != info.numel:
+                    held[key] = whole
+                    continue
+                if not isinstance(held.get(key), Tensor):
+                    held[key] = torch.zeros_like(part.tensor, requires_grad=False, dtype=whole.dtype)
+                for piece in pieces:
+                    if part.start <= piece.start < part.stop:
+                        flat = held[key].view(-1)[piece.start - part.start : piece.stop - part.start]
+                        flat.copy_(whole.view(-1)[piece.interval.start : piece.interval.stop])
+
+    # ---- what is not a tensor of a parameter's elements
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups without their parameters. JSON-able."""
+        return [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.inner.param_groups]
+
+    def load_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Take back what `groups` gave.
+
+        Raises:
+            CheckpointError: it has another number of groups ("optimizer-groups").
+        """
+        own, saved = self.inner.param_groups, list(saved)
+        if len(saved) != len(own):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(own)}",
+                code="optimizer-groups",
+                fix="Build the optimizer with the groups it was saved with.",
+            )
+        for group, values in zip(own, saved, strict=True):
+            for key, value in values.items():
+                group[key] = _like(value, group.get(key))
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Step counts and the like: key -> parameter -> number, of all ranks. Collective."""
+        mine: dict[str, dict[str, float]] = {}
+        for unit in self.sharding.units:
+            for part in unit.parts:
+                for key, value in self.of(part).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        continue
+                    number = value.item() if isinstance(value, Tensor) else value
+                    for member in part.members or range(len(unit.params)):
+                        name = self.sharding.logical[unit.spec.params[member].name].name
+                        mine.setdefault(key, {})[name] = number
+        # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
+        merged: dict[str, dict[str, float]] = {}
+        for told in comm.all_gather_json(mine, self.sharding.everyone, unit="state_dict"):
+            for key, values in told.items():
+                merged.setdefault(key, {}).update(values)
+        return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
+
+    def load_scalars(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Take back what `scalars` gave."""
+        for key, values in scalars.items():
+            for unit in self.sharding.units:
+                self._load_scalars(unit, key, values)
+
+    def _load_scalars(self, unit: Unit, key: str, values: Mapping[str, float]) -> None:
+        if not unit.parts:
+            return
+        names = [self.sharding.logical[p.name].name for p in unit.spec.params]
+        if len({values.get(name) for name in names}) > 1:
+            self.split(unit)
+        for part in unit.parts:
+            members = part.members or tuple(range(len(unit.params)))
+            value = values.get(names[members[0]])
+            if value is not None:
+                # torch's own optimizers count in tensors; those that name their state keep plain numbers.
+                kept = isinstance(value, float) and not hasattr(self.inner, "state_names")
+                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if kept else value
+
+
+def _assemble(mine: list[Fragment], name: str, group: Group) -> dict[str, Tensor]:
+    """State of one parameter, whole, on every rank. Collective."""
+    everyone: list[Any] = [None] * group.size
+    comm.all_gather_object(everyone, mine, group, unit=name)
+    whole: dict[str, Tensor] = {}
+    for fragment in (f for part in everyone for f in part):
+        if fragment.key not in whole:
+            whole[fragment.key] = torch.zeros(fragment.shape, dtype=fragment.data.dtype, device=fragment.data.device)
+        end = fragment.start + fragment.data.numel()
+        whole[fragment.key].view(-1)[fragment.start : end] = fragment.data.view(-1)
+    return whole
+
+
+def _share(value: Any, old: Part, new: Part) -> Any:
+    if isinstance(value, Tensor) and value.numel() == old.stop - old.start:
+        return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(value: Any, old: Any) -> Any:
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(value)
+    return torch.tensor(value, dtype=old.dtype) if isinstance(old, Tensor) else value

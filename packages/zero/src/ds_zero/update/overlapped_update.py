@@ -1,0 +1,279 @@
+"""The thread that updates units while backward goes on, and what takes its work back; which and when is decided in `early.py`.
+
+Before it writes, the thread copies the unit's master shard and the optimizer's state of it into host memory that is kept for that.
+Whoever wants the state before the step (`Tier.fetch`: whole access, a checkpoint, an edit) gets it as the last step left it: the update is
+taken back first, and the step makes it. Sums of gradients are only read. What the thread raises ends the step, on all ranks.
+
+Cost: 12 bytes of host memory for an element with Adam in fp32, and a read and a write of them besides the update.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_accel import get_accelerator
+from ds_config.errors import KernelError
+from ds_ops.stream import copy_ranges
+from ds_ops.threads import at_most
+from ds_zero.layout.shard_options import Placement
+from ds_zero.layout.units import DENSE
+from ds_zero.offload.state_stores import HostTier, Part, nothing
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.step_reduction import weight_of
+from ds_zero.update.overlap_plan import Ledger, Outlook, State, Terms
+from ds_zero.update.wrapped_optimizer import Updater, check_early, settings_of
+
+__all__ = ["Ahead", "Step"]
+
+
+class Step(Protocol):
+    """Of the step that comes what an early update has to know: `ShardedOptimizer`."""
+
+    backwards: int
+    updater: Updater
+    before_update: Callable[[], None]
+
+    def average(self, divisor: float) -> float: ...
+
+
+class Ahead:
+    """The early updates of one model. All of it but the thread's own part is called by the thread that trains.
+
+    Args:
+        sharding: Units whose tier is early (`Placement.early`) are watched; there may be none.
+        step: The coming one.
+        outlook: What to expect of it.
+    Raises:
+        PlanError: the optimizer's updates cannot begin early ("zero-early").
+    """
+
+    def __init__(self, sharding: Sharding, step: Step, outlook: Outlook) -> None:
+        self.outlook = outlook
+        self._sharding, self._step = sharding, step
+        self._units = {unit.number: unit for unit in sharding.units if unit.plan.early}
+        self.ledger = Ledger(self._units)
+        if not self._units:
+            return
+        check_early(step.updater.inner)
+        self._changed, self._jobs = threading.Condition(), SimpleQueue[Callable[[], None] | None]()
+        self._thread: threading.Thread | None = None
+        self._kept = {number: _Kept() for number in self._units}
+        self._errors: dict[int, BaseException] = {}
+        self._open = False
+        self._side: Any = None
+        self._first = any(
+            unit.dtypes.accumulate != unit.dtypes.master or unit.device.type != unit.shard.device.type
+            for unit in sharding.units
+            if unit.spec.trained
+        )
+        for unit in self._units.values():
+            unit.gradients.changing = partial(self._changing, unit)
+            unit.gradients.summed = partial(self._summed, unit)
+            if isinstance(unit.tier, HostTier):
+                unit.tier.wanted = partial(self._wanted, unit)
+
+    # ---- in backward
+
+    def _changing(self, unit: Unit) -> None:
+        self.take_back(unit)
+        self.ledger.collect(unit.number, self._step.backwards)
+
+    def _summed(self, unit: Unit) -> None:
+        ready = self.ledger.ready(unit.number, self._step.backwards, self.outlook)
+        if not ready or not self._step.updater.foresees():
+            return
+        states = (self._sharding.state_of(part) for part in unit.parts)
+        if not unit.parts or self._sharding.runtime.reducing.absent(unit.number) or not all(states):
+            return  # what of it is updated is known in the step, or its state is made there
+        if not self._open:
+            self._step.before_update()
+            self._open = True
+        summed = None
+        if unit.device.type != "cpu":
+            summed = get_accelerator().new_event()
+            summed.record()
+        with self._changed:
+            self.ledger.line_up(unit.number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="ds-zero-early", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(partial(self._job, unit, summed))
+
+    # ---- on the thread
+
+    def _job(self, unit: Unit, summed: Any) -> None:
+        with self._changed:
+            if not self.ledger.begin(unit.number):
+                return
+        terms: Terms | None = None
+        try:
+            terms = self._update(unit, summed)
+        except BaseException as error:  # it is raised by the step
+            self._errors[unit.number] = error
+        finally:
+            with self._changed:
+                self.ledger.end(unit.number, terms)
+                self._changed.notify_all()
+
+    def _update(self, unit: Unit, summed: Any) -> Terms:
+        place = unit.tier.placement if isinstance(unit.tier, HostTier) else Placement()
+        threads = math.ceil(place.early * torch.get_num_threads())
+        with torch.no_grad(), at_most(threads):
+            self._kept[unit.number].copy(unit, self._sharding.state_of)
+            factor = self._step.average(self.outlook.divisor)
+            terms = self._terms(unit, factor, self._first)
+            grads = self._gradients(unit, terms, summed)
+            self._step.updater.early(unit, grads, 1.0 if terms.first else factor)
+            after = self._terms(unit, factor, self._first)
+        # A rate that changed meanwhile: nobody can say which one was used.
+        return terms if terms == after else replace(terms, version=-1)
+
+    def _gradients(self, unit: Unit, terms: Terms, summed: Any) -> dict[Tensor, Tensor]:
+        """What the step would give the optimizer, by part; sums stay as they are."""
+        if summed is not None:
+            summed.synchronize()
+        weight = weight_of(unit, self._sharding.families[DENSE].divisor)
+        found: dict[Tensor, Tensor] = {}
+        with nullcontext() if summed is None else self._stream(unit.device):
+            for part in unit.parts:
+                mine = unit.gradients.view(part.start, part.stop)
+                if mine is None:
+                    raise RuntimeError(f"unit {unit.spec.name} has no sum of gradients to be updated with")
+                mine = mine * weight if weight != 1.0 else mine
+                mine = mine * terms.factor if terms.first else mine
+                found[part.tensor] = unit.tier.gradient(mine, part.tensor)
+        return found
+
+    def _stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Work of the thread on the device; on the usual stream it would wait for all of backward that was launched before."""
+        accelerator = get_accelerator()
+        if device.index is not None:
+            accelerator.set_device(device.index)
+        if self._side is None:
+            self._side = accelerator.new_stream()
+        return accelerator.on_stream(self._side)
+
+    def _terms(self, unit: Unit, factor: float, first: bool) -> Terms:
+        return Terms(factor, first, settings_of(self._step.updater.inner, unit), unit.gradients.version)
+
+    # ---- in the step, and for whoever wants the state before
+
+    def finish(self) -> BaseException | None:
+        """The step begins: what is in line is left to it. What the thread raised; None: nothing."""
+        if not self._units:
+            return None
+        with self._changed:
+            for number in self._units:
+                self.ledger.call_off(number)
+            self._changed.wait_for(lambda: not self.ledger.writing)
+        self._open = False
+        return next(iter(self._errors.values()), None)
+
+    def settle(self, factor: float, *, first: bool) -> list[Unit]:
+        """Units that have this step's update: it was made on these terms. Of all others it is taken back."""
+        held = []
+        for number in self.ledger.busy:
+            unit = self._units[number]
+            if self.ledger.holds(number, self._terms(unit, factor, first)):
+                held.append(unit)
+            else:
+                self.take_back(unit)
+        return held
+
+    def _wanted(self, unit: Unit) -> None:
+        self._open = False
+        self.take_back(unit)
+
+    def take_back(self, unit: Unit) -> None:
+        """The unit's state is as the last step left it. Waits for the thread if it writes to it."""
+        number = unit.number
+        if self.ledger.state(number) is State.PLAIN:
+            return
+        with self._changed:
+            if self.ledger.call_off(number):
+                return
+            self._changed.wait_for(lambda: self.ledger.state(number) is not State.WRITING)
+            self._kept[number].restore()
+            self.ledger.undo(number)
+            self._errors.pop(number, None)
+
+    def take_back_all(self) -> None:
+        """No unit has an early update."""
+        for number in self.ledger.busy:
+            self.take_back(self._units[number])
+
+    def failed(self, ranks: int, error: BaseException | None) -> KernelError:
+        """Take everything back, and say that a thread failed, on this rank or on another one."""
+        self.take_back_all()
+        why = "on another rank" if error is None else f"here with {type(error).__name__}: {error}"
+        made = KernelError(
+            f"an update that began during backward failed on {ranks} ranks, {why}. Nothing was updated; gradients are kept",
+            code="zero-early-failed",
+            fix="Call the optimizer's step() again to update after backward, or train without early updates.",
+        )
+        made.__cause__ = error
+        return made
+
+    def close(self) -> None:
+        """Take everything back, and end the thread."""
+        self.take_back_all()
+        for unit in self._units.values():
+            unit.gradients.changing = unit.gradients.summed = nothing
+            if isinstance(unit.tier, HostTier):
+                unit.tier.wanted = nothing
+        if self._units and self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do jobs until there is a None. Holds nothing between jobs, so that who made them can end."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+class _Kept:
+    """What an update of one unit overwrites. The memory is kept for the next one."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+        self._others: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def copy(self, unit: Unit, states: Callable[[Part], Any]) -> None:
+        """Copy it. If that raises, nothing is there to be restored."""
+        self._tensors, self._others = [], []
+        found = [dict(states(part)) for part in unit.parts]
+        tensors = [unit.shard, *(v for state in found for v in state.values() if isinstance(v, Tensor))]
+        shapes = [(t.numel(), t.dtype) for t in self._memory]
+        if shapes != [(t.numel(), t.dtype) for t in tensors]:
+            self._memory = [torch.empty(t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
+        for kept, tensor in zip(self._memory, tensors, strict=True):
+            copy_ranges(kept, [(0, tensor.detach(), 0, tensor.numel())])
+        self._tensors = tensors
+        self._others = [(states(part), state) for part, state in zip(unit.parts, found, strict=True)]
+
+    def restore(self) -> None:
+        """Put it back, into the same tensors."""
+        with torch.no_grad():
+            for kept, tensor in zip(self._memory, self._tensors, strict=False):
+                tensor.copy_(kept.view(tensor.shape))
+        for now, before in self._others:
+            now.clear()
+            now.update(before)
+        self._tensors, self._others = [], []

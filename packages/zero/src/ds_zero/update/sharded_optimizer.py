@@ -1,0 +1,430 @@
+"""`shard(model, optimizer)`: the wrapped optimizer keeps its groups, and updates shards instead of parameters.
+
+Words: the *inner* optimizer is the one the user made; its groups (dicts, rates, order) are also ours, so schedulers and
+edits between steps work. Each of its parameter lists now holds *parts* of shards. A part is a whole unit as long as the
+parameters of the unit have the same history; the first step in which only some of them were used cuts it up, so that each
+has its own state and step count, exactly as if it had never been joined.
+
+An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
+
+Gradients are consumed by `step`. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
+clipping are one factor, see `inner.py`. Names in what is kept are those of logical tensors, see `families.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ds_comm as comm
+from ds_comm import Group, LocalShard
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.shard_options import Habits, Messages, Nodes, Placement, ShardOptions
+from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
+from ds_zero.layout.units import DENSE, Residency, UnitPolicy, UnitSpec
+from ds_zero.offload.suspend import KINDS
+from ds_zero.runtime.reduce_runtime import ZeroGrad
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
+from ds_zero.update.overlapped_update import Ahead
+from ds_zero.update.apply_step import Due, apply
+from ds_zero.update.overlap_plan import Outlook
+from ds_zero.update.wrapped_optimizer import Updater, check_inner, habits_of, owns_reduction
+from ds_zero.update.optimizer_state import OptimizerState
+
+__all__ = ["ShardedOptimizer", "StepReport", "shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did. The same on every rank.
+
+    Attributes:
+        norm: Global norm of the averaged gradient before clipping; None where nothing asked for it.
+        skipped: Whether the update was left out because a gradient was not finite.
+        scale: The loss scale the step's gradients were made with.
+        nonfinite: The first parameter, in registration order, whose gradient is not finite; None where the norm is.
+        extra: Sums over the ranks of what `ShardedOptimizer.extra` was.
+    """
+
+    norm: float | None
+    skipped: bool
+    scale: float
+    nonfinite: str | None = None
+    extra: tuple[float, ...] = ()
+
+
+class ShardedOptimizer(Optimizer):
+    """A torch optimizer over the shards of a model. Made by `shard`.
+
+    Attributes:
+        divisor: Gradients of the next step are divided by it; 1.0 unless the caller averages over something of its own.
+        backwards: How many have begun on this rank since the last step.
+        judge: Asked on every rank before an update from a gradient that is not finite, with the name of the first such parameter:
+            whether to leave the update out. Not asked about the overflows of a dynamic loss scale. None: `Precision` alone decides.
+        last: What the last step did; None before the first.
+        extra: Numbers that the next step sums over the ranks, in the message in which they agree anyway (a loss costs none of
+            its own then); as many on every rank.
+        sharding: The model's units.
+        ahead: Updates that begin during backward.
+        before_update: Called before a step first writes to what `shards` gives, which may be in a backward.
+    """
+
+    def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
+        self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
+        check_inner(model, inner, options)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
+        self.inner, self.divisor = inner, 1.0
+        self.last: StepReport | None = None
+        self.extra: tuple[float, ...] = ()
+        self.judge: Callable[[str | None], bool] | None = None
+        self.before_update: Callable[[], None] = lambda: None
+        self._scaled, self.backwards, self._shows_gradients = 0, 0, False
+        self._habits = habits_of(inner, options.layout)
+        if options.updates is not None:
+            more = options.updates.states
+            self._habits = {n: replace(habits, states=habits.states + more) for n, habits in self._habits.items()}
+        self._scale: ScaleState | None = None
+        self.updater = Updater(inner)
+        self._cut(model, options, self._habits)
+        if self.sharding.precision.scale:
+            self._scale = self.sharding.precision.scale.start()
+        # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
+        owned = any(g["params"] for g in inner.param_groups)
+        super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+        if options.updates is not None:
+            self.updater = options.updates.start(inner, self.sharding)
+        self.ahead = Ahead(self.sharding, self, Outlook())
+
+    def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
+        """Make the units, and give their parts to the inner optimizer."""
+        inner = self.inner
+        self.sharding = Sharding(model, self._groups, options, habits)
+        if owns_reduction(inner):
+            self.sharding.keep_gradients_local()
+        self.sharding.runtime.begun = self._begin_backward
+        self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
+        self._zero_grad.attach()
+        if self._shows_gradients:
+            self.show_gradients()
+        self.sharding.grad_factor = lambda unit: self.average(self.divisor) * weight_of(unit, self._divisor)
+        self.kept = OptimizerState(inner, self.sharding)
+        self.sharding.state_of = self.kept.of
+        for unit in self.sharding.units:
+            unit.tier.states = self.sharding.state_of
+        for number, group in enumerate(inner.param_groups):
+            units = [u for u in self.sharding.units if u.spec.params[0].group == number]
+            group["params"] = [part.tensor for unit in units for part in unit.parts]
+        inner.state.clear()
+        self.updater.moved(self.sharding)
+
+    # ---- one step
+
+    @property
+    def _divisor(self) -> int:
+        """Of the dense family: the ranks that the batch is split over."""
+        return self.sharding.families[DENSE].divisor
+
+    def average(self, divisor: float) -> float:
+        """What a summed gradient is multiplied by to be the gradient, divided by `divisor`; in some families it has a weight besides."""
+        scale = 1.0 if self._scale is None else self._scale.scale
+        return 1.0 / (self._divisor * scale * divisor)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale; the loss itself without one."""
+        self._scaled += 1
+        return loss if self._scale is None else loss * self._scale.scale
+
+    def _check_trainable(self) -> None:
+        for unit in self.sharding.units:
+            if not unit.spec.trained and any(p.grad is not None for p in unit.params):
+                names = [i.name for i, p in zip(unit.spec.params, unit.params, strict=True) if p.grad is not None]
+                raise PlanError(
+                    f"{', '.join(names[:5])} got a gradient, and was frozen or not in the optimizer when the model was sharded",
+                    code="zero-thawed",
+                    fix="Call optimizer.replan() after changing requires_grad.",
+                )
+
+    def replan(self) -> None:
+        """Plan the units anew after `requires_grad` of parameters has changed. Collective, between steps.
+
+        Parameters that were thawed get optimizer state in the next step, the state of frozen ones is dropped, the state of
+        all others stays. Gradients that were not stepped are dropped. Only parameters that the optimizer was made with can be
+        trained. Cost: every rank holds the whole model and its share of the state twice for a moment, and sees the state of one
+        parameter at a time whole.
+        """
+        self.ahead.close()
+        mine, scalars = self.kept.fragments(), self.state_dict()
+        self.zero_grad()
+        model, options = self.sharding.model, self.sharding.options
+        for unit in self.sharding.units:
+            unit.gradients.clear()  # also those of units that were not trained
+        self._zero_grad.detach()
+        self.sharding.close()
+        self.inner.state.clear()
+        self._cut(model, options, self._habits)
+        dropped = {self.sharding.logical[n].name for n, p in model.named_parameters() if not p.requires_grad}
+        scalars["scalars"] = {
+            k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
+        }
+        self.load_state_dict(scalars)
+        self.kept.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
+        self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
+
+    def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
+        """`Sharding.suspend`, with the optimizer's state."""
+        self.sharding.runtime.reducing.drain()  # where a sum comes, an update may begin
+        self.ahead.take_back_all()
+        state = [v for of in self.inner.state.values() for v in of.values() if isinstance(v, Tensor)]
+        return self.sharding.suspend(kinds, pin_memory=pin_memory, state=state)
+
+    def resume(self) -> None:
+        """`Sharding.resume`."""
+        self.sharding.resume()
+
+    def _begin_backward(self) -> None:
+        self.backwards += 1
+        if self._scale is not None and not self._scaled:
+            raise PlanError(
+                f"backward of a loss that was not scaled, with loss scale {self._scale.scale:g}: `step` would divide by it",
+                code="loss-not-scaled",
+                fix="Call `optimizer.scale(loss).backward()`.",
+            )
+        for unit in self.sharding.units:  # as many as there are buffers: files are read while gradients are computed
+            if unit.spec.trained and unit.tier.alone:
+                unit.tier.begin_fetch()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
+
+        Gradients are consumed. Returns the closure's result. Costs one small all-reduce besides the gathers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runtime = self.sharding.runtime
+        self.sharding.check_here()
+        self._check_trainable()
+        runtime.reducing.close()
+        runtime.settle(self.sharding.group)
+        error = self.ahead.finish()
+        units = [u for u in self.sharding.units if u.spec.trained]
+        scale = 1.0 if self._scale is None else self._scale.scale
+        average = self.average(self.divisor)
+        wants = (
+            self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
+        )
+        facts = agree(self.sharding, wants_norm=wants, extra=self.extra, failed=error is not None)
+        if facts.failed:
+            raise self.ahead.failed(facts.failed, error)
+        norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
+        finite = norm is None or math.isfinite(norm)
+        culprit = None if finite else first_nonfinite(self.sharding, units)
+        skipped, clip = not finite and self._skips(culprit), self._clip(norm)
+        if not skipped:
+            apply(Due(units, average * clip, facts.unused), self.kept, self.ahead, self.updater)
+        self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
+        for unit in units:
+            unit.gradients.clear()  # which takes back what was made of them early, where the step was skipped
+        runtime.stepped()
+        if not skipped:
+            self.sharding.gather_kept()
+        if self._scale is not None and self.sharding.precision.scale is not None:
+            self._scale = next_scale(self.sharding.precision.scale, self._scale, skipped)
+        factor = 0.0 if skipped else 1.0 if self._scale is None else self._scale.scale / scale
+        for unit in units if factor != 1.0 else ():
+            unit.gradients.way.rescale(factor)
+        self.last = StepReport(norm, skipped, scale, culprit, facts.extra)
+        self.divisor, self._scaled, self.backwards, self.extra = 1.0, 0, 0, ()
+        return loss
+
+    def _skips(self, culprit: str | None) -> bool:
+        """Whether a step whose gradient is not finite leaves its update out."""
+        rule = self.sharding.precision.scale
+        judged = self.judge is not None and (rule is None or rule.static is not None) and self.judge(culprit)
+        return judged or self.sharding.precision.skip_nonfinite or self._scale is not None
+
+    def _clip(self, norm: float | None) -> float:
+        clip = self.sharding.options.clip
+        if clip is None or norm is None or clip == math.inf:
+            return 1.0
+        return min(1.0, clip / (norm + 1e-6))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that were not stepped. Needless after `step`. The model's own `zero_grad` does it, too."""
+        del set_to_none
+        self.sharding.runtime.reducing.forget()
+
+    def reduction(self, now: bool) -> AbstractContextManager[None]:
+        """Whether backwards inside reduce their gradients at once. Contexts combine with *and*.
+
+        Without reduction a rank holds the gradients of all its parameters, in the accumulate format, until `step`.
+        """
+        return self.sharding.runtime.reducing.reduction(now)
+
+    def reduce(self) -> None:
+        """Reduce what backwards without reduction have left, and wait for it. Collective, between backwards.
+
+        `step` does it, too; a pipeline does it earlier, while other stages still compute.
+        """
+        reducing = self.sharding.runtime.reducing
+        reducing.close()
+        reducing.attributes.put()
+
+    def show_gradients(self) -> None:
+        """From now on `param.grad` is a `ShardedGradient` from the end of a backward to the step, in the place of None. It has shape,
+        dtype and device; whatever else reads or writes it raises, and names what does the same. Costs two assignments a parameter.
+        """
+        self._shows_gradients = True
+        self.sharding.runtime.reducing.attributes.attach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """`reduction(False)`."""
+        return self.reduction(False)
+
+    # ---- what is kept
+
+    def shards(self) -> list[LocalShard]:
+        """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
+        return self.sharding.param_shards() + self.kept.shards()
+
+    def materialize(self, state_names: Iterable[str]) -> None:
+        """Create the optimizer's per-element state, zero, so that a load has something to fill.
+
+        Args:
+            state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
+        """
+        self.kept.materialize(state_names)
+
+    def synchronise(self) -> None:
+        """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
+
+        Before anything that saves or compares them. Nothing to do with every other optimizer.
+        """
+        if owns_reduction(self.inner) and hasattr(self.inner, "synchronise"):
+            self.inner.synchronise()
+            self.sharding.refresh()
+
+    def refresh(self) -> None:
+        """The shards were written (a load): bring every copy of them up to date. Collective."""
+        self.sharding.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
+        self.ahead.take_back_all()
+        return {
+            "format": 1,
+            "groups": self.kept.groups(),
+            "scalars": self.kept.scalars(),
+            "loss_scale": None if self._scale is None else asdict(self._scale),
+            "names": self._all_names(),  # for others that keep states by their place in a group
+            **self.updater.state_dict(),
+        }
+
+    def _all_names(self) -> list[list[str]]:
+        """The parameters of each group, also those of ranks that hold other parts of the model; the same on every rank."""
+        everyone = self.sharding.everyone
+        if everyone.ranks == self.sharding.group.ranks:
+            return self._names
+        known = self.sharding.logical
+        mine = [[known[name].name if name in known else name for name in group] for group in self._names]
+        told = comm.all_gather_json(mine, everyone, unit="state_dict")
+        return [list(dict.fromkeys(name for groups in told for name in groups[i])) for i in range(len(mine))]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.
+
+        Sums of gradients that a policy of updates has left are dropped where there is none.
+
+        Raises:
+            CheckpointError: it has another number of groups ("optimizer-groups").
+        """
+        self.ahead.take_back_all()
+        self.kept.load_groups(state_dict["groups"])
+        self.kept.load_scalars(state_dict["scalars"])
+        for unit in self.sharding.units:
+            unit.gradients.way.rescale(0.0)
+        self.updater.load_state_dict(state_dict)
+        if state_dict.get("loss_scale") is not None and self._scale is not None:
+            self._scale = ScaleState(**state_dict["loss_scale"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed once the model is sharded."""
+        if "sharding" in self.__dict__ and self.state is self.inner.state:
+            raise UnsupportedError(
+                "a parameter group was added to an optimizer whose model is already sharded",
+                code="zero-add-group",
+                fix="Add the group to the optimizer before `shard`.",
+            )
+        # torch's decorator around it imports the compiler, which costs more than everything else at start.
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    def close(self) -> None:
+        """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
+        self.ahead.close()
+        self._zero_grad.detach()
+        self.sharding.close()
+        self.inner.state.clear()
+        for group in self.param_groups:
+            group["params"] = []
+
+
+class _Options(TypedDict, total=False):
+    stage: int | Residency
+    group: Group | dist.ProcessGroup | None
+    precision: Precision | str | None
+    clip: float | None
+    norm: Group | dist.ProcessGroup | None
+    overlap: bool
+    policy: UnitPolicy
+    strict: bool
+    layout: Kind | None
+    shard_size: int | None
+    nodes: Nodes | None
+    sparse: bool
+    memory: Literal["auto", "private", "shared"]
+    tier: str | Placement | Callable[[UnitSpec], str | Placement]
+    param_tier: str | Placement
+    wire: Messages
+
+
+@overload
+def shard(model: nn.Module, optimizer: Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer: ...
+@overload
+def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> Sharding: ...
+def shard(
+    model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
+) -> ShardedOptimizer | Sharding:
+    """Cut a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
+
+    Args:
+        model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
+        optimizer: Built on the model's parameters; it then updates shards. None for a model that is not trained.
+        options: The fields of `ShardOptions`.
+    Returns:
+        A ShardedOptimizer, or the bare Sharding without an optimizer. `close()` gives the model back.
+    Raises:
+        PlanError: the ranks hold different models ("zero-models-differ"), the optimizer has parameters the model does not
+            ("zero-foreign-parameters"), or an option is not known.
+    Collective over the group. Cost: one pass over the parameters. Gradients are used up: they are summed where they lie, so a hook
+    that keeps one clones it; between a backward and the step `param.grad` is a `ShardedGradient`.
+    """
+    chosen = ShardOptions(**options)
+    if optimizer is None:
+        return Sharding(model, {}, chosen)
+    made = ShardedOptimizer(model, optimizer, chosen)
+    made.show_gradients()
+    return made

@@ -1,0 +1,148 @@
+"""What the ranks agree on before an update: the gradient's norm, and which parameters nobody used.
+
+An element that several ranks hold counts once in the norm. The ranks of a family agree on its parameters; all ranks that the model was
+given to on everything else, and where the model is on more ranks than those, all of them on the norm. Every rank asks in the order of
+families, then for the model, then for the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_comm as comm
+from ds_comm.reduction_group import Family
+from ds_config.errors import PlanError
+from ds_ops.stream import total_squares
+from ds_zero.layout.units import DENSE
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.unit import Unit
+
+__all__ = ["Facts", "agree", "first_nonfinite", "square_of", "weight_of"]
+
+
+def weight_of(unit: Unit, divisor: int) -> float:
+    """What the sum of a unit's gradients is multiplied by, besides what all are: 1 where its family's divisor is `divisor`."""
+    return divisor / unit.seat.family.divisor
+
+
+def square_of(units: Sequence[Unit], divisor: int) -> float:
+    """This rank's share of the sum of squares of the reduced gradients, times `divisor` squared: that of the dense family.
+
+    Summed in fp64, with an error below 1e-9 at any length. Reads each gradient once, unless the pass that summed it over the ranks told its
+    square; waits once for each device.
+    """
+    total, asked = 0.0, dict[torch.device, list[Tensor]]()
+    for unit in units:
+        gradients = unit.gradients
+        if gradients.sums is None:
+            continue
+        weight, told = weight_of(unit, divisor) ** 2 / unit.seat.counts, gradients.square
+        if told is None:
+            square = total_squares([_real(grad) for grad in gradients.sums])
+            asked.setdefault(square.device, []).append(square * weight)
+        else:
+            total += told * weight
+    return total + sum(float(torch.stack(squares).sum()) for squares in asked.values())
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The same on every rank.
+
+    Attributes:
+        square: Sum of squares of the summed gradient; None where nobody asked.
+        unused: For each trained unit the numbers of parameters that no rank used.
+        extra: Sums over the ranks of the numbers that the caller sent along.
+        failed: On how many ranks an update that had begun in backward failed.
+    """
+
+    square: float | None
+    unused: list[set[int]]
+    extra: tuple[float, ...] = ()
+    failed: int = 0
+
+
+def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> Facts:
+    """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 16 bytes where the model is on more ranks.
+
+    Args:
+        wants_norm: Whether to measure the gradient.
+        extra: Numbers of the caller's own to sum over the ranks, as many on every rank.
+        failed: Whether an update that had begun in backward failed on this rank.
+    Raises:
+        PlanError: in strict mode, on every rank, if only some of those that have a parameter used it ("ranks-diverged").
+    """
+    units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
+    square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
+    beyond, failures = wants_norm and sharding.everyone.ranks != sharding.group.ranks, float(failed)
+    if beyond:
+        total = torch.tensor([square, failures], dtype=torch.float64)
+        comm.all_reduce(total, group=sharding.everyone, unit="norm")
+        square, failures = total.tolist()
+    absent = {n: reducing.unused[n] for n in reducing.trained}
+    unused: dict[int, set[int]] = {}
+    partly: list[str] = []
+    for name in sorted(sharding.families, key=lambda name: name == DENSE):
+        mine = [u for u in units if u.spec.family == name]
+        told = (0.0, 0.0) if beyond else (square, failures)
+        more = (*told, float(len(partly)), *extra) if name == DENSE else ()
+        users, more = _count(mine, absent, sharding.families[name], more)
+        for unit, counts in zip(mine, users, strict=True):
+            unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
+            size = sharding.families[name].group.size
+            partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
+    within, failing, others, *given = more
+    if (partly or others) and sharding.options.strict:
+        raise _diverged(partly, sharding.group.size)
+    square, failures = (square, failures) if beyond else (within, failing)
+    return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(given), int(failures))
+
+
+def _count(
+    units: Sequence[Unit], absent: dict[int, set[int]], family: Family, extra: tuple[float, ...]
+) -> tuple[list[list[float]], tuple[float, ...]]:
+    """Of each unit how many ranks of a family used each parameter; and the sums of `extra`."""
+    sizes = [len(unit.params) for unit in units]
+    counts = torch.ones(sum(sizes) + len(extra), dtype=torch.float64)
+    base = 0
+    for unit in units:
+        for i in absent[unit.number]:
+            counts[base + i] = 0.0
+        base += len(unit.params)
+    counts[base:] = torch.tensor(extra, dtype=torch.float64)
+    if family.group.size > 1 and len(counts):
+        comm.all_reduce(counts, group=family.group, unit="step")
+    parts = counts.split([*sizes, len(extra)])
+    return [part.tolist() for part in parts[:-1]], tuple(parts[-1].tolist())
+
+
+def _diverged(names: Sequence[str], size: int) -> PlanError:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return PlanError(
+        f"some of {size} ranks used these parameters in the last step and some did not: {shown or 'those of other families'}",
+        code="ranks-diverged",
+        fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
+    )
+
+
+def first_nonfinite(sharding: Sharding, units: Sequence[Unit]) -> str | None:
+    """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
+    order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
+    found: list[tuple[int, str]] = []
+    for unit in units:
+        for piece in sharding.pieces(unit):
+            grad = unit.gradients.view(piece.start, piece.stop)
+            if grad is not None and not grad.isfinite().all():
+                found.append((order[piece.name], sharding.logical[piece.name].name))
+    told = comm.all_gather_json(min(found, default=None), sharding.everyone, unit="step")
+    first: list[Any] = min((one for one in told if one is not None), default=[0, None])
+    return None if first[1] is None else str(first[1])

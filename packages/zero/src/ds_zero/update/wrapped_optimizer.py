@@ -1,0 +1,250 @@
+"""What the user's optimizer can do, found out by asking it and not by its name: take shards, and multiply gradients while it updates.
+
+An optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do. It is *per
+tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every parameter must be whole on
+one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
+
+A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
+take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it. With all others the
+gradients are multiplied first: one read and one write more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from ds_config.errors import PlanError, UnsupportedError
+from ds_ops.optim import Fusion, OpsOptimizer
+from ds_zero._torch import plain_step
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.shard_options import Habits, Placement, ShardOptions, dtype_name
+from ds_zero.layout.dtypes_plan import Precision
+from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.unit import Unit
+from ds_zero.update.probe import CannotStepError, ask, shapes_of
+
+__all__ = [
+    "WAITING",
+    "Updater",
+    "check_early",
+    "check_inner",
+    "group_of",
+    "habits_of",
+    "owns_reduction",
+    "settings_of",
+    "state_format",
+    "step_with",
+]
+
+WAITING = "zenflow_sum"
+"""Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
+
+
+def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
+    """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
+
+    Raises:
+        UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
+    """
+    habits: dict[int, Habits] = {}
+    answers: dict[Any, Habits] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        # The step of one that reduces is collective and depends on how far it is, so it is not asked to step.
+        declared: Kind = "flat" if getattr(optimizer, "elementwise", True) else "whole"
+        found = Habits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, asked, answers)
+        if found.layout == "whole" and asked not in (None, "whole"):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
+                code="zero-optimizer",
+                fix='Leave layout at None, or pass layout="whole".',
+            )
+        habits[number] = found if asked is None else replace(found, layout=asked)
+    return habits
+
+
+def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, Habits]) -> Habits:
+    """What the optimizer does with one group. Groups that differ in their rates only, within a factor of ten, are asked once."""
+    shapes, rates = shapes_of(group["params"]), ("lr", "initial_lr", "max_lr", "min_lr")
+    rate = group.get("lr")
+    decade = math.floor(math.log10(float(rate))) if isinstance(rate, Real | Tensor) and float(rate) > 0.0 else rate
+    key = (shapes, repr(decade), repr([(k, v) for k, v in group.items() if k not in ("params", *rates)]))
+    if key not in answers:
+        try:
+            answers[key] = ask(optimizer, group, shapes)
+        except CannotStepError:
+            if asked is None:
+                raise
+            answers[key] = Habits(asked)
+    return answers[key]
+
+
+def owns_reduction(optimizer: Optimizer) -> bool:
+    """Whether an optimizer averages gradients over ranks itself; it says so by an attribute of this name."""
+    return bool(getattr(optimizer, "owns_reduction", False))
+
+
+def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -> None:
+    """What was asked can be done with this optimizer.
+
+    Raises:
+        PlanError: it has parameters that the model does not have ("zero-foreign-parameters"), or its updates cannot begin during backward
+            ("zero-early").
+        UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
+            ("zero-state-dtype").
+    """
+    if isinstance(options.tier, Placement) and options.tier.early:
+        check_early(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [tuple(p.shape) for p in params if id(p) not in names]
+    if foreign:
+        raise PlanError(
+            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes {foreign[:5]}",
+            code="zero-foreign-parameters",
+            fix="Build the optimizer from model.parameters() of the model given to `shard`, or put the others into a module of it.",
+        )
+    if owns_reduction(optimizer) and options.residency.shard_optim:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} reduces gradients itself, and stage {options.stage} shards what it would reduce",
+            code="optimizer-owns-reduction",
+            fix="Use stage 0 with it.",
+        )
+    precision = Precision.of(options.precision)
+    for param in params:
+        dtypes = precision.resolve(param.dtype, names[id(param)])
+        if dtypes.state is not None and not _keeps(optimizer, dtypes.master, dtypes.state):
+            raise UnsupportedError(
+                f"{names[id(param)]}: {type(optimizer).__name__} cannot keep its state in {dtype_name(dtypes.state)} beside a master "
+                f"in {dtype_name(dtypes.master)}",
+                code="zero-state-dtype",
+                fix="Use an optimizer of ds_ops.optim with a state in fp32, bf16 or fp16, or leave the state's format out.",
+            )
+
+
+def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> bool:
+    """Whether an optimizer can keep its state in a format beside a master in another; what torch's do anyway is that of the master."""
+    return OpsOptimizer.keeps(master, state) if isinstance(optimizer, OpsOptimizer) else state == master
+
+
+def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
+    """The format in which an optimizer keeps its state of a parameter."""
+    return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
+
+
+def check_early(optimizer: Optimizer) -> None:
+    """Single units can be updated before their step (`ahead.py`).
+
+    Raises:
+        PlanError: they cannot ("zero-early").
+    """
+    kind, why = type(optimizer), ""
+    if not isinstance(optimizer, OpsOptimizer) or not optimizer.elementwise:
+        why = "which is no optimizer of ds-ops that treats elements apart"
+    elif plain_step(kind) is not plain_step(OpsOptimizer):
+        why = "whose step is its own"
+    if why:
+        raise PlanError(
+            f"updates that begin during backward, with {kind.__name__}, {why}",
+            code="zero-early",
+            fix="Use Adam or AdamW of the configuration (or of ds_ops.optim), or leave super_offload and Placement.early out.",
+        )
+
+
+def group_of(optimizer: Optimizer, unit: Unit) -> dict[str, Any]:
+    """The optimizer's group that a unit's parameters are in."""
+    group: dict[str, Any] = optimizer.param_groups[unit.spec.params[0].group or 0]
+    return group
+
+
+def settings_of(optimizer: Optimizer, unit: Unit) -> tuple[tuple[str, Any], ...]:
+    """What the group of a unit says besides its parameters, as it is now."""
+    found = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
+    return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in found)
+
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+_LARGEST = 1e30  # its inverse is a normal fp32, too
+
+
+def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
+    """`optimizer.step()` with every gradient multiplied by `factor`.
+
+    Args:
+        grads: The memory of all gradients, each element once; it may be changed.
+    """
+    if factor == 1.0:
+        optimizer.step()
+    elif isinstance(optimizer, OpsOptimizer):
+        optimizer.step(fusion=Fusion(grad_scale=factor))
+    elif _divides(optimizer, grads) and 1 / _LARGEST < factor < _LARGEST:
+        _step_divided(optimizer, 1.0 / factor)
+    else:
+        for grad in grads:
+            grad.mul_(factor)
+        optimizer.step()
+
+
+def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
+    # The divisor is an fp32, which is not enough for wider gradients. A subclass may do something else in its step.
+    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and all(grad.dtype.itemsize <= 4 for grad in grads)
+
+
+def _step_divided(optimizer: Optimizer, divisor: float) -> None:
+    told: Any = optimizer  # both attributes exist during a step only
+    told.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    told.found_inf = torch.zeros((), dtype=torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del told.grad_scale, told.found_inf
+
+
+class Updater:
+    """Steps every element in every step. The seat of policies that do otherwise, see `ShardOptions.updates`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def moved(self, sharding: Sharding) -> None:
+        """The model was planned anew."""
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Decide what this step does, on all ranks alike; gradients are final."""
+
+    def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
+        """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
+        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+
+    def finish(self) -> None:
+        """All units were stepped."""
+
+    def foresees(self) -> bool:
+        """Whether what the coming step does is decided before its gradients are there, so that units can be updated early."""
+        return True
+
+    def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
+        """Update one unit before its step, on a thread of its own.
+
+        Args:
+            grads: By part; they stay as they are.
+        """
+        if isinstance(self.inner, OpsOptimizer):
+            self.inner.step_group(group_of(self.inner, unit), Fusion(grad_scale=factor, grads=grads))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it adds to the optimizer's. JSON-able, the same on every rank. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the optimizer's `state_dict`. What waited in a run with a policy would never be used here."""
+        for kept in self.inner.state.values():
+            kept.pop(WAITING, None)
